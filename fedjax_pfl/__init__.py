@@ -1,0 +1,31 @@
+"""fedjax_pfl: a simulator for personalized federated learning in JAX.
+
+Start with :func:`simulate`; ``fedjax_pfl/method.py`` holds the contract of a method.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedjax_pfl.config import Config, load_config
+    from fedjax_pfl.errors import ConfigError
+    from fedjax_pfl.methods import METHODS
+    from fedjax_pfl.simulate import Result, simulate
+
+# Imported at first use: JAX takes a second, which `fedjax-pfl --help` should not.
+_HOME = {
+    "Config": "config",
+    "ConfigError": "errors",
+    "METHODS": "methods",
+    "Result": "simulate",
+    "load_config": "config",
+    "simulate": "simulate",
+}
+
+__all__ = ["METHODS", "Config", "ConfigError", "Result", "load_config", "simulate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

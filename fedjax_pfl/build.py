@@ -1,0 +1,137 @@
+"""From a config to the parts of a run: devices, federation, model, engine and placement."""
+
+import contextlib
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jaxtyping import Array, Key
+
+from fedjax_pfl.config import Config
+from fedjax_pfl.data.federated import Clients, Federation, pack
+from fedjax_pfl.data.partition import PARTITIONS
+from fedjax_pfl.data.sources import Dataset
+from fedjax_pfl.data.split import draw_test, manifest, split_rows
+from fedjax_pfl.engine import Engine, Participation, Placement
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.memory import Memory, available, estimate
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.models import MODELS, Model, build
+from fedjax_pfl.ops.local import Trainer
+
+# Samples of the pooled test set per block; a block is evaluated like a client.
+_POOLED_BLOCK = 512
+
+
+def prepare_devices(placement: str) -> None:
+    """Makes every core of a CPU a device, for the placements that split clients over devices.
+
+    That is possible only before JAX has started; later, and where the user has chosen a number, clients run on the
+    devices that there are.
+    """
+    if placement in ("auto", "shard") and jax.config.read("jax_num_cpu_devices") == -1:
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+
+
+def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]]:
+    """Shares the data set out among the clients.
+
+    Returns:
+      The federation, and the manifest that ``partition.json`` holds.
+
+    Raises:
+      ConfigError: the partition does not fit the data set.
+    """
+    spec, clients = config.data, config.data.clients
+    seed = config.run.seed if spec.seed is None else spec.seed
+    kind = PARTITIONS[spec.partition["kind"]]
+    options = _options(spec.partition, "kind")
+    wanted = spec.samples_per_client
+    held_out = {"test_share": spec.test_share, "validation_share": spec.validation_share}
+    if spec.split == "official":
+        if dataset.train_rows is None:
+            raise ConfigError("data.split", spec.split, f'{dataset.name} has no test part of its own; use "merge"')
+        partition = kind(dataset.labels[: dataset.train_rows], clients, seed, wanted, **options)
+        pooled = np.arange(dataset.train_rows, len(dataset.labels))
+        splits = draw_test(dataset.labels, partition.parts, pooled, seed, **held_out)
+    else:
+        # samples_per_client counts training samples; the test share comes on top.
+        total = None if wanted is None else math.ceil(wanted / (1 - spec.test_share) - 1e-9)
+        partition = kind(dataset.labels, clients, seed, total, **options)
+        splits = split_rows(dataset.labels, partition.parts, seed, **held_out)
+        pooled = np.sort(np.concatenate([split.test for split in splits]))
+    blocks = np.array_split(pooled, math.ceil(len(pooled) / _POOLED_BLOCK))
+
+    def rows(part: str) -> Clients:
+        return pack([getattr(split, part) for split in splits], dataset.labels, dataset.classes)
+
+    federation = Federation(
+        x=jnp.asarray(dataset.images),
+        y=jnp.asarray(dataset.labels, jnp.int32),
+        train=rows("train"),
+        validation=rows("validation") if spec.validation_share else None,
+        test=rows("test"),
+        pooled=pack(blocks, dataset.labels, dataset.classes),
+    )
+    return federation, manifest(dataset.labels, dataset.classes, partition, splits)
+
+
+def make_engine(config: Config, dataset: Dataset) -> Engine:
+    """Model, trainer and method, joined; clients one by one on one device until :func:`place` decides."""
+    trainer = Trainer(**config.training.model_dump(exclude={"rounds"}))
+    method = METHODS[config.method["name"]](_model(config, dataset), trainer, **_options(config.method, "name"))
+    ratio = config.participation.ratio
+    low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
+    return Engine(method, config.data.clients, Participation(low, high, config.participation.dropout))
+
+
+def _options(table: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != key}
+
+
+def _model(config: Config, dataset: Dataset) -> Model:
+    """The model, fitted to the data set's image shape and number of classes."""
+    channels = dataset.images.shape[-1]
+    scale = {}
+    for field in ("mean", "std"):
+        given = getattr(config.data, field)
+        if isinstance(given, list) and len(given) != channels:
+            raise ConfigError(f"data.{field}", given, f"one number, or one for each of the {channels} channels")
+        scale[field] = jnp.broadcast_to(jnp.asarray(given, jnp.float32), (channels,))
+    extractor = MODELS[config.model["name"]](**_options(config.model, "name"))
+    try:
+        return build(extractor, dataset.images.shape[1:], dataset.classes, init=config.model["init"], **scale)
+    except ValueError as error:
+        shape = "x".join(map(str, dataset.images.shape[1:]))
+        raise ConfigError("model.name", config.model["name"], f"it does not fit {shape} images: {error}") from None
+
+
+def place(engine: Engine, config: Config, key: Key[Array, ""], data: Federation) -> tuple[Engine, Memory]:
+    """Chooses devices and chunk: by backend and by the memory estimate, unless the config says."""
+    memory = estimate(engine, key, data)
+    on_cpu = jax.default_backend() == "cpu"
+    cohort = engine.participation.cohort_size(engine.clients)
+    kind = config.run.placement
+    if kind == "auto":
+        kind = "shard" if min(jax.local_device_count(), cohort) > 1 else "map" if on_cpu else "vmap"
+    devices = min(jax.local_device_count(), cohort) if kind == "shard" else 1
+    limit = available()
+    if memory.resident + memory.per_client > limit:
+        need = f"{(memory.resident + memory.per_client) / 1e9:.2f} GB"
+        raise ConfigError(
+            "data.clients", config.data.clients, f"the run needs about {need}, and a device has {limit / 1e9:.2f} GB"
+        )
+    # On a CPU, clients side by side leave the cache and turn convolutions into batched products.
+    one_by_one = kind == "map" or (kind == "shard" and on_cpu)
+    fitting = max(1, min(math.ceil(cohort / devices), (limit - memory.resident) // max(1, memory.per_client)))
+    chunk = config.run.chunk or (1 if one_by_one else fitting)
+    mesh = None
+    if kind == "shard":
+        mesh = jax.make_mesh((devices,), ("clients",), (AxisType.Auto,), devices=jax.local_devices()[:devices])
+    return replace(engine, placement=Placement(mesh, chunk)), memory

@@ -1,0 +1,236 @@
+"""The command line: ``fedjax-pfl run | partition | methods | models | datasets | describe``.
+
+Heavy modules are imported inside the commands, so that ``--help`` answers at once.
+"""
+
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedjax_pfl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fedjax_pfl.config import Config
+    from fedjax_pfl.simulate import Progress
+
+app = typer.Typer(
+    help="Simulate personalized federated learning.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
+ConfigFile = Annotated[Path, typer.Argument(help="A TOML config.", metavar="CONFIG.toml", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Fields to change, e.g. training.lr=0.01", metavar="[SECTION.KEY=VALUE]...")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run's files in the directory.")]
+
+
+def main() -> None:
+    """Entry point: bad input is one line on stderr and exit code 2."""
+    try:
+        app()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.command()
+def run(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    out: Annotated[str | None, typer.Option(help="The run directory; by default one under runs/.")] = None,
+    overwrite: Overwrite = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> None:
+    """Run an experiment and write its run directory."""
+    loaded = _load(config, overrides, out)
+    if loaded.run.out is None:
+        name = f"{config.stem}-{loaded.method['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
+        loaded = _with_out(loaded, str(Path("runs") / name))
+    _use_compilation_cache(loaded)
+    from fedjax_pfl.simulate import simulate
+
+    with _progress(loaded, quiet) as report:
+        result = simulate(loaded, overwrite=overwrite, progress=report)
+    if not quiet:
+        _print_summary(result.summary)
+        print(f"written to {loaded.run.out}")
+
+
+@app.command()
+def partition(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    out: Annotated[str | None, typer.Option(help="Where partition.json goes; not written unless given.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Show who holds what, without training."""
+    from fedjax_pfl.build import divide
+    from fedjax_pfl.data.sources import load
+    from fedjax_pfl.record import RunDirectory
+
+    loaded = _load(config, overrides, out)
+    _, shares = divide(loaded, load(loaded.data.source))
+    if loaded.run.out:
+        RunDirectory(loaded.run.out, overwrite=overwrite).begin(loaded.to_toml(), shares)
+    _print_partition(shares)
+    if loaded.run.out:
+        print(f"written to {Path(loaded.run.out) / 'partition.json'}")
+
+
+@app.command()
+def methods() -> None:
+    """List the methods."""
+    from fedjax_pfl.methods import METHODS
+
+    _print_table(METHODS)
+
+
+@app.command()
+def models() -> None:
+    """List the models."""
+    from fedjax_pfl.models import MODELS
+
+    _print_table(MODELS)
+
+
+@app.command()
+def datasets() -> None:
+    """List the data sources."""
+    from fedjax_pfl.data.sources import SOURCES
+
+    for name, (_, description) in SOURCES.items():
+        print(f"{name:12} {description}")
+
+
+@app.command()
+def describe(method: Annotated[str, typer.Argument(metavar="METHOD")]) -> None:
+    """Show a method's docstring, hyperparameters with defaults, and reference."""
+    from fedjax_pfl.config import hyperparameters
+    from fedjax_pfl.methods import METHODS
+
+    if method not in METHODS:
+        raise ConfigError("METHOD", method, f"allowed: {', '.join(METHODS)}")
+    print(inspect.getdoc(METHODS[method]))
+    given = hyperparameters(METHODS[method])
+    print("\nHyperparameters ([method] in the config):" if given else "\nNo hyperparameters of its own.")
+    for name, parameter in given.items():
+        print(f"  {name} = {json.dumps(parameter.default)}")
+
+
+def _load(path: Path, overrides: list[str] | None, out: str | None) -> "Config":
+    from fedjax_pfl.config import load_config
+
+    loaded = load_config(path, overrides or [])
+    return _with_out(loaded, out) if out else loaded
+
+
+def _with_out(config: "Config", out: str) -> "Config":
+    return config.model_copy(update={"run": config.run.model_copy(update={"out": out})})
+
+
+def _use_compilation_cache(config: "Config") -> None:
+    """Keeps compiled programs on disk, so that the next run with the same shapes starts at once."""
+    import jax
+
+    folder = config.run.compilation_cache or jax.config.read("jax_compilation_cache_dir")
+    if folder == "off":
+        return
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", folder or str(caches / "fedjax_pfl"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@contextmanager
+def _progress(config: "Config", quiet: bool) -> "Iterator[Callable[[Progress], None] | None]":
+    """A progress bar on a terminal, plain lines elsewhere."""
+    if quiet:
+        yield None
+    elif sys.stdout.isatty():
+        with _bar(config) as report:
+            yield report
+    else:
+        print(f"{config.method['name']} on {config.data.source}: {config.data.clients} clients", flush=True)
+        yield lambda now: print(f"round {now.round}/{now.rounds}  {_numbers(now)}", flush=True)
+
+
+@contextmanager
+def _bar(config: "Config") -> "Iterator[Callable[[Progress], None]]":
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}")
+    with Bar(*columns, TimeRemainingColumn()) as bar:
+        task = bar.add_task(config.method["name"], total=config.training.rounds, numbers="compiling")
+        yield lambda now: bar.update(task, completed=now.round, numbers=_numbers(now))
+
+
+def _numbers(now: "Progress") -> str:
+    shown = f"loss {now.loss:.4f}"
+    if now.last is not None:
+        for point in ("pre", "post"):
+            shown += f"  {point} {100 * now.last[point]['accuracy']:.2f}%"
+    return f"{shown}  {now.seconds_left:.0f} s left"
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} rounds"
+    table = Table(title=title, caption="accuracy in %; best is selected on test data", title_justify="left")
+    columns = {
+        "last": "last",
+        "best": "best",
+        "mean_last_10": "mean of last 10",
+        "weighted_last": "weighted",
+        "std_clients": "std of clients",
+        "worst_10_percent": "worst 10 %",
+    }
+    table.add_column("")
+    for heading in columns.values():
+        table.add_column(heading, justify="right")
+    for point, label in (("pre", "PRE  (after aggregation)"), ("post", "POST (after local training)")):
+        scores = summary["personal"][point]
+        table.add_row(label, *(f"{100 * scores[column]:.2f}" for column in columns))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    if summary["global"] is not None:
+        console.print(f"global model on the pooled test set: {100 * summary['global']:.2f} %")
+    timing, traffic = summary["timing"], summary["traffic"]
+    console.print(
+        f"{timing['seconds_per_round']:.3f} s per round, {timing['compile_seconds']:.1f} s compilation, "
+        f"{timing['total_seconds']:.1f} s in all; {traffic['megabytes_total']:.1f} MB exchanged",
+        highlight=False,
+    )
+
+
+def _print_partition(shares: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="samples per client and class", title_justify="left")
+    classes = len(shares["class_counts"][0])
+    for heading in ("client", "size", "train", "test", *map(str, range(classes))):
+        table.add_column(heading, justify="right")
+    rows = zip(shares["sizes"], shares["n_train"], shares["n_test"], shares["class_counts"], strict=True)
+    for client, (size, n_train, n_test, counts) in enumerate(rows):
+        table.add_row(str(client), str(size), str(n_train), str(n_test), *(str(n) if n else "·" for n in counts))
+    console = Console(width=None if sys.stdout.isatty() else 40 + 8 * classes)
+    console.print(table)
+    for note in shares["notes"]:
+        console.print(f"note: {note}", highlight=False)
+    console.print(f"hash {shares['hash']}", highlight=False)
+
+
+def _print_table(table: dict[str, Callable[..., Any]]) -> None:
+    for name, factory in table.items():
+        print(f"{name:12} {(inspect.getdoc(factory) or '').splitlines()[0]}")

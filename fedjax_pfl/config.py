@@ -1,0 +1,235 @@
+"""The config tree: typed, frozen, read from TOML, with dotted ``key=value`` overrides and one clear error per mistake.
+
+The tables ``[method]``, ``[model]`` and ``data.partition`` take, besides the name, the keyword-only arguments of the
+function that they name: its signature is the schema.
+"""
+
+import inspect
+import os
+import tomllib
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+
+from fedjax_pfl.data.partition import PARTITIONS
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.models import MODELS
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+def hyperparameters(factory: Callable) -> dict[str, inspect.Parameter]:
+    """The keyword-only arguments of a factory: what its config table may hold."""
+    parameters = inspect.signature(factory).parameters
+    return {name: given for name, given in parameters.items() if given.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def _choose(section: str, key: str, table: Mapping[str, Callable]) -> BeforeValidator:
+    """Checks a table {key: name, **options} against the signature of table[name], and fills in the defaults."""
+
+    def check(given: Any) -> dict[str, Any]:
+        if not isinstance(given, Mapping):
+            raise ConfigError(section, given, f'expected a table such as {{{key} = "{next(iter(table))}"}}')
+        options = dict(given)
+        name = options.pop(key, None)
+        if name not in table:
+            raise ConfigError(f"{section}.{key}", name, f"allowed: {', '.join(table)}")
+        hints = typing.get_type_hints(table[name], include_extras=True)
+        fields = {field: (hints[field], arg.default) for field, arg in hyperparameters(table[name]).items()}
+        schema = create_model(name, __config__=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False), **fields)  # type: ignore[call-overload]
+        try:
+            return {key: name, **schema(**options).model_dump()}
+        except ValidationError as error:
+            raise _config_error(error, section, list(fields), f" of {name}") from None
+
+    return BeforeValidator(check)
+
+
+def _ratio(given: Any) -> Any:
+    """One share, or the two ends of a range that the share of each round is drawn from."""
+    ends = given if isinstance(given, list | tuple) else [given]
+    numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends)
+    if not (numbers and 1 <= len(ends) <= 2 and 0 < ends[0] <= ends[-1] <= 1):
+        raise ConfigError("participation.ratio", given, "a share in (0, 1], or a range [low, high] of shares")
+    return float(given) if len(ends) == 1 and ends[0] is given else tuple(float(end) for end in ends)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Data(_Section):
+    """What the clients hold.
+
+    Attributes:
+      source: ``digits`` or ``npz:PATH`` (``fedjax-pfl datasets`` lists them); ``arrays`` for data passed in Python.
+      clients: N.
+      partition: {kind, ...}: how samples are shared out.
+      split: ``merge`` (train and test part merged, then split per client) or ``official`` (the training part is shared
+        out, test samples are drawn from the test part with each client's label proportions).
+      test_share: share of a client's samples that is held out for testing.
+      validation_share: share of a client's training samples that methods may select on.
+      samples_per_client: training samples (validation included) that each client gets; all of them, unless given.
+      seed: seed of partition and split; ``run.seed`` unless given.
+      mean: mean that pixels, scaled to [0, 1], are normalised with; one number or one per channel.
+      std: standard deviation, likewise.
+    """
+
+    source: str
+    clients: int = Field(20, ge=1)
+    partition: Annotated[dict[str, Any], _choose("data.partition", "kind", PARTITIONS)] = Field(
+        {"kind": "dirichlet"}, validate_default=True
+    )
+    split: Literal["merge", "official"] = "merge"
+    test_share: Share = 0.25
+    validation_share: float = Field(0.0, ge=0, lt=1)
+    samples_per_client: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=0, lt=2**32)
+    mean: float | list[float] = 0.5
+    std: Annotated[float, Field(gt=0)] | list[Annotated[float, Field(gt=0)]] = 0.5
+
+
+class Training(_Section):
+    """Local training, and for how many rounds. The defaults are PFLlib's."""
+
+    rounds: int = Field(100, ge=1)
+    epochs: int = Field(1, ge=1)
+    batch_size: int = Field(10, ge=1)
+    lr: float = Field(0.005, gt=0)
+    lr_decay: float = Field(1.0, gt=0, le=1)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float | None = Field(None, gt=0)
+    drop_last: bool = False
+
+
+class Participation(_Section):
+    """Who takes part in a round: a share of the clients (or a range it is drawn from), less those that drop out."""
+
+    ratio: Annotated[float | tuple[float, float], BeforeValidator(_ratio)] = 1.0
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+
+class Run(_Section):
+    """How a run is carried out; nothing here changes its numbers, except the seed.
+
+    Attributes:
+      seed: seed of initial model, cohorts and batches, and of the partition unless ``data.seed`` is given.
+      eval_every: rounds between evaluations; the last round is always evaluated.
+      checkpoint_every: rounds between checkpoints; 0, none, is all that this version offers.
+      placement: how clients are mapped: ``map``, ``vmap``, ``shard``, or ``auto`` (by backend).
+      chunk: clients side by side on a device; from the memory estimate unless given.
+      out: the run directory; nothing is written without.
+      compilation_cache: folder of compiled programs, or ``off``.
+    """
+
+    seed: int = Field(0, ge=0, lt=2**32)
+    eval_every: int = Field(1, ge=1)
+    checkpoint_every: int = Field(0, ge=0, le=0)
+    placement: Literal["auto", "map", "vmap", "shard"] = "auto"
+    chunk: int | None = Field(None, ge=1)
+    out: str | None = None
+    compilation_cache: str | None = None
+
+    @model_validator(mode="after")
+    def _map_is_one_by_one(self) -> "Run":
+        if self.placement == "map" and self.chunk not in (None, 1):
+            raise ConfigError("run.chunk", self.chunk, 'placement = "map" runs clients one by one; leave it out')
+        return self
+
+
+class Config(_Section):
+    """A whole run. Only ``data.source`` and ``method.name`` have no default.
+
+    Raises:
+      ConfigError: an unknown key, a wrong type, a value out of range.
+    """
+
+    data: Data
+    model: Annotated[dict[str, Any], _choose("model", "name", MODELS)] = Field({"name": "mlp"}, validate_default=True)
+    method: Annotated[dict[str, Any], _choose("method", "name", METHODS)]
+    training: Training = Training()
+    participation: Participation = Participation()
+    run: Run = Run()
+
+    def __init__(self, **tables: Any):
+        try:
+            super().__init__(**tables)
+        except ValidationError as error:
+            raise _config_error(error, "", list(type(self).model_fields)) from None
+
+    def to_toml(self) -> str:
+        """The resolved config; fields that are not set are left out."""
+        return tomli_w.dumps(_without_none(self.model_dump()))
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file and applies overrides.
+
+    Args:
+      path: the config file.
+      overrides: ``section.key=value`` strings; the value is TOML, or else taken as a string.
+
+    Raises:
+      ConfigError: the file is missing or no TOML, or what it says cannot be used.
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("config file", str(path), f"cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("config file", str(path), f"not valid TOML: {error}") from None
+    for override in overrides:
+        _override(tables, override)
+    return Config(**tables)
+
+
+def _override(tables: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    *sections, key = dotted.strip().split(".")
+    if not equals or not sections or not all([*sections, key]):
+        raise ConfigError("override", override, "expected section.key=value, e.g. training.lr=0.01")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = tables
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError("override", override, f"{section} is a value, not a table")
+    table[key] = value
+
+
+def _config_error(error: ValidationError, section: str, allowed: Sequence[str], owner: str = "") -> ConfigError:
+    """The first mistake, as one sentence with the dotted field, the value and what is allowed."""
+    first = error.errors()[0]
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, ConfigError):
+        return raised
+    # Deeper locations name the branches of a union of types, not fields.
+    path = [section, str(first["loc"][0])] if section else [str(part) for part in first["loc"][:2]]
+    field = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(path[:-1]) or allowed
+        return ConfigError(field, first["input"], f"no such key{owner}; allowed: {', '.join(known) or 'none'}")
+    if first["type"] == "missing":
+        return ConfigError(field, "(missing)", "it has no default and must be given")
+    return ConfigError(field, first["input"], first["msg"][0].lower() + first["msg"][1:])
+
+
+def _known_keys(path: Sequence[str]) -> list[str]:
+    field = Config.model_fields.get(".".join(path))
+    section = field.annotation if field else None
+    return list(section.model_fields) if inspect.isclass(section) and issubclass(section, _Section) else []
+
+
+def _without_none(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {key: _without_none(value) for key, value in node.items() if value is not None}
+    return list(node) if isinstance(node, tuple) else node

@@ -1,0 +1,100 @@
+"""The federation as the device holds it: samples stored once, a client is a row of an index table and a count."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+
+class Batch(NamedTuple):
+    """One padded mini-batch.
+
+    Attributes:
+      x: samples, as stored, [batch, ...].
+      y: labels, [batch].
+      mask: 1 for a sample, 0 for padding, [batch].
+    """
+
+    x: Shaped[Array, "batch ..."]
+    y: Int[Array, " batch"]
+    mask: Float[Array, " batch"]
+
+
+class ClientData(NamedTuple):
+    """The samples of one client.
+
+    Attributes:
+      x: the pool that ``index`` points into, shared by all clients, [samples, ...].
+      y: labels of the pool, [samples].
+      index: this client's rows in the pool; only the first ``count`` mean anything, [capacity].
+      count: n_i, the number of samples of the client.
+      class_counts: n_ic, its samples per class, [classes].
+    """
+
+    x: Shaped[Array, "samples ..."]
+    y: Int[Array, " samples"]
+    index: Int[Array, " capacity"]
+    count: Int[Array, ""]
+    class_counts: Float[Array, " classes"]
+
+    @property
+    def capacity(self) -> int:
+        """The length of the index row: the size of the largest client."""
+        return self.index.shape[0]
+
+    def take(self, positions: Int[Array, " batch"], valid: Bool[Array, " batch"]) -> Batch:
+        """The samples at the given positions of this client's list; where not valid, padding."""
+        rows = self.index[jnp.where(valid, positions, 0)]
+        return Batch(self.x[rows], self.y[rows], valid.astype(jnp.float32))
+
+
+class Clients(NamedTuple):
+    """Who holds which samples: one row per client.
+
+    Attributes:
+      index: rows into the pool, padded with 0, [N, capacity].
+      count: number of samples, [N].
+      class_counts: samples per class, [N, classes].
+    """
+
+    index: Int[Array, "N capacity"]
+    count: Int[Array, " N"]
+    class_counts: Float[Array, "N classes"]
+
+
+class Federation(NamedTuple):
+    """All data of a run, on the device.
+
+    Attributes:
+      x: every sample once, as stored (uint8 pixels), [samples, h, w, c].
+      y: every label once, [samples].
+      train: what clients train on.
+      validation: what they may select on; None without a validation share.
+      test: what they are evaluated on, in no method's sight.
+      pooled: the global test set, cut into blocks as though each were a client.
+    """
+
+    x: Shaped[Array, "samples ..."]
+    y: Int[Array, " samples"]
+    train: Clients
+    validation: Clients | None
+    test: Clients
+    pooled: Clients
+
+
+def pack(rows: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " samples"], classes: int) -> Clients:
+    """Pads lists of sample rows, one list per client, into index tables."""
+    count = np.array([len(held) for held in rows], np.int32)
+    index = np.zeros((len(rows), max(1, count.max())), np.int32)
+    class_counts = np.zeros((len(rows), classes), np.float32)
+    for client, held in enumerate(rows):
+        index[client, : len(held)] = held
+        class_counts[client] = np.bincount(labels[held], minlength=classes)
+    return Clients(jnp.asarray(index), jnp.asarray(count), jnp.asarray(class_counts))
+
+
+def client_data(x: Array, y: Array, client: Clients) -> ClientData:
+    """Joins one row of :class:`Clients` with the pool that it points into."""
+    return ClientData(x, y, client.index, client.count, client.class_counts)

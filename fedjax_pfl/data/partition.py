@@ -1,0 +1,525 @@
+"""Partitions: which rows of a data set each client holds, and how each client's rows are split.
+
+A kind of partition is a function ``kind(labels, clients, seed, size, *, ...) -> Partition`` in the table `PARTITIONS`.
+Its keyword-only arguments are the schema of the config table ``data.partition``. All kinds share these rules:
+
+- `labels` is int ``[samples]``, and a partition indexes its rows. No row belongs to two clients.
+- `size` is the number of samples of every client; None shares out all samples.
+- The result depends on the arguments only, and every loop is bounded: clients left with fewer than two samples (one to
+  train on, one to test on) are repaired, not drawn again.
+- Where the data could not give what was asked for, a note in the result says so.
+- Bad arguments raise `ConfigError` with the field of the config that is wrong.
+
+`fedjax_pfl/data/split.py` then divides each client's rows into training, validation and test rows.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+from annotated_types import Ge, Gt, Le
+from jaxtyping import Bool, Float, Int
+
+from fedjax_pfl.errors import ConfigError
+
+Rows = Int[np.ndarray, "_"]  # row numbers into the labels; each client has its own number of them
+
+MIN_SAMPLES = 2  # of a client: one to train on and one to test on
+
+# PFLlib's settings: a client's test share of 1 - 0.75 should fill one batch of 10, hence at least 40 samples.
+_PFLLIB_LEAST = 40
+_PFLLIB_TRIES = 10
+
+# The settings of FedPAC's experiments: client i mostly holds the classes of group i mod 5.
+_FEDPAC_GROUPS = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
+
+
+class Partition(NamedTuple):
+    """The rows of each client.
+
+    Attributes:
+      parts: for each client the numbers of its rows, int64, ascending.
+      notes: one sentence for each thing that could not be done as asked; empty where all went as asked.
+    """
+
+    parts: list[Rows]
+    notes: tuple[str, ...]
+
+
+# --- Kinds of partition ----------------------------------------------------------------------------------------------
+
+
+def iid(labels: Int[np.ndarray, "samples"], clients: int, seed: int, size: int | None) -> Partition:
+    """Shuffled equal shares.
+
+    Args:
+      labels: int ``[samples]``; only their number matters here.
+      clients: number of clients.
+      seed: seed of the shuffle.
+      size: samples per client; None shares out all, with sizes that differ by at most one.
+
+    Returns:
+      A `Partition` without notes.
+
+    Raises:
+      ConfigError: for too few samples.
+    """
+    _check_request(labels, clients, seed, size)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    if size is not None:
+        order = order[: clients * size]
+    return Partition([np.sort(part) for part in np.array_split(order, clients)], ())
+
+
+def pathological(
+    labels: Int[np.ndarray, "samples"],
+    clients: int,
+    seed: int,
+    size: int | None,
+    *,
+    classes_per_client: Annotated[int, Ge(1)] = 2,
+    style: Literal["random", "pfllib"] = "random",
+) -> Partition:
+    """Each client holds samples of a few classes only (McMahan et al. 2017, arXiv:1602.05629, shards of classes).
+
+    Args:
+      labels: int ``[samples]``.
+      clients: number of clients.
+      seed: seed of all draws.
+      size: samples per client, in equal shares of its classes; None shares each class out evenly among its holders.
+      classes_per_client: number of classes of a client.
+      style: ``"random"`` deals random class sets so that all classes have about equally many holders (at least one if
+        ``clients * classes_per_client`` allows it). ``"pfllib"`` is the ``pat`` of PFLlib (``separate_data`` with
+        ``balance=False``, its default) sample by sample: groups of consecutive clients with the same classes and
+        random unequal shares. It knows no `size`.
+
+    Returns:
+      A `Partition`. Rows of a class without a holder are left out, with a note.
+
+    Raises:
+      ConfigError: for too few samples or more classes per client than there are; with ``"pfllib"`` also where PFLlib
+        itself would fail, because its quotas leave a class without a client.
+    """
+    _check_request(labels, clients, seed, size)
+    _check_style(style, ("random", "pfllib"))
+    classes = _rows_by_class(labels)
+    if not 1 <= classes_per_client <= len(classes):
+        allowed = f"the data have samples of {len(classes)} classes, so 1 to {len(classes)} are possible"
+        raise ConfigError("data.partition.classes_per_client", classes_per_client, allowed)
+    if style == "pfllib":
+        _check_no_size(size)
+        counts = _pfllib_pathological(np.array([len(rows) for rows in classes]), clients, seed, classes_per_client)
+        return repair(_deal_rows(classes, counts), MIN_SAMPLES, np.random.default_rng(seed))
+
+    rng = np.random.default_rng(seed)
+    classes = [rng.permutation(rows) for rows in classes]
+    supply = np.array([len(rows) for rows in classes])
+    ask = 1.0 if size is None else size / classes_per_client  # what one holder takes of a class, at the least
+    held = _deal_classes(clients, classes_per_client, np.maximum(supply / ask, 1), rng)
+    if size is not None:
+        return _deal_sizes(classes, held.astype(float), size, rng)
+    counts = np.zeros(held.shape, int)
+    has_holder = held.any(axis=0)
+    counts[:, has_holder] = largest_remainder(held[:, has_holder].T.astype(float), supply[has_holder], rng).T
+    repaired = repair(_deal_rows(classes, counts), MIN_SAMPLES, rng)
+    if has_holder.all():
+        return repaired
+    unused = supply[~has_holder].sum()
+    note = f"{_count(int((~has_holder).sum()), 'class')} had no holder; {_count(int(unused), 'sample')} stayed unused"
+    return Partition(repaired.parts, (note, *repaired.notes))
+
+
+def dirichlet(
+    labels: Int[np.ndarray, "samples"],
+    clients: int,
+    seed: int,
+    size: int | None,
+    *,
+    beta: Annotated[float, Gt(0), Le(1e6)] = 0.1,
+    style: Literal["plain", "pfllib"] = "plain",
+) -> Partition:
+    """Label skew by Dirichlet draws.
+
+    Without `size`, each class is shared out among the clients in proportions ~ Dir(beta) (Yurochkin et al. 2019,
+    arXiv:1905.12022). With `size`, each client has its own label proportions ~ Dir(beta) and all clients are equal in
+    size (Hsu et al. 2019, arXiv:1909.06335).
+
+    Args:
+      labels: int ``[samples]``.
+      clients: number of clients.
+      seed: seed of all draws.
+      size: samples per client, or None.
+      beta: concentration; small means few clients per class.
+      style: ``"plain"`` is the above. ``"pfllib"`` is the ``dir`` of PFLlib (``separate_data``) sample by sample:
+        clients that have reached the mean size get no more classes, and the draw is repeated until the smallest client
+        has 40 samples (or half the mean size, if less); after 10 tries the last one is repaired. It knows no `size`.
+
+    Returns:
+      A `Partition`. Without `size` it covers every row.
+
+    Raises:
+      ConfigError: for too few samples or a `beta` out of range.
+    """
+    _check_request(labels, clients, seed, size)
+    _check_style(style, ("plain", "pfllib"))
+    if not 0 < beta <= 1e6:
+        raise ConfigError("data.partition.beta", beta, "a number above 0 and at most 1e6 (use kind = 'iid' beyond)")
+    classes = _rows_by_class(labels)
+    if style == "pfllib":
+        _check_no_size(size)
+        return _pfllib_dirichlet(classes, clients, seed, beta)
+
+    rng = np.random.default_rng(seed)
+    classes = [rng.permutation(rows) for rows in classes]
+    if size is not None:
+        return _deal_sizes(classes, _dirichlet(beta, (clients, len(classes)), rng), size, rng)
+    supply = np.array([len(rows) for rows in classes])
+    counts = largest_remainder(_dirichlet(beta, (len(classes), clients), rng), supply, rng).T
+    return repair(_deal_rows(classes, counts), MIN_SAMPLES, rng)
+
+
+def weak_pathological(
+    labels: Int[np.ndarray, "samples"],
+    clients: int,
+    seed: int,
+    size: int | None,
+    *,
+    s: Annotated[float, Ge(0), Le(100)] = 20.0,
+    dominant_classes: Annotated[int, Ge(1)] | None = None,
+    style: Literal["random", "fedpac"] = "random",
+) -> Partition:
+    """A share of each client's samples is uniform over all classes, the rest comes from a few dominant classes.
+
+    The setting of FedPAC (Xu, Tong and Huang 2023, arXiv:2306.11867), which FedeCouple uses, too.
+
+    Args:
+      labels: int ``[samples]``.
+      clients: number of clients.
+      seed: seed of all draws.
+      size: samples per client; needed.
+      s: percentage of uniform samples, 0 to 100.
+      dominant_classes: number of dominant classes of a client, which share the rest evenly. None: 30 % of the classes
+        where there are up to 20, at least one (3 of 10), else a tenth (10 of 100).
+      style: ``"random"`` deals random sets of dominant classes: each class is dominant for about equally many clients,
+        but for no more than its samples suffice for. ``"fedpac"``: client i has group i mod 5 of {0,1,2}, {2,3,4},
+        {4,5,6}, {6,7,8}, {8,9,0}.
+
+    Returns:
+      A `Partition` into equal sizes; a note says where a class ran out and others filled in.
+
+    Raises:
+      ConfigError: without `size`, for too few samples, for `s` or `dominant_classes` out of range, and for ``"fedpac"``
+        where the data do not have ten classes or `dominant_classes` is not three.
+    """
+    _check_request(labels, clients, seed, size)
+    _check_style(style, ("random", "fedpac"))
+    if size is None:
+        raise ConfigError("data.samples_per_client", None, "a number; weak_pathological clients are equal in size")
+    if not 0 <= s <= 100:
+        raise ConfigError("data.partition.s", s, "a percentage, 0 to 100")
+    rng = np.random.default_rng(seed)
+    classes = [rng.permutation(rows) for rows in _rows_by_class(labels)]
+    C = len(classes)
+    uniform = s / 100
+
+    if style == "fedpac":
+        if C != 10:
+            raise ConfigError("data.partition.style", style, f"'fedpac' needs 10 classes, the data have {C}")
+        if dominant_classes not in (None, 3):
+            raise ConfigError("data.partition.dominant_classes", dominant_classes, "style 'fedpac' has 3; leave it out")
+        held = np.zeros((clients, C), bool)
+        for client in range(clients):
+            held[client, list(_FEDPAC_GROUPS[client % len(_FEDPAC_GROUPS)])] = True
+    else:
+        default = max(1, round(0.3 * C)) if C <= 20 else C // 10
+        dominant = default if dominant_classes is None else dominant_classes
+        if not 1 <= dominant <= C:
+            raise ConfigError("data.partition.dominant_classes", dominant, f"1 to {C}, the number of classes")
+        supply = np.array([len(rows) for rows in classes])
+        left = np.maximum(supply - clients * size * uniform / C, 0)
+        ask = size * (1 - uniform) / dominant
+        held = _deal_classes(clients, dominant, left / ask if ask else np.full(C, float(clients)), rng)
+
+    proportions = uniform / C + (1 - uniform) * held / held.sum(axis=1, keepdims=True)
+    return _deal_sizes(classes, proportions, size, rng)
+
+
+def repair(parts: Sequence[Rows], least: int, rng: np.random.Generator) -> Partition:
+    """Moves random samples from the largest clients to those with fewer than `least`.
+
+    Each sample comes from the client that is the largest at that moment, so that sizes change as little as possible.
+
+    Args:
+      parts: for each client the numbers of its rows; not changed.
+      least: the number of samples that every client shall have.
+      rng: chooses the samples that move.
+
+    Returns:
+      A `Partition` of the same rows, with a note if any moved.
+
+    Raises:
+      ConfigError: field ``data.clients``, if there are fewer than ``least`` samples per client.
+    """
+    sizes = [len(part) for part in parts]
+    if sum(sizes) < least * len(parts):
+        allowed = f"{least} samples per client are needed and there are {sum(sizes)}, so at most {sum(sizes) // least}"
+        raise ConfigError("data.clients", len(parts), allowed)
+    missing = {client: least - size for client, size in enumerate(sizes) if size < least}
+    if not missing:
+        return Partition([np.sort(part) for part in parts], ())
+
+    moved = sum(missing.values())
+    donors = [(-size, client) for client, size in enumerate(sizes) if size > least]  # a heap, the largest first
+    heapq.heapify(donors)
+    for _ in range(moved):
+        negative_size, client = donors[0]
+        heapq.heapreplace(donors, (negative_size + 1, client))
+
+    repaired, pool = list(parts), []
+    for negative_size, client in donors:
+        kept, given = np.split(rng.permutation(parts[client]), [-negative_size])
+        repaired[client] = kept
+        pool.append(given)
+    gifts = np.split(rng.permutation(np.concatenate(pool)), np.cumsum(list(missing.values()))[:-1])
+    for client, gift in zip(missing, gifts, strict=True):
+        repaired[client] = np.concatenate([parts[client], gift])
+    note = (
+        f"{_count(len(missing), 'client')} had fewer than {least} samples; "
+        f"{_count(moved, 'sample')} from the largest clients went to them"
+    )
+    return Partition([np.sort(part) for part in repaired], (note,))
+
+
+# --- PFLlib's counts -------------------------------------------------------------------------------------------------
+
+
+def _pfllib_least(samples: int, clients: int) -> int:
+    """PFLlib's ``least_samples``: what its partitions aim to give every client."""
+    return int(min(_PFLLIB_LEAST, samples / clients / 2))
+
+
+def _pfllib_pathological(
+    supply: Int[np.ndarray, "classes"], clients: int, seed: int, classes_per_client: int
+) -> Int[np.ndarray, "clients classes"]:
+    """How many samples of each class PFLlib's ``pat`` gives each client, with its stream of random numbers."""
+    rng = np.random.RandomState(seed)
+    C = len(supply)
+    least = _pfllib_least(int(supply.sum()), clients)
+    quota = np.full(clients, classes_per_client)
+    counts = np.zeros((clients, C), int)
+    for k, samples in enumerate(supply):
+        holders = np.flatnonzero(quota)[: math.ceil(clients / C * classes_per_client)]
+        if not len(holders):
+            allowed = (
+                f"with {clients} clients of {classes_per_client} classes, PFLlib's quotas leave {C - k} of {C} classes "
+                f"without a client; use style = 'random', or clients * classes_per_client = a multiple of {C}"
+            )
+            raise ConfigError("data.partition.style", "pfllib", allowed)
+        mean = samples / len(holders)
+        # PFLlib draws from [low, high) and fails on an empty range; there, each holder gets the mean.
+        high = int(mean)
+        low = min(int(max(mean / 10, least / C)), high)
+        counts[holders[:-1], k] = rng.randint(low, max(high, low + 1), len(holders) - 1)
+        counts[holders[-1], k] = samples - counts[:, k].sum()
+        quota[holders] -= 1
+    return counts
+
+
+def _pfllib_dirichlet(classes: list[Rows], clients: int, seed: int, beta: float) -> Partition:
+    """PFLlib's ``dir`` with its stream of random numbers, but at most `_PFLLIB_TRIES` draws and then a repair."""
+    rng = np.random.RandomState(seed)
+    samples = sum(len(rows) for rows in classes)
+    least = _pfllib_least(samples, clients)
+    for _ in range(_PFLLIB_TRIES):
+        shuffled = [rows.copy() for rows in classes]
+        counts = np.zeros((clients, len(classes)), int)
+        for k, rows in enumerate(shuffled):
+            rng.shuffle(rows)
+            below_mean = counts.sum(axis=1) < samples / clients
+            shares = np.where(below_mean, rng.dirichlet(np.full(clients, beta)), 0.0)
+            # A small beta underflows to 0, NaN or inf. Its limit is one random client that takes all.
+            if not 0 < shares.sum() < np.inf:
+                shares = np.eye(clients)[rng.choice(np.flatnonzero(below_mean))]
+            cuts = (np.cumsum(shares / shares.sum()) * len(rows)).astype(int)[:-1]
+            counts[:, k] = np.diff(cuts, prepend=0, append=len(rows))
+        if counts.sum(axis=1).min() >= least:
+            break
+    return repair(_deal_rows(shuffled, counts), max(least, MIN_SAMPLES), np.random.default_rng(seed))
+
+
+# --- Shared steps ----------------------------------------------------------------------------------------------------
+
+
+def _rows_by_class(labels: Int[np.ndarray, "samples"]) -> list[Rows]:
+    """The row numbers of each class that has samples, ascending, in the order of the classes."""
+    _, counts = np.unique(labels, return_counts=True)
+    return np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+
+
+def _deal_rows(classes: list[Rows], counts: Int[np.ndarray, "clients classes"]) -> list[Rows]:
+    """Gives each client its count of each class: the first client the first rows of a class, and so on."""
+    clients = len(counts)
+    owners = np.concatenate([np.repeat(np.arange(clients), column) for column in counts.T])
+    rows = np.concatenate([rows[:total] for rows, total in zip(classes, counts.sum(axis=0), strict=True)])
+    return np.split(rows[np.lexsort((rows, owners))], np.cumsum(counts.sum(axis=1))[:-1])
+
+
+def _deal_sizes(
+    classes: list[Rows], proportions: Float[np.ndarray, "clients classes"], size: int, rng: np.random.Generator
+) -> Partition:
+    """Gives each client `size` rows in its proportions of the classes, or as near to them as the data allow."""
+    clients = len(proportions)
+    targets = largest_remainder(proportions, np.full(clients, size), rng)
+    supply = np.array([len(rows) for rows in classes])
+    counts = _fit_to_supply(targets, supply, rng)
+    parts = _deal_rows(classes, counts)
+    replaced = int(np.maximum(targets - counts, 0).sum())
+    if not replaced:
+        return Partition(parts, ())
+    short = int((targets.sum(axis=0) > supply).sum())
+    note = (
+        f"{_count(short, 'class')} had fewer samples than asked for; "
+        f"{replaced} of {clients * size} samples were taken from other classes instead"
+    )
+    return Partition(parts, (note,))
+
+
+def _fit_to_supply(
+    targets: Int[np.ndarray, "clients classes"], supply: Int[np.ndarray, "classes"], rng: np.random.Generator
+) -> Int[np.ndarray, "clients classes"]:
+    """The counts nearest to `targets` (in their sum of absolute differences) that no class is too small for.
+
+    Each class asked for too often is cut to its supply, evenly for all who asked, and each client fills its gap from
+    what other classes have left: first from classes it asked for, so that its set of classes grows only if it must.
+    Nearest, because any solution must cut as much, and none fills a gap with more than was cut.
+    """
+    counts = targets.copy()
+    short = targets.sum(axis=0) > supply
+    counts[:, short] = largest_remainder(targets[:, short].T.astype(float), supply[short], rng).T
+    missing = targets.sum(axis=1) - counts.sum(axis=1)
+    spare = supply - counts.sum(axis=0)
+    for allowed in (targets > 0, np.ones(targets.shape, bool)):
+        for client in rng.permutation(np.flatnonzero(missing)):
+            available = spare * allowed[client]
+            filled = min(missing[client], available.sum())
+            if filled:
+                extra = largest_remainder(available[np.newaxis].astype(float), np.array([filled]), rng)[0]
+                counts[client] += extra
+                spare -= extra
+                missing[client] -= filled
+    return counts
+
+
+def _deal_classes(
+    clients: int, classes_per_client: int, capacity: Float[np.ndarray, "classes"], rng: np.random.Generator
+) -> Bool[np.ndarray, "clients classes"]:
+    """Deals each client a random set of classes, with holders per class as equal as the capacities allow.
+
+    Args:
+      clients: number of clients.
+      classes_per_client: size of the sets, at most the number of classes.
+      capacity: how many holders the samples of each class suffice for; exceeded only if all are used up.
+      rng: random numbers.
+
+    Returns:
+      True where the client holds the class.
+    """
+    C = len(capacity)
+    slots = clients * classes_per_client
+    holders = np.zeros(C, int)
+    for limit in (np.minimum(capacity, clients).astype(int), np.full(C, clients)):
+        # Raise all classes together until they meet their limit. Each pass but the last fills one class or more.
+        while slots > holders.sum() and (holders < limit).any():
+            below = rng.permutation(np.flatnonzero(holders < limit))
+            step, rest = divmod(slots - holders.sum(), len(below))
+            if step:
+                holders[below] = np.minimum(holders[below] + step, limit[below])
+            else:
+                holders[below[:rest]] += 1
+
+    # Taking the classes with the most holders to come always works out: no class is left with more of them than there
+    # are clients. Random numbers break the ties, which makes the sets random.
+    held = np.zeros((clients, C), bool)
+    for client in rng.permutation(clients):
+        ranking = np.argsort(-(holders + rng.random(C)))
+        held[client, ranking[:classes_per_client]] = True
+        holders -= held[client]
+    return held
+
+
+def _dirichlet(beta: float, shape: tuple[int, int], rng: np.random.Generator) -> Float[np.ndarray, "draws outcomes"]:
+    """Draws from the symmetric Dirichlet distribution, one per row, for any beta in (0, 1e6].
+
+    NumPy's own sampler normalises gamma variates, which underflow for a small beta. Here they stay logarithms, by
+    Gamma(b) = Gamma(b + 1) U^(1/b) (Marsaglia and Tsang 2000), and -log U is exponential. The logarithms are kept
+    multiplied by beta, so that a division by it can no longer give inf - inf.
+    """
+    scaled = beta * np.log(rng.standard_gamma(beta + 1, shape)) - rng.standard_exponential(shape)
+    with np.errstate(over="ignore"):  # -inf is a share of 0
+        weights = np.exp((scaled - scaled.max(axis=1, keepdims=True)) / beta)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def largest_remainder(
+    weights: Float[np.ndarray, "rows cells"], totals: Int[np.ndarray, "rows"], rng: np.random.Generator
+) -> Int[np.ndarray, "rows cells"]:
+    """Whole numbers in proportion to the weights of a row, which must not all be 0, with exactly the row's total.
+
+    Every number is its exact share rounded down or up; those with the largest fractions are rounded up. Random numbers
+    decide between equal fractions, or else the first cells would always win.
+    """
+    exact = totals[:, np.newaxis] * (weights / weights.sum(axis=1, keepdims=True))
+    counts = np.floor(exact).astype(int)
+    fractions = np.round(exact - counts, 9)  # equal fractions must not differ by float error
+    order = np.lexsort((rng.random(weights.shape), -fractions))
+    rank = np.argsort(order, axis=1)
+    return counts + (rank < (totals - counts.sum(axis=1))[:, np.newaxis])
+
+
+def _count(number: int, noun: str) -> str:
+    """A number with its noun: 1 client, 2 clients, 2 classes."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
+# --- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_request(labels: Int[np.ndarray, "samples"], clients: int, seed: int, size: int | None) -> None:
+    """Raises a ConfigError unless the labels suffice for so many clients of this size."""
+    samples = len(labels)
+    if not 1 <= clients <= samples // MIN_SAMPLES:
+        allowed = f"1 to {samples // MIN_SAMPLES}, because {samples} samples must give each client {MIN_SAMPLES}"
+        raise ConfigError("data.clients", clients, allowed)
+    check_seed(seed)
+    if size is not None and not MIN_SAMPLES <= size <= samples // clients:
+        allowed = f"{MIN_SAMPLES} to {samples // clients}, because {clients} clients share {samples} samples"
+        raise ConfigError("data.samples_per_client", size, allowed)
+
+
+def _check_style(style: str, allowed: tuple[str, ...]) -> None:
+    """Raises a ConfigError for an unknown style."""
+    if style not in allowed:
+        raise ConfigError("data.partition.style", style, f"one of {', '.join(allowed)}")
+
+
+def _check_no_size(size: int | None) -> None:
+    """Raises a ConfigError if a size is given to a style that cannot use it."""
+    if size is not None:
+        raise ConfigError("data.samples_per_client", size, "leave it out: style 'pfllib' shares out all samples")
+
+
+def check_seed(seed: int) -> None:
+    """Raises a ConfigError for a seed that NumPy's generators, old and new, would not take."""
+    if not 0 <= seed < 2**32:
+        raise ConfigError("data.seed", seed, "a whole number, 0 to 2**32 - 1")
+
+
+PARTITIONS: dict[str, Callable[..., Partition]] = {
+    "iid": iid,
+    "pathological": pathological,
+    "dirichlet": dirichlet,
+    "weak_pathological": weak_pathological,
+}

@@ -1,0 +1,353 @@
+"""The engine: a communication round, and rounds in a row. The only code that indexes clients.
+
+A round selects a cohort, gathers its rows of the state, maps ``method.local`` over them, lets ``method.aggregate``
+combine the uploads, and scatters the rows back. How the clients are mapped is one function, :func:`map_clients`:
+
+- ``map``: one after the other on one device. Each runs just its own steps, on cached operands: right for CPUs.
+- ``vmap``: in chunks on one device. A chunk runs as long as its largest client, so a cohort is ordered by size.
+- ``shard``: split over a mesh axis ``clients`` of the local devices; within a device as above.
+
+All three compute the same; only the order of floating-point sums differs (tests hold them to 1e-5).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from fedjax_pfl.data.federated import Clients, Federation, client_data
+from fedjax_pfl.evaluate import Scores, score
+from fedjax_pfl.method import Cohort, Method, State
+from fedjax_pfl.ops.local import TrainInfo
+from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where clients run.
+
+    Attributes:
+      mesh: one axis, ``clients``, over the devices; None for one device.
+      chunk: clients that run side by side on a device; 1 for one after the other.
+    """
+
+    mesh: Mesh | None = None
+    chunk: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that clients are split over."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    def padded(self, clients: int) -> int:
+        """The number of rows that this many clients need: full chunks on every device."""
+        step = self.devices * self.chunk
+        return -(-clients // step) * step
+
+    def deal(self, rows: int) -> Int[np.ndarray, " rows"]:
+        """The order that spreads rows, largest first, evenly over the devices: there and back, like dealing cards."""
+        rounds = np.arange(rows).reshape(-1, self.devices)
+        rounds[1::2] = rounds[1::2, ::-1]
+        return rounds.T.reshape(-1)
+
+    def shardings(self, clients: int) -> tuple[NamedSharding | None, NamedSharding | None]:
+        """Shardings of what all devices share and of rows per client (split if the devices divide their number)."""
+        if self.mesh is None:
+            return None, None
+        shared = NamedSharding(self.mesh, P())
+        return shared, NamedSharding(self.mesh, P("clients")) if clients % self.devices == 0 else shared
+
+
+def map_clients(fn: Callable, shared: PyTree, rows: PyTree, placement: Placement) -> PyTree:
+    """Applies ``fn(shared, row)`` to every row; the one place that decides how clients are mapped.
+
+    Args:
+      fn: a function of one client.
+      shared: what all clients see, without a client axis.
+      rows: every leaf [K, ...], with K a multiple of devices x chunk.
+      placement: where clients run.
+
+    Returns:
+      The results, every leaf [K, ...].
+    """
+
+    def on_device(shared: PyTree, rows: PyTree) -> PyTree:
+        if placement.chunk == 1:
+            return lax.map(lambda row: fn(shared, row), rows)
+        side_by_side = jax.vmap(fn, in_axes=(None, 0))
+        chunks = jax.tree.map(lambda leaf: leaf.reshape(-1, placement.chunk, *leaf.shape[1:]), rows)
+        out = lax.map(lambda chunk: side_by_side(shared, chunk), chunks)
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out)
+
+    if placement.mesh is None:
+        return on_device(shared, rows)
+    over_devices = jax.shard_map(
+        on_device, mesh=placement.mesh, in_specs=(P(), P("clients")), out_specs=P("clients"), check_vma=False
+    )
+    return over_devices(shared, rows)
+
+
+@dataclass(frozen=True)
+class Participation:
+    """Who takes part in a round.
+
+    Attributes:
+      low: smallest share of the clients that is selected, in (0, 1].
+      high: largest share; the share of a round is drawn uniformly between the two.
+      dropout: probability that a selected client fails and leaves no trace in the round.
+    """
+
+    low: float = 1.0
+    high: float = 1.0
+    dropout: float = 0.0
+
+    @property
+    def full(self) -> bool:
+        """Whether every client takes part in every round."""
+        return self.low == 1.0 and self.dropout == 0.0
+
+    def cohort_size(self, clients: int) -> int:
+        """K, the largest number of clients that a round selects."""
+        return max(1, round(self.high * clients))
+
+
+class Traffic(NamedTuple):
+    """Client-rounds so far: how often the view was sent down and an upload came back."""
+
+    down: Int[Array, ""]
+    up: Int[Array, ""]
+
+
+class Run(NamedTuple):
+    """What is carried from round to round.
+
+    Attributes:
+      state: server and clients.
+      post: each client's POST scores, from its last participation that was evaluated; every leaf [N].
+      loss: mean training loss of the last round's participants.
+      traffic: client-rounds of communication so far.
+    """
+
+    state: State
+    post: Scores
+    loss: Float[Array, ""]
+    traffic: Traffic
+
+
+class RoundKeys(NamedTuple):
+    """The randomness of a round; a client's is ``fold_in(clients, id)`` (rule R12)."""
+
+    select: Key[Array, ""]
+    dropout: Key[Array, ""]
+    aggregate: Key[Array, ""]
+    clients: Key[Array, ""]
+
+
+def round_keys(key: Key[Array, ""], t: Int[Array, ""]) -> RoundKeys:
+    """Keys of round t; they depend on nothing but the seed and t."""
+    return RoundKeys(*jax.random.split(jax.random.fold_in(key, t), 4))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A method, set to run on a number of clients. Its functions are pure and meant to be jitted.
+
+    Attributes:
+      method: what the clients and the server do.
+      clients: N.
+      participation: who takes part.
+      placement: where clients run.
+    """
+
+    method: Method
+    clients: int
+    participation: Participation = Participation()
+    placement: Placement = Placement()
+
+    def init(self, key: Key[Array, ""], data: Federation) -> Run:
+        """The state before round 0: one common initial model, the same for all clients (rule R5)."""
+        key_init, key_setup, key_score = jax.random.split(key, 3)
+        server, client = self.method.init(key_init)
+        clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.clients, *jnp.shape(leaf))), client)
+        state = State(server, clients)
+        if self.method.setup is not None:
+            state = self._setup(self.method.setup, key_setup, state, data)
+        none = jnp.zeros((), jnp.int32)
+        # A client that is never selected keeps the POST score of its initial model (protocol.md).
+        post = self._score_all(lambda key, t, view, client, data: (view, client), key_score, none, state, data)
+        return Run(state, post, jnp.zeros((), jnp.float32), Traffic(none, none))
+
+    def rounds(
+        self,
+        key: Key[Array, ""],
+        run: Run,
+        start: Int[Array, ""],
+        stop: Int[Array, ""],
+        evaluate: Bool[Array, ""],
+        data: Federation,
+    ) -> Run:
+        """Runs the rounds start ... stop - 1 as one program.
+
+        Args:
+          key: the randomness of the whole run, the same at every call.
+          run: what the last round left.
+          start: first round.
+          stop: one past the last round. Both bounds are traced: one program serves blocks of every length.
+          evaluate: whether to take POST scores in the last of these rounds. Under partial participation they are taken
+            in every round, since a client's counts from its last participation.
+          data: the federation.
+        """
+
+        def one_round(t: Int[Array, ""], run: Run) -> Run:
+            score_now = (evaluate & (t == stop - 1)) if self.participation.full else jnp.array(True)
+            return self.round(key, t, run, score_now, data)
+
+        return lax.fori_loop(start, stop, one_round, run)
+
+    def round(
+        self, key: Key[Array, ""], t: Int[Array, ""], run: Run, score_now: Bool[Array, ""], data: Federation
+    ) -> Run:
+        """One communication round: select, gather, train, aggregate, scatter."""
+        method, (server, clients) = self.method, run.state
+        keys = round_keys(key, t)
+        ids, selected = self._select(keys, data.train.count)
+        present, (old, train) = self._gather(ids, (clients, data.train))
+        view = method.broadcast(server)
+
+        shared = keys.clients, t, view, data.x, data.y
+        new, uploads, info = map_clients(self.local, shared, (ids, old, train), self.placement)
+        uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
+        post = lax.cond(score_now, self._score_cohort, lambda *same: same[0], run.post, ids, view, new, uploads, data)
+
+        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients)
+        combined, new = method.aggregate(keys.aggregate, t, server, new, uploads, cohort)
+        # With no samples left the round did not happen: a weighted mean over nothing would be zero.
+        happened = jnp.any(cohort.weight > 0)
+        server = jax.tree.map(lambda new, old: jnp.where(happened, new, old), combined, server)
+        clients = put_rows(clients, ids, where_rows(present, new, old))
+
+        count = jnp.sum(present)
+        loss = jnp.sum(jnp.where(present, info.loss, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
+        return Run(State(server, clients), post, loss, Traffic(run.traffic.down + selected, run.traffic.up + count))
+
+    def local(self, shared: tuple, row: tuple) -> tuple[PyTree, PyTree, TrainInfo]:
+        """A participant's part in a round: what is mapped over the cohort.
+
+        Args:
+          shared: (key, t, view, x, y), the same for all.
+          row: (id, client, samples) of one participant.
+
+        Returns:
+          (client, upload, info).
+        """
+        (key, t, view, x, y), (client_id, client, train) = shared, row
+        return self.method.local(jax.random.fold_in(key, client_id), t, view, client, client_data(x, y, train))
+
+    def pre(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> Scores:
+        """PRE scores of all clients after t rounds: the newest shared parameters, personalised; every leaf [N]."""
+        return self._score_all(self.method.personalize, round_keys(key, t).clients, t, state, data)
+
+    def global_accuracy(self, state: State, data: Federation) -> Float[Array, ""]:
+        """Accuracy of the global model, for methods that have one, on the pooled test set."""
+        predict = self.method.global_predict
+        assert predict is not None
+        ids = self._order(jnp.arange(len(data.pooled.count)), data.pooled.count)
+        _, blocks = self._gather(ids, data.pooled)
+
+        def one(shared: tuple, block: Clients) -> Scores:
+            server, x, y = shared
+            return score(lambda images: predict(server, images), client_data(x, y, block))
+
+        scores = map_clients(one, (state.server, data.x, data.y), blocks, self.placement)
+        return jnp.sum(scores.correct) / jnp.sum(data.pooled.count).astype(jnp.float32)
+
+    def _select(self, keys: RoundKeys, count: Int[Array, " N"]) -> tuple[Int[Array, " K"], Int[Array, ""]]:
+        """Draws the cohort of a round: its ids (N where absent), and how many were selected before any dropped out."""
+        who, size = self.participation, self.participation.cohort_size(self.clients)
+        key_order, key_ratio = jax.random.split(keys.select)
+        ids = jnp.arange(size) if who.low == 1.0 else jax.random.permutation(key_order, self.clients)[:size]
+        if who.low < who.high:
+            ratio = jax.random.uniform(key_ratio, minval=who.low, maxval=who.high)
+            drawn = jnp.maximum(1, jnp.round(ratio * self.clients).astype(jnp.int32))
+            ids = jnp.where(jnp.arange(size) < drawn, ids, self.clients)
+        selected = jnp.sum(ids < self.clients)
+        if who.dropout > 0.0:
+            alive = jax.random.uniform(keys.dropout, (size,)) >= who.dropout
+            ids = jnp.where(alive, ids, self.clients)
+        return self._order(ids, count), selected
+
+    def _order(self, ids: Int[Array, " K"], count: Int[Array, " N"]) -> Int[Array, " rows"]:
+        """Ids by falling size, filled up to whole chunks with absent rows (id N), and dealt to the devices."""
+        absent = len(count)
+        sizes = jnp.where(ids < absent, jnp.take(count, ids, mode="clip"), -1)
+        ids = ids[jnp.argsort(-sizes)]
+        rows = self.placement.padded(len(ids))
+        return jnp.pad(ids, (0, rows - len(ids)), constant_values=absent)[self.placement.deal(rows)]
+
+    def _gather(self, ids: Int[Array, " K"], rows: PyTree) -> tuple[Bool[Array, " K"], PyTree]:
+        """Which rows are present, and the rows; an absent client has no samples, so that it does no work."""
+        is_clients = lambda node: isinstance(node, Clients)  # noqa: E731
+        total = len(jax.tree.leaves(rows)[0])
+        present = ids < total
+        taken = jax.tree.map(
+            lambda node: node._replace(count=jnp.where(present, node.count, 0)) if is_clients(node) else node,
+            take_rows(rows, ids),
+            is_leaf=is_clients,
+        )
+        return present, taken
+
+    def _score_cohort(
+        self, post: Scores, ids: Int[Array, " K"], view: PyTree, clients: PyTree, uploads: PyTree, data: Federation
+    ) -> Scores:
+        """POST: each participant's model right after local training, written over its last scores."""
+        _, test = self._gather(ids, data.test)
+
+        def one(shared: tuple, row: tuple) -> Scores:
+            (view, x, y), (client, upload, test) = shared, row
+            view, client = self.method.trained(view, client, upload)
+            return score(lambda images: self.method.predict(view, client, images), client_data(x, y, test))
+
+        scores = map_clients(one, (view, data.x, data.y), (clients, uploads, test), self.placement)
+        return put_rows(post, ids, scores)
+
+    def _score_all(
+        self, personalize: Callable, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation
+    ) -> Scores:
+        """Scores every client with the (view, client) pair that ``personalize`` gives; every leaf [N]."""
+        ids = self._order(jnp.arange(self.clients), data.train.count)
+        _, (clients, train, test) = self._gather(ids, (state.clients, data.train, data.test))
+
+        def one(shared: tuple, row: tuple) -> Scores:
+            (key, t, view, x, y), (client_id, client, train, test) = shared, row
+            key = jax.random.fold_in(key, client_id)
+            view, client = personalize(key, t, view, client, client_data(x, y, train))
+            return score(lambda images: self.method.predict(view, client, images), client_data(x, y, test))
+
+        shared = key, t, self.method.broadcast(state.server), data.x, data.y
+        scores = map_clients(one, shared, (ids, clients, train, test), self.placement)
+        return put_rows(jax.tree.map(lambda leaf: jnp.zeros((self.clients,), leaf.dtype), scores), ids, scores)
+
+    def _setup(self, setup: Callable, key: Key[Array, ""], state: State, data: Federation) -> State:
+        """Round -1: every client prepares an upload, and the server combines all of them."""
+        method = self.method
+        key_clients, key_aggregate = jax.random.split(key)
+        ids = self._order(jnp.arange(self.clients), data.train.count)
+        present, (old, train) = self._gather(ids, (state.clients, data.train))
+
+        def one(shared: tuple, row: tuple) -> tuple:
+            (key, view, x, y), (client_id, client, train) = shared, row
+            return setup(jax.random.fold_in(key, client_id), view, client, client_data(x, y, train))
+
+        shared = key_clients, method.broadcast(state.server), data.x, data.y
+        new, uploads = map_clients(one, shared, (ids, old, train), self.placement)
+        uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
+        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients)
+        server, new = method.aggregate(key_aggregate, jnp.array(-1, jnp.int32), state.server, new, uploads, cohort)
+        return State(server, put_rows(state.clients, ids, new))

@@ -1,0 +1,135 @@
+"""How much memory a run needs, before anything is compiled, and how many clients fit side by side."""
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jaxtyping import Array, Key, PyTree
+
+from fedjax_pfl.data.federated import Federation
+from fedjax_pfl.engine import Engine
+from fedjax_pfl.method import State
+
+
+class Exchange(NamedTuple):
+    """Shapes (``jax.ShapeDtypeStruct``) of what one client holds and exchanges.
+
+    Attributes:
+      view: what is sent down to every participant.
+      client: a client's personal state; of its field ``inbox``, if any, every round sends a new value down.
+      upload: what is sent up.
+    """
+
+    view: PyTree
+    client: PyTree
+    upload: PyTree
+
+    @property
+    def down(self) -> PyTree:
+        """All that a client receives in a round."""
+        return self.view, getattr(self.client, "inbox", ())
+
+    @property
+    def up(self) -> PyTree:
+        """All that a client sends in a round."""
+        return self.upload
+
+
+class Memory(NamedTuple):
+    """An estimate in bytes. XLA fuses operations, so that the true need is usually lower.
+
+    Attributes:
+      resident: samples, index tables, the state of all clients, and a cohort's copies of it.
+      per_client: what one running client needs on top: parameters, gradients, activations of a batch.
+    """
+
+    resident: int
+    per_client: int
+
+
+def count(tree: PyTree) -> int:
+    """Number of scalars in a tree of arrays or shapes."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def size(tree: PyTree) -> int:
+    """Bytes of a tree of arrays or shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _one_client(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[State, tuple, tuple]:
+    """Shapes of the state of one client, and of the arguments of its part in a round."""
+    server, client = jax.eval_shape(engine.method.init, key)
+    view = jax.eval_shape(engine.method.broadcast, server)
+    row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data.train)
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    return State(server, client), (key, scalar, view, data.x, data.y), (scalar, client, row)
+
+
+def exchange(engine: Engine, key: Key[Array, ""], data: Federation) -> Exchange:
+    """What a client and the server exchange in a round, from the shapes alone."""
+    state, shared, row = _one_client(engine, key, data)
+    _, upload, _ = jax.eval_shape(engine.local, shared, row)
+    return Exchange(shared[2], state.clients, upload)
+
+
+def estimate(engine: Engine, key: Key[Array, ""], data: Federation) -> Memory:
+    """Traces one client's part in a round (no compilation) and adds up what must be held at once."""
+    state, shared, row = _one_client(engine, key, data)
+    traced = jax.make_jaxpr(engine.local)(shared, row)
+    upload = jax.eval_shape(engine.local, shared, row)[1]
+    cohort = engine.participation.cohort_size(engine.clients)
+    # Old and new rows of the cohort, and their uploads before and after absent ones are zeroed.
+    rows = cohort * 2 * (size(state.clients) + size(upload))
+    resident = size(data) + size(state.server) + engine.clients * size(state.clients) + rows
+    arguments = size((shared, row))
+    return Memory(resident, max(0, peak_bytes(traced.jaxpr) - arguments))
+
+
+def available() -> int:
+    """Bytes that a device offers: an accelerator's own memory, or an equal share of the host's free memory."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+
+
+def peak_bytes(jaxpr: Jaxpr) -> int:
+    """The most bytes alive at once when the operations run in order, each result until its last use."""
+    last_use = {var: len(jaxpr.eqns) for var in jaxpr.outvars if isinstance(var, Var)}
+    for step in reversed(range(len(jaxpr.eqns))):
+        for var in jaxpr.eqns[step].invars:
+            if not isinstance(var, Literal):
+                last_use.setdefault(var, step)
+    alive = {var: _bytes(var) for var in (*jaxpr.constvars, *jaxpr.invars)}
+    total = peak = sum(alive.values())
+    for step, eqn in enumerate(jaxpr.eqns):
+        inner = max((peak_bytes(sub) - sum(map(_bytes, sub.invars)) for sub in _subprograms(eqn.params)), default=0)
+        new = {var: _bytes(var) for var in eqn.outvars}
+        total += sum(new.values())
+        alive.update(new)
+        peak = max(peak, total + max(0, inner))
+        done = {var for var in (*eqn.invars, *eqn.outvars) if isinstance(var, Var) and last_use.get(var, -1) <= step}
+        total -= sum(alive.pop(var, 0) for var in done)
+    return peak
+
+
+def _subprograms(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, Jaxpr):
+                yield item
+
+
+def _bytes(var: Var) -> int:
+    shape, dtype = getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", None)
+    scalars = 1
+    for extent in shape:
+        scalars *= extent
+    return scalars * getattr(dtype, "itemsize", 8)

@@ -1,0 +1,20 @@
+"""Methods, one paper per file. ``METHODS`` is the table that configs name."""
+
+from collections.abc import Callable
+
+from fedjax_pfl.method import Method
+from fedjax_pfl.methods.fedavg import fedavg
+from fedjax_pfl.methods.fedavg_ft import fedavg_ft
+from fedjax_pfl.methods.fedprox import fedprox
+from fedjax_pfl.methods.fedprox_ft import fedprox_ft
+from fedjax_pfl.methods.local import local
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "local": local,
+    "fedavg": fedavg,
+    "fedavg_ft": fedavg_ft,
+    "fedprox": fedprox,
+    "fedprox_ft": fedprox_ft,
+}
+
+__all__ = ["METHODS"]

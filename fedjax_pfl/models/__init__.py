@@ -1,0 +1,13 @@
+"""Models: an extractor and a linear head. ``MODELS`` is the table that configs name."""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+
+from fedjax_pfl.models.base import Model, build
+from fedjax_pfl.models.cnn import cnn2, cnn2s, cnn3
+from fedjax_pfl.models.mlp import mlp
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "cnn2": cnn2, "cnn3": cnn3, "cnn2s": cnn2s}
+
+__all__ = ["MODELS", "Model", "build"]

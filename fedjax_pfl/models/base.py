@@ -1,0 +1,114 @@
+"""What every model offers: an extractor, a linear head, and the feature maps in between."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, PyTree, Shaped
+
+Params = PyTree[Float[Array, "..."]]
+Init = Literal["torch", "flax"]
+
+
+class Model(NamedTuple):
+    """An extractor and a head as pure functions; params are ``{"extractor": theta, "head": phi}``.
+
+    Inputs x are raw samples, as stored: [batch, h, w, c] uint8. The model normalises them itself, so that pixels stay
+    one byte each until the mini-batch is in hand.
+
+    Attributes:
+      init: key -> params.
+      features: theta, x -> z, the [batch, dim] input of the last layer (the prototype space).
+      feature_maps: theta, x -> the tuple of intermediate [batch, h, w, c] maps, from first to last.
+      classify: phi, z -> logits, [batch, classes].
+      apply: params, x -> logits; ``classify(phi, features(theta, x))``.
+      dim: K, the feature dimension.
+      classes: C, the number of classes.
+    """
+
+    init: Callable[[Key[Array, ""]], Params]
+    features: Callable[[Params, Shaped[Array, "batch ..."]], Float[Array, "batch dim"]]
+    feature_maps: Callable[[Params, Shaped[Array, "batch ..."]], tuple[Float[Array, "batch h w c"], ...]]
+    classify: Callable[[Params, Float[Array, "batch dim"]], Float[Array, "batch classes"]]
+    apply: Callable[[Params, Shaped[Array, "batch ..."]], Float[Array, "batch classes"]]
+    dim: int
+    classes: int
+
+
+class Initializers(NamedTuple):
+    """Kernel and bias initialisers for a layer of a given fan-in."""
+
+    kernel: Callable[..., Array]
+    bias: Callable[..., Array]
+
+
+def initializers(init: Init, fan_in: int) -> Initializers:
+    """``"torch"``: kernel and bias uniform in +-1/sqrt(fan_in), as PyTorch and PFLlib; ``"flax"``: its defaults."""
+    if init == "flax":
+        return Initializers(nn.initializers.lecun_normal(), nn.initializers.zeros_init())
+    bound = fan_in**-0.5
+
+    def uniform(key: Key[Array, ""], shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return Initializers(uniform, uniform)
+
+
+def dense(features: int, init: Init, fan_in: int, name: str) -> nn.Dense:
+    """A linear layer with the chosen initialisation."""
+    inits = initializers(init, fan_in)
+    return nn.Dense(features, kernel_init=inits.kernel, bias_init=inits.bias, name=name)
+
+
+def build(
+    extractor: nn.Module,
+    shape: tuple[int, int, int],
+    classes: int,
+    *,
+    init: Init,
+    mean: Float[Array, " c"],
+    std: Float[Array, " c"],
+) -> Model:
+    """Joins a Linen extractor, ``x -> (z, maps)``, with a linear head.
+
+    Args:
+      extractor: maps normalised float32 images to features z [batch, dim] and a tuple of feature maps.
+      shape: (h, w, c) of one sample.
+      classes: number of classes.
+      init: initialisation of the head.
+      mean: per-channel mean of the pixels scaled to [0, 1].
+      std: per-channel standard deviation of the same.
+    """
+    example = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+    (z, _), _ = jax.eval_shape(extractor.init_with_output, jax.random.key(0), example)
+    dim = z.shape[-1]
+    head = dense(classes, init, dim, "head")
+
+    def normalise(x: Shaped[Array, "batch ..."]) -> Float[Array, "batch ..."]:
+        return (x.astype(jnp.float32) / 255.0 - mean) / std
+
+    def init_params(key: Key[Array, ""]) -> Params:
+        key_extractor, key_head = jax.random.split(key)
+        theta = extractor.init(key_extractor, jnp.zeros(example.shape, example.dtype))
+        phi = head.init(key_head, jnp.zeros((1, dim), jnp.float32))
+        return {"extractor": theta["params"], "head": phi["params"]}
+
+    def run(theta: Params, x: Shaped[Array, "batch ..."]) -> Any:
+        return extractor.apply({"params": theta}, normalise(x))
+
+    def features(theta: Params, x: Shaped[Array, "batch ..."]) -> Float[Array, "batch dim"]:
+        return run(theta, x)[0]
+
+    def feature_maps(theta: Params, x: Shaped[Array, "batch ..."]) -> tuple[Float[Array, "batch h w c"], ...]:
+        return run(theta, x)[1]
+
+    def classify(phi: Params, z: Float[Array, "batch dim"]) -> Float[Array, "batch classes"]:
+        logits: Any = head.apply({"params": phi}, z)
+        return logits
+
+    def apply(params: Any, x: Shaped[Array, "batch ..."]) -> Float[Array, "batch classes"]:
+        return classify(params["head"], features(params["extractor"], x))
+
+    return Model(init_params, features, feature_maps, classify, apply, dim, classes)

@@ -1,0 +1,175 @@
+"""How a convolution is lowered: the one place that decides.
+
+On a CPU, XLA does not re-lay-out operands inside a loop body, and the gradient convolutions that autodiff emits (batch
+and feature axes exchanged) fall off its fast path: a training step inside ``lax.scan`` is some twenty times slower than
+the same step outside (jax-ml/jax issue 12868). :func:`conv2d` therefore carries its own derivative, in which every
+contraction is a channel-last convolution or a matrix product:
+
+- output: ``lax.conv`` on NHWC/HWIO operands; as patches times kernel where there are few input channels (an image),
+  since the direct convolution then has too short an inner loop;
+- gradient of the input: the cotangent times the transposed kernel, one matrix product, whose columns are added back to
+  the pixels they came from (for a 5x5 VALID kernel half the arithmetic of convolving the padded cotangent);
+- gradient of the kernel: a convolution of the input, channels as batch, with the cotangent as the kernel.
+
+Under ``vmap`` with one kernel per client the convolutions would become grouped convolutions, slow on a CPU; they turn
+into patches and one batched matrix product instead. A kernel shared by all clients stays one large convolution.
+`benchmarks/conv.py` measures all of this against autodiff of ``lax.conv``.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Float
+
+Padding = Literal["SAME", "VALID"] | Sequence[tuple[int, int]]
+Pads = tuple[tuple[int, int], tuple[int, int]]
+Images = Float[Array, "batch height width inputs"]
+Maps = Float[Array, "batch height2 width2 outputs"]
+Kernel = Float[Array, "kh kw inputs outputs"]
+
+_LAYOUT = ("NHWC", "HWIO", "NHWC")
+# Up to this many input channels, patches times kernel beat the direct convolution on a CPU.
+_FEW_CHANNELS = 4
+
+
+def conv2d(x: Images, kernel: Kernel, *, strides: tuple[int, int] = (1, 1), padding: Padding = "VALID") -> Maps:
+    """Convolves channel-last images with a kernel, fast in both directions inside a loop.
+
+    Args:
+      x: images, [batch, height, width, inputs].
+      kernel: [kh, kw, inputs, outputs].
+      strides: vertical and horizontal step.
+      padding: ``"SAME"``, ``"VALID"`` or ((top, bottom), (left, right)) in pixels.
+
+    Returns:
+      [batch, height', width', outputs], equal to ``lax.conv_general_dilated`` with NHWC, HWIO, NHWC operands.
+    """
+    if isinstance(padding, str):
+        pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
+    else:
+        pads = list(padding)
+    (top, bottom), (left, right) = pads
+    return _conv(x, kernel, tuple(strides), ((top, bottom), (left, right)))
+
+
+def max_pool2x2(x: Images) -> Float[Array, "batch height2 width2 inputs"]:
+    """2x2 max-pooling with stride 2; an odd last row or column is left out.
+
+    Written as the maximum of four strided slices, whose gradient costs a third of that of ``lax.reduce_window``.
+    """
+    height, width = x.shape[1] // 2 * 2, x.shape[2] // 2 * 2
+    corner = lambda i, j: x[:, i:height:2, j:width:2]  # noqa: E731
+    return jnp.maximum(jnp.maximum(corner(0, 0), corner(0, 1)), jnp.maximum(corner(1, 0), corner(1, 1)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _conv(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads) -> Maps:
+    return _output_op(strides, pads)(x, kernel)
+
+
+def _conv_forward(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads) -> tuple[Maps, tuple]:
+    return _conv(x, kernel, strides, pads), (x, kernel)
+
+
+def _conv_backward(strides: tuple[int, int], pads: Pads, residuals: tuple, dy: Maps) -> tuple[Images, Kernel]:
+    x, kernel = residuals
+    d_kernel = _kernel_gradient_op(strides, pads, kernel.shape[:2])(x, dy)
+    return _input_gradient(dy, kernel, x.shape, strides, pads), d_kernel
+
+
+_conv.defvjp(_conv_forward, _conv_backward)
+
+
+def _pad(x: Images, pads: Pads) -> Float[Array, "batch padded_height padded_width inputs"]:
+    return jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(sum(pads, ())) else x
+
+
+def _patches(x: Images, size: tuple[int, int], strides: tuple[int, int], pads: Pads) -> Float[Array, "batch h w taps"]:
+    """The receptive field of every output pixel, its kh x kw x inputs values in the kernel's order."""
+    x = _pad(x, pads)
+    height = x.shape[1] - size[0] + 1
+    width = x.shape[2] - size[1] + 1
+    taps = [
+        x[:, i : i + height : strides[0], j : j + width : strides[1]] for i in range(size[0]) for j in range(size[1])
+    ]
+    return jnp.concatenate(taps, axis=-1)
+
+
+def _output_by_patches(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads) -> Maps:
+    kh, kw = kernel.shape[:2]
+    return _patches(x, (kh, kw), strides, pads) @ kernel.reshape(-1, kernel.shape[-1])
+
+
+def _kernel_gradient_by_patches(
+    x: Images, dy: Maps, strides: tuple[int, int], pads: Pads, size: tuple[int, int]
+) -> Kernel:
+    patches = _patches(x, size, strides, pads)
+    return jnp.einsum("bhwt,bhwo->to", patches, dy).reshape(*size, x.shape[-1], dy.shape[-1])
+
+
+@functools.cache
+def _output_op(strides: tuple[int, int], pads: Pads) -> Callable[[Images, Kernel], Maps]:
+    def direct(x: Images, kernel: Kernel) -> Maps:
+        if kernel.shape[2] <= _FEW_CHANNELS:
+            return _output_by_patches(x, kernel, strides, pads)
+        return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=_LAYOUT)
+
+    batched = custom_vmap(direct)
+
+    @batched.def_vmap
+    def over_clients(size: int, is_batched: list[bool], x: Array, kernel: Array) -> tuple[Array, bool]:
+        if not is_batched[1]:  # one kernel for all: the clients' images are one large batch
+            y = conv2d(x.reshape(-1, *x.shape[2:]), kernel, strides=strides, padding=pads)
+            return y.reshape(size, -1, *y.shape[1:]), True
+        axes = (0 if is_batched[0] else None, 0)
+        return jax.vmap(lambda x, kernel: _output_by_patches(x, kernel, strides, pads), axes)(x, kernel), True
+
+    return batched
+
+
+@functools.cache
+def _kernel_gradient_op(
+    strides: tuple[int, int], pads: Pads, size: tuple[int, int]
+) -> Callable[[Images, Maps], Kernel]:
+    def direct(x: Images, dy: Maps) -> Kernel:
+        # The cotangent of a strided convolution is the dilated cotangent of the dense one.
+        steps = [(0, 0, stride - 1) for stride in strides]
+        dy = lax.pad(dy, jnp.zeros((), dy.dtype), ((0, 0, 0), *steps, (0, 0, 0)))
+        d_kernel = lax.conv_general_dilated(
+            x.transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3), (1, 1), pads, dimension_numbers=_LAYOUT
+        )
+        # Rows and columns that no stride reached would be taps beyond the kernel.
+        return d_kernel[:, : size[0], : size[1]].transpose(1, 2, 0, 3)
+
+    batched = custom_vmap(direct)
+
+    @batched.def_vmap
+    def over_clients(_: int, is_batched: list[bool], x: Array, dy: Array) -> tuple[Array, bool]:
+        axes = tuple(0 if flag else None for flag in is_batched)
+        by_patches = lambda x, dy: _kernel_gradient_by_patches(x, dy, strides, pads, size)  # noqa: E731
+        return jax.vmap(by_patches, axes)(x, dy), True
+
+    return batched
+
+
+def _input_gradient(dy: Maps, kernel: Kernel, shape: tuple[int, ...], strides: tuple[int, int], pads: Pads) -> Images:
+    """Adds each output pixel's gradient back to the input pixels of its receptive field."""
+    kh, kw, inputs, outputs = kernel.shape
+    (top, bottom), (left, right) = pads
+    height, width = shape[1] + top + bottom, shape[2] + left + right
+    columns = dy @ kernel.reshape(-1, outputs).T
+    reach = [(n - 1) * stride + 1 for n, stride in zip(dy.shape[1:3], strides, strict=True)]
+    zero = jnp.zeros((), dy.dtype)
+    dx = jnp.zeros((shape[0], height, width, inputs), dy.dtype)
+    for i in range(kh):
+        for j in range(kw):
+            tap = columns[..., (i * kw + j) * inputs :][..., :inputs]
+            vertical = (i, height - reach[0] - i, strides[0] - 1)
+            horizontal = (j, width - reach[1] - j, strides[1] - 1)
+            dx = dx + lax.pad(tap, zero, ((0, 0, 0), vertical, horizontal, (0, 0, 0)))
+    return dx[:, top : height - bottom, left : width - right]

@@ -1,0 +1,1 @@
+"""Pure functions that two methods or more share."""

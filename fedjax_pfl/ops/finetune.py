@@ -1,0 +1,53 @@
+"""Fine-tuning of a shared model on one client's samples."""
+
+from typing import Literal
+
+from jaxtyping import Array, Int, Key
+
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.local import Scalar, Trainer, cache_features
+from fedjax_pfl.ops.losses import cross_entropy
+
+Scope = Literal["full", "head"]
+
+
+def finetune(
+    key: Key[Array, ""],
+    t: Int[Array, ""],
+    model: Model,
+    train: Trainer,
+    params: Params,
+    data: ClientData,
+    *,
+    epochs: int,
+    lr: Scalar | None,
+    scope: Scope,
+) -> Params:
+    """FT(w): ``epochs`` of plain cross-entropy training from ``params`` (baselines, section 3).
+
+    Args:
+      key: the client's key of this round.
+      t: the round, for the learning-rate decay.
+      model: extractor and head.
+      train: the local trainer.
+      params: the model to start from.
+      data: the client's training samples.
+      epochs: E_ft.
+      lr: eta_ft; None for the rate of local training.
+      scope: ``"full"`` trains everything, ``"head"`` the last layer alone, on cached features.
+    """
+
+    def head_loss(phi: Params, batch: Batch, key: Key[Array, ""]) -> Array:
+        del key
+        return cross_entropy(model.classify(phi, batch.x), batch.y, batch.mask)
+
+    def full_loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Array:
+        del key
+        return cross_entropy(model.apply(params, batch.x), batch.y, batch.mask)
+
+    if scope == "head":
+        cached = cache_features(lambda x: model.features(params["extractor"], x), data)
+        head, _ = train(key, t, head_loss, params["head"], cached, phase="finetune", epochs=epochs, lr=lr)
+        return {**params, "head": head}
+    return train(key, t, full_loss, params, data, phase="finetune", epochs=epochs, lr=lr)[0]

@@ -1,0 +1,216 @@
+"""Local training: epochs of mini-batches over one client's samples."""
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, Float, Int, Key, Shaped
+
+from fedjax_pfl.data.federated import Batch, ClientData
+
+Carry = TypeVar("Carry")
+Params = TypeVar("Params")
+Scalar = float | Float[Array, ""]
+# params, batch, key -> the mean loss over the batch
+Loss = Callable[[Params, Batch, Key[Array, ""]], Float[Array, ""]]
+
+
+class TrainInfo(NamedTuple):
+    """What a client reports of its local training.
+
+    Attributes:
+      loss: mean training loss over all samples of all epochs, each taken before its step.
+      steps: tau_i, the number of SGD steps taken.
+    """
+
+    loss: Float[Array, ""]
+    steps: Int[Array, ""]
+
+
+def is_off(coefficient: Scalar) -> bool:
+    """Whether a coefficient is known to be zero when the method is built, so that its term can be left out (R12)."""
+    return isinstance(coefficient, int | float) and coefficient == 0
+
+
+def phase_key(key: Key[Array, ""], phase: str) -> Key[Array, ""]:
+    """The key of one named phase of a client's round (R12): phases can be added without moving the others."""
+    return jax.random.fold_in(key, np.uint32(zlib.crc32(phase.encode())))
+
+
+def permutation(key: Key[Array, ""], count: Int[Array, ""], capacity: int) -> Int[Array, " capacity"]:
+    """A random order of the positions 0 ... count - 1, followed by the padding.
+
+    The draw of a position does not depend on the capacity, so more padding changes nothing.
+    """
+    draws = jax.random.uniform(key, (capacity,))
+    return jnp.argsort(jnp.where(jnp.arange(capacity) < count, draws, jnp.inf))
+
+
+def scan_batches(
+    key: Key[Array, ""],
+    step: Callable[[Carry, Batch, Key[Array, ""]], Carry],
+    carry: Carry,
+    data: ClientData,
+    *,
+    epochs: int,
+    batch_size: int,
+    drop_last: bool = False,
+) -> Carry:
+    """Folds a step over the mini-batches of a client, a fresh permutation each epoch (rules R1, R12).
+
+    A client runs its own number of steps: under ``vmap`` the shorter ones stand still until the longest is done.
+
+    Args:
+      key: the randomness of this phase.
+      step: (carry, batch, key) -> carry; anything may be carried, also several models.
+      carry: what the first step starts from.
+      data: the client's samples.
+      epochs: passes over the samples.
+      batch_size: B; the last, short batch is padded and masked.
+      drop_last: leave the short batch out instead (PFLlib's way; a client with fewer than B samples does not train).
+    """
+    width = min(batch_size, data.capacity)
+    steps = data.count // batch_size if drop_last else (data.count + width - 1) // width
+
+    def epoch(number: Int[Array, ""], carry: Carry) -> Carry:
+        key_order, key_steps = jax.random.split(jax.random.fold_in(key, number))
+        order = permutation(key_order, data.count, data.capacity)
+
+        def batch_step(number: Int[Array, ""], carry: Carry) -> Carry:
+            slots = number * width + jnp.arange(width)
+            valid = slots < data.count
+            batch = data.take(order[jnp.where(valid, slots, 0)], valid)
+            return step(carry, batch, jax.random.fold_in(key_steps, number))
+
+        return lax.fori_loop(0, steps, batch_step, carry)
+
+    return lax.fori_loop(0, epochs, epoch, carry)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """LT of the specifications: mini-batch SGD on a loss, over any sub-tree of the parameters.
+
+    What is not passed as ``params`` is frozen: no gradient, weight decay or momentum reaches it (R3). The optimiser
+    starts afresh at every call (R2). Numeric fields may be traced values, so that they can be swept with ``vmap``.
+
+    Attributes:
+      epochs: E, local epochs.
+      batch_size: B, samples per mini-batch.
+      lr: eta, the learning rate in round 0.
+      lr_decay: factor on the learning rate per round.
+      momentum: heavy-ball coefficient.
+      weight_decay: coefficient of the L2 term added to the gradient, before momentum, as in PyTorch's SGD.
+      clip_norm: largest global norm of a gradient; None for no clipping.
+      drop_last: leave out an epoch's last, short batch.
+    """
+
+    epochs: int = 1
+    batch_size: int = 10
+    lr: Scalar = 0.005
+    lr_decay: Scalar = 1.0
+    momentum: Scalar = 0.0
+    weight_decay: Scalar = 0.0
+    clip_norm: Scalar | None = None
+    drop_last: bool = False
+
+    def __call__(
+        self,
+        key: Key[Array, ""],
+        t: Int[Array, ""],
+        loss: Loss[Params],
+        params: Params,
+        data: ClientData,
+        *,
+        phase: str = "local",
+        epochs: int | None = None,
+        lr: Scalar | None = None,
+    ) -> tuple[Params, TrainInfo]:
+        """Trains ``params`` on one client's samples.
+
+        Args:
+          key: the client's key of this round.
+          t: the round, from 0.
+          loss: (params, batch, key) -> mean loss of the batch.
+          params: what is trained.
+          data: the client's samples.
+          phase: name of this phase; two phases of a round draw different batches, the same phase the same ones.
+          epochs: instead of the configured number.
+          lr: instead of the configured rate; decays alike.
+
+        Returns:
+          The trained params, and the mean loss and number of steps. A client without samples returns its input.
+        """
+        optimizer = self._optimizer(t, self.lr if lr is None else lr)
+
+        def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
+            params, opt_state, total, samples, steps = carry
+            value, gradient = jax.value_and_grad(loss)(params, batch, key)
+            updates, opt_state = optimizer.update(gradient, opt_state, params)
+            size = jnp.sum(batch.mask)
+            return optax.apply_updates(params, updates), opt_state, total + size * value, samples + size, steps + 1
+
+        zero = jnp.zeros((), jnp.float32)
+        params, _, total, samples, steps = scan_batches(
+            phase_key(key, phase),
+            step,
+            (params, optimizer.init(params), zero, zero, jnp.zeros((), jnp.int32)),
+            data,
+            epochs=self.epochs if epochs is None else epochs,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+        )
+        return params, TrainInfo(total / jnp.maximum(samples, 1.0), steps)
+
+    def _optimizer(self, t: Int[Array, ""], lr: Scalar) -> optax.GradientTransformation:
+        rate = lr if self.lr_decay == 1 else lr * self.lr_decay ** t.astype(jnp.float32)
+        parts = []
+        if self.clip_norm is not None:
+            parts.append(optax.clip_by_global_norm(self.clip_norm))
+        if not is_off(self.weight_decay):
+            parts.append(optax.add_decayed_weights(self.weight_decay))
+        parts.append(optax.sgd(rate, momentum=None if is_off(self.momentum) else self.momentum))
+        return optax.chain(*parts)
+
+
+def cache_features(
+    features: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch dim"]],
+    data: ClientData,
+    *,
+    batch_size: int = 128,
+) -> ClientData:
+    """The client's samples as an extractor sees them: train a head on the result instead of running a frozen extractor.
+
+    Positions keep their meaning, so that the same phase draws the same batches as it would on the samples, and an epoch
+    over the head costs no forward pass of the extractor.
+
+    Args:
+      features: x -> z, the frozen extractor.
+      data: the client's samples.
+      batch_size: samples per forward pass.
+
+    Returns:
+      The same client with x = z, [capacity rounded up, dim].
+    """
+    width = min(batch_size, data.capacity)
+    blocks = math.ceil(data.capacity / width)
+
+    def forward(block: Int[Array, ""]) -> Float[Array, "batch dim"]:
+        slots = block * width + jnp.arange(width)
+        return features(data.take(slots, slots < data.count).x)
+
+    shape = jax.eval_shape(forward, jnp.zeros((), jnp.int32))
+    table = jnp.zeros((blocks * width, shape.shape[-1]), shape.dtype)
+
+    def fill(block: Int[Array, ""], table: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(table, forward(block), block * width, axis=0)
+
+    table = lax.fori_loop(0, (data.count + width - 1) // width, fill, table)
+    return data._replace(x=table, y=data.y[data.index], index=jnp.arange(data.capacity, dtype=jnp.int32))

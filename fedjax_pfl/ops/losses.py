@@ -1,0 +1,26 @@
+"""Loss functions on masked mini-batches."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+
+def masked_mean(values: Float[Array, " batch"], mask: Float[Array, " batch"]) -> Float[Array, ""]:
+    """Mean over the samples of a padded batch; 0 for a batch of padding alone (rule R1)."""
+    return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1.0)
+
+
+def cross_entropy(
+    logits: Float[Array, "batch classes"], y: Int[Array, " batch"], mask: Float[Array, " batch"]
+) -> Float[Array, ""]:
+    """Mean softmax cross-entropy over the samples of a padded batch."""
+    log_p = jax.nn.log_softmax(logits)
+    return masked_mean(-jnp.take_along_axis(log_p, y[:, None], axis=1)[:, 0], mask)
+
+
+def proximal(
+    params: PyTree[Float[Array, "..."]], anchor: PyTree[Float[Array, "..."]], strength: float | Float[Array, ""]
+) -> Float[Array, ""]:
+    """(strength / 2) ||params - anchor||^2, summed over all leaves."""
+    squares = jax.tree.map(lambda p, a: jnp.sum((p - a) ** 2), params, anchor)
+    return 0.5 * strength * jax.tree.reduce(jnp.add, squares)

@@ -1,0 +1,24 @@
+"""Arithmetic on pytrees whose leaves carry a leading client axis."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, PyTree
+
+
+def where_rows(mask: Bool[Array, " K"], new: PyTree, old: PyTree) -> PyTree:
+    """Takes row k of every leaf from ``new`` where mask[k], else from ``old``."""
+
+    def leaf(new: Array, old: Array) -> Array:
+        return jnp.where(mask.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(leaf, new, old)
+
+
+def take_rows(tree: PyTree, ids: Int[Array, " K"]) -> PyTree:
+    """Rows ``ids`` of every leaf; an id past the end gives the last row."""
+    return jax.tree.map(lambda leaf: jnp.take(leaf, ids, axis=0, mode="clip"), tree)
+
+
+def put_rows(tree: PyTree, ids: Int[Array, " K"], rows: PyTree) -> PyTree:
+    """Writes row k into row ids[k] of every leaf; an id past the end writes nothing."""
+    return jax.tree.map(lambda leaf, row: leaf.at[ids].set(row, mode="drop"), tree, rows)

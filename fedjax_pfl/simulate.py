@@ -1,0 +1,249 @@
+"""``simulate(config) -> Result``: build, run blocks of rounds, evaluate, record."""
+
+import importlib.metadata
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key, PyTree
+
+from fedjax_pfl.build import divide, make_engine, place, prepare_devices
+from fedjax_pfl.config import Config
+from fedjax_pfl.data.federated import Federation
+from fedjax_pfl.data.sources import from_arrays, load
+from fedjax_pfl.engine import Engine, Run
+from fedjax_pfl.evaluate import Scores, summarize
+from fedjax_pfl.memory import Exchange, count, exchange, size
+from fedjax_pfl.method import State
+from fedjax_pfl.record import RunDirectory
+
+# A block of rounds should return to the host about this often, to report progress.
+_SECONDS_PER_BLOCK = 2.0
+
+
+class Progress(NamedTuple):
+    """What a run reports after each block of rounds.
+
+    Attributes:
+      round: rounds done.
+      rounds: rounds in all.
+      loss: mean training loss of the last round's participants.
+      last: the newest line of ``metrics.jsonl``; None before the first evaluation.
+      seconds_left: estimated time to the end.
+    """
+
+    round: int
+    rounds: int
+    loss: float
+    last: dict[str, Any] | None
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves.
+
+    Attributes:
+      summary: the content of ``summary.json``.
+      history: metric -> array over evaluated rounds, e.g. ``history["pre.accuracy"]``; ``history["round"]`` says which.
+      clients: column -> array [N], as in ``clients.csv``.
+      partition: the content of ``partition.json``.
+      state: server and client state after the last round.
+      config: the resolved config.
+    """
+
+    summary: dict[str, Any]
+    history: dict[str, np.ndarray]
+    clients: dict[str, np.ndarray]
+    partition: dict[str, Any]
+    state: State
+    config: Config
+
+
+def simulate(
+    config: Config,
+    data: Sequence[np.ndarray] | None = None,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Result:
+    """Runs one federated experiment.
+
+    Args:
+      config: what to run.
+      data: (images, labels) or (images, labels, test_images, test_labels) instead of ``data.source``; images are
+        [n, h, w, c] uint8.
+      overwrite: replace what an earlier run left in ``run.out``.
+      progress: called after each block of rounds.
+
+    Returns:
+      Summary, history per evaluated round, per-client table, final state. The numbers depend on config and data alone.
+
+    Raises:
+      ConfigError: config, data and method do not fit together, or the run directory holds something; raised before
+        anything is compiled or written.
+    """
+    began = time.perf_counter()
+    prepare_devices(config.run.placement)
+    dataset = load(config.data.source) if data is None else from_arrays(*data)
+    federation, shares = divide(config, dataset)
+    key_init, key_rounds = jax.random.split(jax.random.key(config.run.seed))
+    engine, memory = place(make_engine(config, dataset), config, key_init, federation)
+    exchanged = exchange(engine, key_init, federation)
+    record = RunDirectory(config.run.out, overwrite=overwrite) if config.run.out else None
+    if record:
+        record.begin(config.to_toml(), shares)
+
+    programs, federation, compile_seconds = _compile(engine, key_init, federation)
+    rounds, n_test = config.training.rounds, np.asarray(shares["n_test"])
+    run = programs.init(key_init, federation)
+    lines: list[dict[str, Any]] = []
+    t, block, round_seconds = 0, 1, 0.0
+    while t < rounds:
+        next_evaluation = min(rounds, (t // config.run.eval_every + 1) * config.run.eval_every)
+        stop = min(t + block, next_evaluation)
+        started = time.perf_counter()
+        evaluated = stop == next_evaluation
+        run = programs.rounds(key_rounds, run, np.int32(t), np.int32(stop), np.bool_(evaluated), federation)
+        loss = float(run.loss)  # waits for the device
+        round_seconds += time.perf_counter() - started
+        t = stop
+        block = max(1, int(_SECONDS_PER_BLOCK * t / round_seconds))
+        if evaluated:
+            pre = programs.pre(key_rounds, np.int32(t), run.state, federation)
+            lines.append(
+                {
+                    "round": t,
+                    "train_loss": loss,
+                    "pre": summarize(pre, n_test),
+                    "post": summarize(run.post, n_test),
+                    "global": programs.global_accuracy(run.state, federation),
+                    "megabytes": _megabytes(run, exchanged),
+                    "seconds": time.perf_counter() - began,
+                }
+            )
+            if record:
+                record.append(lines[-1])
+        if progress:
+            elapsed = time.perf_counter() - began - compile_seconds
+            progress(Progress(t, rounds, loss, lines[-1] if lines else None, elapsed / t * (rounds - t)))
+
+    clients = _client_table(shares, pre, run.post)
+    summary = {
+        "method": config.method["name"],
+        "dataset": dataset.name,
+        "model": config.model["name"],
+        "clients": config.data.clients,
+        "rounds": rounds,
+        "seed": config.run.seed,
+        "partition_hash": shares["hash"],
+        "personal": {point: _headline(lines, point) for point in ("post", "pre")},
+        "global": lines[-1]["global"],
+        "timing": {
+            "compile_seconds": compile_seconds,
+            "seconds_per_round": round_seconds / rounds,
+            "total_seconds": time.perf_counter() - began,
+        },
+        "traffic": {
+            "floats_up_per_client_round": count(exchanged.up),
+            "floats_down_per_client_round": count(exchanged.down),
+            "megabytes_total": _megabytes(run, exchanged),
+        },
+        "memory": {"resident_bytes": memory.resident, "bytes_per_running_client": memory.per_client},
+        "environment": {
+            "jax": jax.__version__,
+            "fedjax_pfl": importlib.metadata.version("fedjax_pfl"),
+            "platform": jax.default_backend(),
+            "device_count": engine.placement.devices,
+            "clients_side_by_side": engine.placement.chunk,
+        },
+    }
+    if record:
+        record.finish(clients, summary)
+    return Result(summary, _history(lines), clients, shares, jax.device_get(run.state), config)
+
+
+class _Programs(NamedTuple):
+    init: Callable[..., Run]
+    rounds: Callable[..., Run]
+    pre: Callable[..., Scores]
+    global_accuracy: Callable[..., float | None]
+
+
+def _compile(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[_Programs, Federation, float]:
+    """Compiles all that a run calls, and puts the data where the programs expect them."""
+    began = time.perf_counter()
+    layout: Any = engine.placement.shardings(engine.clients)
+    shared, per_client = layout
+    run_layout = None
+    if shared is not None:
+        data, key = jax.device_put((data, key), shared)
+        run_layout = Run(State(shared, per_client), per_client, shared, shared)
+
+    def program(fn: Callable, *arguments: PyTree, **options: Any) -> jax.stages.Compiled:
+        return jax.jit(fn, **options).lower(*arguments).compile()
+
+    number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
+    init = program(engine.init, key, data, out_shardings=run_layout)
+    run = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        jax.eval_shape(engine.init, key, data),
+        init.output_shardings,
+    )
+    with_global = engine.method.global_predict is not None
+    accuracy = program(engine.global_accuracy, run.state, data) if with_global else None
+    programs = _Programs(
+        init,
+        program(engine.rounds, key, run, number, number, flag, data, out_shardings=run_layout, donate_argnums=1),
+        program(engine.pre, key, number, run.state, data),
+        lambda *arguments: float(accuracy(*arguments)) if accuracy else None,
+    )
+    return programs, data, time.perf_counter() - began
+
+
+def _megabytes(run: Run, exchanged: Exchange) -> float:
+    """Communication so far, in MB of 1e6 bytes: every view sent to a selected client, every upload that came back."""
+    down, up = int(run.traffic.down), int(run.traffic.up)
+    return (down * size(exchanged.down) + up * size(exchanged.up)) / 1e6
+
+
+def _headline(lines: list[dict[str, Any]], point: str) -> dict[str, float]:
+    """The headline numbers of PRE or POST; ``best`` is selected on test data."""
+    accuracy = np.array([line[point]["accuracy"] for line in lines])
+    last = lines[-1][point]
+    best = int(np.argmax(accuracy))
+    return {
+        "last": last["accuracy"],
+        "best": float(accuracy[best]),
+        "best_round": lines[best]["round"],
+        "mean_last_10": float(accuracy[-10:].mean()),
+        "std_clients": last["std_clients"],
+        "worst_10_percent": last["worst_10_percent"],
+        "weighted_last": last["weighted"],
+        "macro_f1_last": last["macro_f1"],
+    }
+
+
+def _history(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Columns of the evaluated rounds; nested metrics get dotted names, a missing global accuracy is NaN."""
+    columns: dict[str, list[float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            for key, number in value.items() if isinstance(value, dict) else [("", value)]:
+                column = f"{name}.{key}" if key else name
+                columns.setdefault(column, []).append(np.nan if number is None else number)
+    return {name: np.array(column) for name, column in columns.items()}
+
+
+def _client_table(shares: dict[str, Any], pre: Scores, post: Scores) -> dict[str, np.ndarray]:
+    """One row per client, as in ``clients.csv``; the scores of a client without test samples are NaN."""
+    n_test = np.asarray(shares["n_test"])
+    table = {"client": np.arange(len(n_test)), "n_train": np.asarray(shares["n_train"]), "n_test": n_test}
+    for point, scores in (("pre", pre), ("post", post)):
+        for metric in ("accuracy", "macro_f1"):
+            table[f"{point}_{metric}"] = np.where(n_test > 0, np.asarray(getattr(scores, metric)), np.nan)
+    return table

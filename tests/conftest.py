@@ -1,0 +1,95 @@
+"""Two CPU devices, strict dtypes, checked array annotations, a compilation cache, and one tiny federation."""
+
+import os
+import platform
+import tempfile
+import zlib
+from pathlib import Path
+
+import jax
+import jaxtyping
+
+# Factories stay out: their ``float`` hyperparameters are also given traced values.
+jaxtyping.install_import_hook(
+    [f"fedjax_pfl.{name}" for name in ("ops", "models", "engine", "evaluate", "data.federated")], "beartype.beartype"
+)
+
+
+def cache_folder():
+    """Where compiled programs are kept: one folder per jax and kind of processor, since they do not travel."""
+    home = os.environ.get("FEDJAX_PFL_TEST_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
+    processor = {line for line in lines if line.startswith(("flags", "Features", "model name"))} or set(lines)
+    name = f"{jax.__version__}-{platform.machine()}-{zlib.crc32(repr(sorted(processor)).encode()):08x}"
+    return Path(home) / "fedjax_pfl_tests" / name
+
+
+def is_writable(folder):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+if is_writable(cache_folder()):
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+import jax.flatten_util  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+from fedjax_pfl.data.federated import Federation, pack  # noqa: E402
+from fedjax_pfl.models import MODELS, build  # noqa: E402
+from fedjax_pfl.ops.local import Trainer  # noqa: E402
+
+CLASSES = 3
+TRAIN_SIZES = (5, 1, 27, 3, 12, 19, 8)
+TEST_SIZES = (4, 3, 9, 0, 5, 8, 6)
+
+
+@pytest.fixture(scope="session")
+def federation():
+    """Seven clients of very unequal sizes and label shares; one has a single sample, one nothing to be tested on."""
+    rng = np.random.default_rng(3)
+    sizes = np.array(TRAIN_SIZES) + np.array(TEST_SIZES)
+    shares = rng.dirichlet(np.ones(CLASSES), len(sizes))
+    y = np.concatenate([rng.choice(CLASSES, n, p=share) for n, share in zip(sizes, shares, strict=True)])
+    patterns = rng.integers(60, 196, (CLASSES, 4, 4, 1))
+    x = np.clip(patterns[y] + rng.normal(0, 30, (len(y), 4, 4, 1)), 0, 255)
+    order = rng.permutation(len(y))
+    x, y = x[order].astype(np.uint8), y[order].astype(np.int32)
+    rows = np.split(np.argsort(order), np.cumsum(sizes)[:-1])
+    train = [held[:n] for held, n in zip(rows, TRAIN_SIZES, strict=True)]
+    test = [held[n:] for held, n in zip(rows, TRAIN_SIZES, strict=True)]
+    pooled = np.split(np.concatenate(test), [6, 8, 21])
+    tables = (pack(held, y, CLASSES) for held in (train, test, pooled))
+    train, test, pooled = tables
+    return Federation(jnp.asarray(x), jnp.asarray(y), train, None, test, pooled)
+
+
+@pytest.fixture(scope="session")
+def model():
+    """Sixteen pixels, eight hidden units, three classes."""
+    mean, std = jnp.array([0.45]), jnp.array([0.3])
+    built = build(MODELS["mlp"](hidden=8), (4, 4, 1), CLASSES, init="torch", mean=mean, std=std)
+    flat, unravel = jax.flatten_util.ravel_pytree(jax.jit(built.init)(jax.random.key(0)))
+    # One draw for all parameters: random numbers are most of what there is to compile here.
+    return built._replace(init=lambda key: unravel(jax.random.uniform(key, flat.shape, minval=-0.35, maxval=0.35)))
+
+
+@pytest.fixture(scope="session")
+def trainer():
+    return Trainer(epochs=2, batch_size=4, lr=0.1, momentum=0.5)
+
+
+@pytest.fixture(scope="session")
+def mesh():
+    return jax.make_mesh((2,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))

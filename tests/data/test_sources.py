@@ -1,0 +1,169 @@
+"""Data sources: what they return, and one clear error for everything that can be wrong with a file."""
+
+import zipfile
+
+import numpy as np
+import pytest
+
+from fedjax_pfl.data.sources import SOURCES, from_arrays, load
+from fedjax_pfl.errors import ConfigError
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (6, 4, 5, 3), dtype=np.uint8)
+LABELS = np.array([0, 2, 1, 2, 0, 1], np.uint8)
+TEST_IMAGES = RNG.integers(0, 256, (2, 4, 5, 3), dtype=np.uint8)
+TEST_LABELS = np.array([3, 0])
+
+
+def save(path, **arrays):
+    np.savez(path, **arrays)
+    return f"npz:{path}"
+
+
+def test_digits_are_scaled_to_the_full_uint8_range():
+    from sklearn.datasets import load_digits
+
+    data = load("digits")
+    assert (data.name, data.classes, data.train_rows) == ("digits", 10, None)
+    assert data.images.shape == (1797, 8, 8, 1)
+    assert data.images.dtype == np.uint8
+    assert data.labels.dtype == np.int32
+    bunch = load_digits()
+    np.testing.assert_array_equal(data.labels, bunch.target)
+    # 0 and 16, the ends of the original scale, become 0 and 255; between them the scale is linear, rounded.
+    assert set(np.unique(data.images[bunch.images[..., np.newaxis] == 0])) == {0}
+    assert set(np.unique(data.images[bunch.images[..., np.newaxis] == 16])) == {255}
+    np.testing.assert_allclose(data.images[..., 0] / 255, bunch.images / 16, atol=0.5 / 255)
+
+
+@pytest.mark.parametrize(("image", "label"), [("image", "label"), ("x", "y"), ("image", "y")])
+def test_npz_round_trip_under_all_names(tmp_path, image, label):
+    data = load(save(tmp_path / "mine.npz", **{image: IMAGES, label: LABELS}))
+    np.testing.assert_array_equal(data.images, IMAGES)
+    np.testing.assert_array_equal(data.labels, LABELS)
+    assert data.labels.dtype == np.int32
+    assert (data.name, data.classes, data.train_rows) == ("mine", 3, None)
+
+
+@pytest.mark.parametrize(("image", "label"), [("image_test", "label_test"), ("x_test", "y_test")])
+def test_official_test_part_follows_the_training_rows(tmp_path, image, label):
+    source = save(tmp_path / "a.npz", image=IMAGES, label=LABELS, **{image: TEST_IMAGES, label: TEST_LABELS})
+    data = load(source)
+    assert data.train_rows == 6
+    np.testing.assert_array_equal(data.images[6:], TEST_IMAGES)
+    np.testing.assert_array_equal(data.images[:6], IMAGES)
+    np.testing.assert_array_equal(data.labels, [0, 2, 1, 2, 0, 1, 3, 0])
+    assert data.classes == 4  # class 3 occurs in the test part only
+
+
+def test_images_without_a_channel_axis_get_one():
+    assert from_arrays(IMAGES[..., 0], LABELS).images.shape == (6, 4, 5, 1)
+    both = from_arrays(IMAGES[..., 0], LABELS, TEST_IMAGES[..., :1], TEST_LABELS, name="mixed")
+    assert both.images.shape == (8, 4, 5, 1)
+    assert both.name == "mixed"
+
+
+def test_relative_paths_are_looked_up_here_and_then_in_the_data_folder(tmp_path, monkeypatch):
+    here, folder = tmp_path / "here", tmp_path / "folder"
+    here.mkdir()
+    folder.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("FEDJAX_PFL_DATA", str(folder))
+    save(folder / "a.npz", image=IMAGES, label=LABELS)
+    assert load("npz:a.npz").classes == 3
+    save(here / "a.npz", image=IMAGES, label=np.zeros(6, int))
+    assert load("npz:a.npz").classes == 1
+
+
+def test_a_missing_file_error_names_every_place_looked_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDJAX_PFL_DATA", "/some/folder")
+    with pytest.raises(ConfigError) as caught:
+        load("npz:sub/none.npz")
+    assert caught.value.field == "data.source"
+    assert str(tmp_path / "sub/none.npz") in caught.value.allowed
+    assert "/some/folder/sub/none.npz" in caught.value.allowed
+    monkeypatch.delenv("FEDJAX_PFL_DATA")
+    with pytest.raises(ConfigError, match="FEDJAX_PFL_DATA may name"):
+        load("npz:sub/none.npz")
+
+
+@pytest.mark.parametrize("source", ["cifar10", "mine.npz", "", "npz", "npz:", "digits:8", "NPZ:a.npz"])
+def test_unusable_source_strings(source):
+    with pytest.raises(ConfigError) as caught:
+        load(source)
+    assert caught.value.field == "data.source"
+    assert str(caught.value.value).startswith(source)
+
+
+def test_an_unknown_source_error_lists_all_sources():
+    with pytest.raises(ConfigError) as caught:
+        load("imagenet")
+    assert all(prefix in caught.value.allowed and text in caught.value.allowed for prefix, (_, text) in SOURCES.items())
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"pictures": IMAGES, "label": LABELS}, "present: pictures, label"),
+        ({"image": IMAGES}, r"label \(or y\); present: image$"),
+        ({}, "present: none"),
+        ({"image": IMAGES / 255, "label": LABELS}, "images must be uint8.*float64; scale values of 0..1 by 255"),
+        ({"image": IMAGES.astype(int), "label": LABELS}, "images must be uint8.*int64$"),
+        ({"image": IMAGES.reshape(6, -1), "label": LABELS}, r"\(6, 60\); reshape flat images to \[n, h, w, c\]"),
+        ({"image": IMAGES[np.newaxis], "label": LABELS}, r"images must be \[n, h, w, c\]"),
+        ({"image": IMAGES[:0], "label": LABELS[:0]}, "images hold nothing"),
+        ({"image": IMAGES, "label": LABELS[:4]}, "6 images and 4 labels"),
+        ({"image": IMAGES, "label": LABELS.astype(float)}, "labels must be integers, got float64"),
+        ({"image": IMAGES, "label": LABELS.astype(bool)}, "labels must be integers, got bool"),
+        ({"image": IMAGES, "label": LABELS.astype(int) - 1}, "0 or more, the smallest is -1"),
+        ({"image": IMAGES, "label": LABELS + np.int64(2**31)}, "fit into int32"),
+        ({"image": IMAGES, "label": LABELS[:, np.newaxis]}, r"labels must be \[n\], got \(6, 1\)"),
+        ({"image": IMAGES, "label": np.array([None] * 6)}, "cannot be read as plain arrays"),
+        ({"image": IMAGES, "label": LABELS, "image_test": TEST_IMAGES}, "both its images and its labels"),
+        ({"image": IMAGES, "label": LABELS, "y_test": TEST_LABELS}, "both its images and its labels"),
+        (
+            {"image": IMAGES, "label": LABELS, "x_test": TEST_IMAGES[:, 1:], "y_test": TEST_LABELS},
+            r"\(4, 5, 3\) and test images \(3, 5, 3\) must agree",
+        ),
+        (
+            {"image": IMAGES, "label": LABELS, "x_test": TEST_IMAGES, "y_test": TEST_LABELS[:1]},
+            "2 test images and 1 test labels",
+        ),
+        ({"image": IMAGES, "label": LABELS, "x_test": TEST_IMAGES / 2, "y_test": TEST_LABELS}, "test images must be"),
+    ],
+)
+def test_bad_npz_contents(tmp_path, arrays, message):
+    source = save(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(source)
+    assert (caught.value.field, caught.value.value) == ("data.source", source)
+
+
+def test_files_that_are_no_npz(tmp_path):
+    text, bare, broken, archive = (tmp_path / name for name in ("a.npz", "b.npy", "c.npz", "d.npz"))
+    text.write_text("no archive at all")
+    np.save(bare, IMAGES)
+    save(broken, image=IMAGES, label=LABELS)
+    content = bytearray(broken.read_bytes())
+    content[200:260] = bytes(60)  # inside the image array, so that its checksum no longer fits
+    broken.write_bytes(content)
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("image", "no array")
+        file.writestr("label", "nor this")
+    for path, message in [
+        (text, "no npz file"),
+        (bare, "no npz file"),
+        (broken, "cannot be read"),
+        (archive, "must be uint8"),
+        (tmp_path, "no such file"),
+    ]:
+        with pytest.raises(ConfigError, match=message) as caught:
+            load(f"npz:{path}")
+        assert caught.value.field == "data.source"
+
+
+def test_arrays_given_in_python_name_the_field_data():
+    with pytest.raises(ConfigError, match="got float32; scale") as caught:
+        from_arrays(IMAGES.astype(np.float32), LABELS, name="mine")
+    assert (caught.value.field, caught.value.value) == ("data", "mine")

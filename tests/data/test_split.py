@@ -1,0 +1,209 @@
+"""Splits and the manifest: sizes in closed form, proportions, and what the hash must tell apart."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedjax_pfl.data.partition import Partition
+from fedjax_pfl.data.split import Split, draw_test, manifest, split_rows
+from fedjax_pfl.errors import ConfigError
+from tests.data.labels import TEN, fixed, labels_of
+
+# --- split_rows ------------------------------------------------------------------------------------------------------
+
+ANY_LABELS = np.zeros(2000, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("samples", "test_share", "validation_share", "expected"),
+    [
+        (800, 0.25, 0.0, (600, 0, 200)),
+        (801, 0.25, 0.0, (600, 0, 201)),
+        (10, 0.9, 0.0, (1, 0, 9)),  # (1 - 0.9) * 10 is 0.9999999999999998
+        (2, 0.9, 0.0, (1, 0, 1)),
+        (3, 0.01, 0.0, (2, 0, 1)),
+        (125, 0.2, 0.29, (71, 29, 25)),  # 0.29 * 100 is 28.999999999999996
+        (100, 0.5, 0.99, (1, 49, 50)),
+        (4, 0.5, 0.99, (1, 1, 2)),
+        (2, 0.5, 0.9, (1, 0, 1)),
+        (4, 1e-12, 1 - 1e-12, (1, 2, 1)),  # what rounds to the whole still leaves one
+    ],
+)
+def test_split_sizes(samples, test_share, validation_share, expected):
+    part = np.arange(100, 100 + samples)
+    (split,) = split_rows(ANY_LABELS, [part], 0, test_share=test_share, validation_share=validation_share)
+    assert tuple(len(rows) for rows in split) == expected
+    np.testing.assert_array_equal(np.sort(np.concatenate(split)), part)
+
+
+@fixed
+@given(
+    samples=st.integers(2, 300),
+    test_share=st.floats(0.001, 0.999),
+    validation_share=st.floats(0, 0.999),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_splits_always_leave_something_to_train_and_to_test_on(samples, test_share, validation_share, seed):
+    parts = [np.arange(samples), np.arange(samples, samples + 2)]
+    splits = split_rows(ANY_LABELS, parts, seed, test_share=test_share, validation_share=validation_share)
+    for part, split in zip(parts, splits, strict=True):
+        np.testing.assert_array_equal(np.sort(np.concatenate(split)), part)
+        assert len(split.train) >= 1
+        assert len(split.test) >= 1
+        assert abs(len(split.test) - test_share * len(part)) <= 1
+        train_total = len(split.train) + len(split.validation)
+        assert abs(len(split.validation) - validation_share * train_total) <= 1
+
+
+def test_splits_are_random_and_independent_of_other_clients():
+    parts = [np.arange(100), np.arange(100, 200), np.arange(200, 300)]
+    splits = split_rows(ANY_LABELS, parts, 5, test_share=0.25, validation_share=0.2)
+    fewer = split_rows(ANY_LABELS, [parts[0], np.arange(7, 9), parts[2]], 5, test_share=0.25, validation_share=0.2)
+    other = split_rows(ANY_LABELS, parts, 6, test_share=0.25, validation_share=0.2)
+    for rows, same, different in zip(splits[2], fewer[2], other[2], strict=True):
+        np.testing.assert_array_equal(rows, same)
+        assert set(rows) != set(different)
+    assert set(splits[0].test) != {row - 100 for row in splits[1].test}
+    assert max(splits[0].train) > 90  # no leading block
+
+
+# --- draw_test -------------------------------------------------------------------------------------------------------
+
+
+def official(train_sizes, test_sizes):
+    """Labels with a training part first, and the rows of the test part."""
+    labels = np.concatenate([labels_of(*train_sizes), labels_of(*test_sizes)])
+    return labels, np.arange(sum(train_sizes), len(labels))
+
+
+def rows_of(labels, rows, counts):
+    """A client's part: the first so many rows of each class."""
+    return np.concatenate([rows[labels[rows] == k][:count] for k, count in enumerate(counts)])
+
+
+@pytest.mark.parametrize(
+    ("held", "test_share", "expected"),
+    [
+        ([300, 150, 150], 1 / 3, [150, 75, 75]),  # FedeCouple: 600 to train on and 300 to test on
+        ([5, 3, 2], 0.3, [2, 1, 1]),  # 4 rows; exactly 2, 1.2, 0.8
+        ([7, 2, 1], 0.5, [7, 2, 1]),
+        ([40, 0, 2], 0.1, [5, 0, 0]),  # 5 rows; exactly 4.76, 0, 0.24
+        ([0, 3, 0], 0.01, [0, 1, 0]),  # at least one
+        ([300, 100, 0], 0.75, [900, 300, 0]),
+    ],
+)
+def test_official_test_rows_follow_the_training_proportions(held, test_share, expected):
+    labels, test_rows = official([400] * 3, [1000] * 3)
+    part = rows_of(labels, np.arange(1200), held)
+    (split,) = draw_test(labels, [part], test_rows, 0, test_share=test_share)
+    np.testing.assert_array_equal(np.bincount(labels[split.test], minlength=3), expected)
+    assert len(set(split.test)) == len(split.test)
+    assert set(split.test) <= set(test_rows)
+    assert set(split.train) == set(part)
+    assert len(split.validation) == 0
+
+
+def test_a_class_short_in_the_test_part_is_not_replaced_by_others():
+    labels, test_rows = official([400] * 3, [10, 1000, 0])
+    part = rows_of(labels, np.arange(1200), [60, 30, 10])
+    (split,) = draw_test(labels, [part], test_rows, 0, test_share=0.5)
+    np.testing.assert_array_equal(np.bincount(labels[split.test], minlength=3), [10, 30, 0])
+
+
+def test_clients_may_share_test_rows_and_draw_them_at_random():
+    labels, test_rows = official([100] * 2, [30] * 2)
+    part = rows_of(labels, np.arange(200), [20, 20])
+    splits = draw_test(labels, [part, part], test_rows, 0, test_share=0.5, validation_share=0.25)
+    first, second = (set(split.test) for split in splits)
+    assert first & second  # 40 of 60 each must overlap
+    assert first != second
+    for split in splits:
+        assert (len(split.train), len(split.validation), len(split.test)) == (30, 10, 40)
+        assert set(split.train) | set(split.validation) == set(part)
+        assert (np.diff(labels[split.test]) < 0).any()  # not class by class
+    again = draw_test(labels, [part, part], test_rows, 0, test_share=0.5, validation_share=0.25)
+    assert all(np.array_equal(a, b) for a, b in zip(splits[1], again[1], strict=True))
+
+
+# --- manifest --------------------------------------------------------------------------------------------------------
+
+
+def small_manifest(labels=(0, 1, 1, 2, 0), first=((0,), (1,), (2,)), second=((3,), (), (4,))):
+    splits = [Split(*(np.array(rows, np.int64) for rows in client)) for client in (first, second)]
+    parts = [np.sort(np.concatenate(split)) for split in splits]
+    return manifest(np.array(labels, np.int32), 4, Partition(parts, ("a note",)), splits)
+
+
+def test_manifest_is_json_and_complete():
+    record = small_manifest()
+    assert json.loads(json.dumps(record)) == record
+    # SHA-256 of the little-endian int64 sequence 1 0 1 1 1 2 1 3 0 1 4 5 0 1 1 2 0: each array after its length.
+    assert record.pop("hash") == "87656938e5b7f459d9e956970599480e4f3b5b88a8d4acff68df24fc83a4a5ff"
+    assert record == {
+        "sizes": [3, 2],
+        "class_counts": [[1, 2, 0, 0], [1, 0, 1, 0]],
+        "n_train": [1, 1],
+        "n_validation": [1, 0],
+        "n_test": [1, 1],
+        "notes": ["a note"],
+    }
+
+
+def test_manifest_hash_tells_every_difference():
+    changes = [
+        {},
+        {"labels": (0, 1, 1, 2, 1)},
+        {"first": ((1,), (0,), (2,))},
+        {"first": ((0, 1), (), (2,))},
+        {"first": ((0,), (1, 2), ())},
+        {"second": ((4,), (), (3,))},
+        {"second": ((), (3,), (4,))},
+        {"first": ((3,), (), (4,)), "second": ((0,), (1,), (2,))},
+    ]
+    assert len({small_manifest(**change)["hash"] for change in changes}) == len(changes)
+
+
+def test_manifest_hash_does_not_depend_on_integer_types():
+    splits = [Split(*(np.array([row], np.int32) for row in (0, 1, 2)))]
+    wide = [Split(*(rows.astype(">i8") for rows in splits[0]))]
+    labels = np.array([0, 1, 2], np.int16)
+    part = Partition([np.arange(3)], ())
+    assert manifest(labels, 3, part, splits) == manifest(labels.astype(np.int64), 3, part, wide)
+
+
+# --- Errors ---
+
+
+@pytest.mark.parametrize(
+    ("parts", "seed", "shares", "field"),
+    [
+        ([np.arange(5)], 0, (0.0, 0.0), "data.test_share"),
+        ([np.arange(5)], 0, (1.0, 0.0), "data.test_share"),
+        ([np.arange(5)], 0, (0.5, 1.0), "data.validation_share"),
+        ([np.arange(5)], 0, (0.5, -0.1), "data.validation_share"),
+        ([np.arange(5)], -1, (0.5, 0.1), "data.seed"),
+        ([np.arange(5), np.arange(0)], 0, (0.5, 0.1), "data.clients"),
+    ],
+)
+def test_bad_splits_name_their_field(parts, seed, shares, field):
+    test_share, validation_share = shares
+    with pytest.raises(ConfigError) as merged:
+        split_rows(TEN, parts, seed, test_share=test_share, validation_share=validation_share)
+    with pytest.raises(ConfigError) as drawn:
+        draw_test(TEN, parts, np.arange(100, 200), seed, test_share=test_share, validation_share=validation_share)
+    assert (merged.value.field, drawn.value.field) == (field, field)
+
+
+def test_a_client_whose_classes_the_test_part_lacks_is_an_error():
+    labels, test_rows = official([10, 10], [0, 10])
+    with pytest.raises(ConfigError) as caught:
+        draw_test(labels, [rows_of(labels, np.arange(20), [5, 0])], test_rows, 0, test_share=0.5)
+    assert caught.value.field == "data.split"
+
+
+def test_a_client_with_one_sample_cannot_be_split():
+    with pytest.raises(ConfigError, match="client 1 has 1 samples"):
+        split_rows(TEN, [np.arange(2), np.arange(1)], 0, test_share=0.5, validation_share=0.0)

@@ -1,0 +1,109 @@
+"""What the library computes, once more in float64 NumPy and plain loops. Trees are dicts of arrays, as in the library."""
+
+import zlib
+
+import jax
+import numpy as np
+from sklearn.metrics import f1_score
+
+
+def to_numpy(tree):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
+
+
+def held(clients, i):
+    """The pool rows of client i."""
+    return np.asarray(clients.index)[i, : int(clients.count[i])]
+
+
+def client_key(key, t, client):
+    """Rule R12: a client's randomness in round t follows from the seed, t and its id alone."""
+    return jax.random.fold_in(jax.random.split(jax.random.fold_in(key, t), 4)[3], client)
+
+
+def batches(key, count, *, epochs, batch_size, phase="local"):
+    """The positions in each mini-batch of one client in one phase: a fresh permutation in each epoch."""
+    key = jax.random.fold_in(key, np.uint32(zlib.crc32(phase.encode())))
+    for epoch in range(epochs):
+        draws = np.asarray(jax.random.uniform(jax.random.split(jax.random.fold_in(key, epoch))[0], (64,)))
+        order = np.argsort(draws[:count], kind="stable")
+        yield from (order[first : first + batch_size] for first in range(0, count, batch_size))
+
+
+def sgd(w, gradients, *, lr, momentum=0.0, weight_decay=0.0, clip_norm=None):
+    """PyTorch's SGD from a zero velocity, one step for each function w -> gradient."""
+    velocity = jax.tree.map(np.zeros_like, w)
+    for gradient in gradients:
+        g = gradient(w)
+        if clip_norm is not None:
+            norm = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(g)))
+            g = jax.tree.map(lambda leaf, norm=norm: leaf * min(1.0, clip_norm / norm), g)
+        velocity = jax.tree.map(lambda v, g, w: momentum * v + g + weight_decay * w, velocity, g, w)
+        w = jax.tree.map(lambda w, v: w - lr * v, w, velocity)
+    return w
+
+
+def softmax_loss(logits, y):
+    """Mean cross-entropy and its gradient with respect to the logits."""
+    logits = logits - logits.max(axis=1, keepdims=True)
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return -log_p[np.arange(len(y)), y].mean(), (np.exp(log_p) - np.eye(logits.shape[1])[y]) / len(y)
+
+
+class MLP:
+    """The tiny model of the fixtures on one pool of samples: forward pass, loss and gradient by hand."""
+
+    def __init__(self, x, y, mean=0.45, std=0.3):
+        self.x = ((np.asarray(x, np.float64) / 255 - mean) / std).reshape(len(x), -1)
+        self.y = np.asarray(y)
+
+    def features(self, w, rows):
+        layer = w["extractor"]["hidden_layer"]
+        return np.maximum(self.x[rows] @ layer["kernel"] + layer["bias"], 0)
+
+    def logits(self, w, rows):
+        return self.features(w, rows) @ w["head"]["kernel"] + w["head"]["bias"]
+
+    def loss(self, w, rows):
+        return softmax_loss(self.logits(w, rows), self.y[rows])[0]
+
+    def gradient(self, w, rows):
+        z = self.features(w, rows)
+        d = softmax_loss(self.logits(w, rows), self.y[rows])[1]
+        d_hidden = (d @ w["head"]["kernel"].T) * (z > 0)
+        hidden = {"kernel": self.x[rows].T @ d_hidden, "bias": d_hidden.sum(0)}
+        return {"extractor": {"hidden_layer": hidden}, "head": {"kernel": z.T @ d, "bias": d.sum(0)}}
+
+    def head_gradient(self, w, rows):
+        gradient = self.gradient(w, rows)
+        return {"extractor": jax.tree.map(np.zeros_like, gradient["extractor"]), "head": gradient["head"]}
+
+    def train(self, w, key, t, rows, trainer, *, gradient=None, phase="local", **changed):
+        """One client's local training in round t: the new parameters and the mean of the losses on the way."""
+        gradient = gradient or self.gradient
+        epochs, lr = changed.get("epochs", trainer.epochs), changed.get("lr", trainer.lr)
+        losses = []
+
+        def step(positions):
+            def at(w):
+                losses.extend([self.loss(w, rows[positions])] * len(positions))
+                return gradient(w, rows[positions])
+
+            return at
+
+        steps = map(step, batches(key, len(rows), epochs=epochs, batch_size=trainer.batch_size, phase=phase))
+        rate = lr * trainer.lr_decay**t
+        w = sgd(w, steps, lr=rate, momentum=trainer.momentum, weight_decay=trainer.weight_decay)
+        return w, np.mean(losses) if losses else 0.0
+
+    def scores(self, w, rows):
+        """Correct answers, accuracy, macro-F1 over the held classes, and loss; zeros without samples."""
+        if not len(rows):
+            return 0.0, 0.0, 0.0, 0.0
+        guess, y = self.logits(w, rows).argmax(axis=1), self.y[rows]
+        f1 = f1_score(y, guess, labels=np.unique(y), average="macro", zero_division=0)
+        return np.sum(guess == y), np.mean(guess == y), f1, self.loss(w, rows)
+
+
+def weighted_mean(trees, weights):
+    return jax.tree.map(lambda *leaves: np.average(leaves, axis=0, weights=weights), *trees)

@@ -1,0 +1,326 @@
+"""What every method owes the engine, checked on every entry of METHODS with its defaults. Adding an entry is enough.
+
+Programs are compiled once and shared by the checks; the ``witness`` of ``toys.py`` takes part as one more method, for the
+features of the contract that few methods use.
+"""
+
+import functools
+import inspect
+import types
+import typing
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.engine import Engine, Participation, Placement, round_keys
+from fedjax_pfl.methods import METHODS
+from tests.conftest import TRAIN_SIZES
+from tests.reference import held
+from tests.toys import witness
+
+ENTRIES = {**METHODS, "witness": witness}
+N = len(TRAIN_SIZES)
+KEY, OTHER_KEY = jax.random.key(5), jax.random.key(6)
+EVERYONE = Participation()
+SOME = Participation(0.2, 0.7, 0.4)
+
+every_method = pytest.mark.parametrize("name", METHODS)
+every_entry = pytest.mark.parametrize("name", ENTRIES)
+bitwise = chex.assert_trees_all_equal
+
+
+def nearly(tree, expected, tolerance=1e-5):
+    chex.assert_trees_all_close(tree, expected, rtol=tolerance, atol=tolerance)
+
+
+def at(t):
+    return jnp.array(t, jnp.int32)
+
+
+class Program:
+    """A method on the tiny federation, compiled; counts how often its rounds were traced."""
+
+    def __init__(self, method, federation, who, where):
+        self.engine = Engine(method, N, who, where)
+        self.federation = federation
+        self.traces = 0
+
+        @functools.wraps(self.engine.rounds)
+        def rounds(*args):
+            self.traces += 1
+            return self.engine.rounds(*args)
+
+        self._rounds = jax.jit(rounds)
+        self._pre = jax.jit(self.engine.pre)
+        self._init = jax.jit(self.engine.init)
+
+    def init(self, key=KEY):
+        return self._init(key, self.federation)
+
+    def rounds(self, run, start, stop, *, evaluate=True, key=KEY, federation=None):
+        return self._rounds(key, run, at(start), at(stop), jnp.array(evaluate), federation or self.federation)
+
+    def pre(self, t, run, *, key=KEY, federation=None):
+        return self._pre(key, at(t), run.state, federation or self.federation)
+
+
+@pytest.fixture(scope="module")
+def program(model, trainer, federation, mesh):
+    """(name, who, where) -> the compiled program, one for each combination."""
+    places = {
+        "map": Placement(),
+        "vmap": Placement(chunk=N),
+        "chunks": Placement(chunk=3),
+        "sharded": Placement(mesh),
+        "sharded chunks": Placement(mesh, 2),
+    }
+
+    @functools.cache
+    def cached(name, who=EVERYONE, where="map"):
+        return Program(ENTRIES[name](model, trainer), federation, who, places[where])
+
+    return cached
+
+
+@pytest.fixture(scope="module")
+def start(program):
+    """name -> the state before round 0, which no participation or placement changes."""
+    return functools.cache(lambda name, key=0: program(name).init((KEY, OTHER_KEY)[key]))
+
+
+@pytest.fixture(scope="module")
+def four_rounds(program, start):
+    """(name, who) -> the state after rounds 0 ... 3."""
+    return functools.cache(lambda name, who=EVERYONE: program(name, who).rounds(start(name), 0, 4))
+
+
+@pytest.fixture(scope="module")
+def cohorts(program):
+    """Who is present in each of the first rounds under SOME, [rounds, N] bool; the engine's own draw."""
+    engine = program("fedavg", SOME).engine
+    count = jnp.array(TRAIN_SIZES, jnp.int32)
+    ids, _ = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), count)))(jnp.arange(64))
+    return (np.asarray(ids)[:, None, :] == np.arange(N)[:, None]).any(axis=2)
+
+
+@every_entry
+def test_rounds_leave_structure_shapes_and_dtypes_as_they_were(name, start, four_rounds):
+    for who in (EVERYONE, SOME):
+        chex.assert_trees_all_equal_shapes_and_dtypes(four_rounds(name, who), start(name))
+    assert all(leaf.shape[0] == N for leaf in jax.tree.leaves(start(name).state.clients))
+
+
+@every_entry
+def test_everything_stays_finite_with_drop_outs(name, four_rounds):
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(four_rounds(name, SOME)))
+
+
+@every_entry
+def test_absent_clients_keep_their_state_and_scores_bit_for_bit(name, program, start, cohorts):
+    run = start(name)
+    for t in range(4):
+        new = program(name, SOME).rounds(run, t, t + 1)
+        absent = ~cohorts[t]
+        assert absent.any()
+        rows = lambda run, absent=absent: jax.tree.map(lambda leaf: leaf[absent], (run.state.clients, run.post))
+        bitwise(rows(new), rows(run))
+        run = new
+    assert not np.array_equal(run.post.loss, start(name).post.loss)
+
+
+@every_entry
+def test_a_round_that_everybody_drops_out_of_did_not_happen(name, program, four_rounds, cohorts):
+    before = four_rounds(name, SOME)
+    t = int(np.flatnonzero(~cohorts.any(axis=1))[0])
+    after = program(name, SOME).rounds(before, t, t + 1)
+    bitwise((after.state, after.post), (before.state, before.post))
+    assert float(after.loss) == 0
+    assert int(after.traffic.up) == int(before.traffic.up)
+    assert int(after.traffic.down) > int(before.traffic.down)
+
+
+# One chunk on one device, and chunks on two devices; one method also without chunks and without devices.
+PLACES = [(name, where) for name in ENTRIES for where in ("vmap", "sharded chunks")]
+
+
+@pytest.mark.parametrize(("name", "where"), [*PLACES, ("fedavg", "chunks"), ("fedavg", "sharded")])
+def test_the_placement_changes_nothing(name, where, program, start, four_rounds):
+    nearly(program(name, SOME, where).rounds(start(name), 0, 4), four_rounds(name, SOME))
+
+
+@every_entry
+def test_padding_of_the_index_tables_is_invisible(name, program, start, federation, four_rounds):
+    rng = np.random.default_rng(0)
+
+    def widen(clients):
+        # What fills a row up must not matter: here it is rows of other clients.
+        extra = jnp.asarray(rng.integers(0, len(federation.y), (len(clients.count), clients.index.shape[1] + 3)), jnp.int32)
+        index = jnp.concatenate([clients.index, extra], axis=1)
+        beyond = jnp.arange(index.shape[1]) >= clients.count[:, None]
+        filler = jnp.asarray(rng.integers(0, len(federation.y), index.shape), jnp.int32)
+        return clients._replace(index=jnp.where(beyond, filler, index))
+
+    wide = federation._replace(train=widen(federation.train), test=widen(federation.test))
+    run = program(name, SOME).rounds(start(name), 0, 4, federation=wide)
+    bitwise(run.state, four_rounds(name, SOME).state)
+    nearly(run, four_rounds(name, SOME), 1e-6)
+    nearly(program(name).pre(4, run, federation=wide), program(name).pre(4, run), 1e-6)
+
+
+@every_entry
+def test_the_same_seed_gives_the_same_run_bit_for_bit(name, program, start, four_rounds):
+    bitwise(program(name, SOME).rounds(start(name), 0, 4), four_rounds(name, SOME))
+
+
+@every_entry
+@pytest.mark.parametrize("who", [EVERYONE, SOME], ids=["everyone", "some"])
+def test_saving_and_resuming_gives_the_uninterrupted_run_bit_for_bit(name, who, program, start, four_rounds):
+    half = program(name, who).rounds(start(name), 0, 2)
+    saved = [np.asarray(leaf) for leaf in jax.tree.leaves(half)]
+    loaded = jax.tree.unflatten(jax.tree.structure(half), map(jnp.asarray, saved))
+    bitwise(program(name, who).rounds(loaded, 2, 4), four_rounds(name, who))
+
+
+@every_entry
+def test_rounds_are_traced_once_whatever_their_number(name, program, start):
+    fresh = program(name)
+    run = fresh.rounds(start(name), 0, 1)
+    traces = fresh.traces
+    fresh.rounds(fresh.rounds(run, 1, 5, evaluate=False), 5, 7, key=OTHER_KEY)
+    assert fresh.traces == traces == 1
+
+
+@every_entry
+def test_evaluation_never_changes_the_trajectory(name, program, start, four_rounds):
+    run = start(name)
+    for t in range(4):
+        before = jax.tree.map(np.array, run.state)
+        scores = program(name).pre(t, run)
+        bitwise(run.state, before)
+        bitwise(program(name).pre(t, run), scores)
+        run = program(name).rounds(run, t, t + 1)
+    bitwise(run, four_rounds(name))
+    blind = program(name).rounds(start(name), 0, 4, evaluate=False)
+    bitwise((blind.state, blind.loss, blind.traffic), (run.state, run.loss, run.traffic))
+    bitwise(blind.post, start(name).post)
+
+
+@every_method
+def test_accuracy_rises_clearly(name, program, start, federation):
+    doc = ENTRIES[name].__doc__
+    assert "Headline: " in doc
+    n_test = np.asarray(federation.test.count)
+    mean = lambda scores: float(scores.correct.sum()) / n_test.sum()
+    run = program(name).rounds(start(name), 0, 15)
+    headline = run.post if "Headline: POST" in doc else program(name).pre(15, run)
+    assert mean(headline) > max(0.75, mean(start(name).post) + 0.2)
+    assert float(headline.loss.sum()) < float(start(name).post.loss.sum())
+
+
+# --- Seeds and hyperparameters are one more vmap ---------------------------------------------------------------------
+
+
+def is_numeric(hint):
+    """Whether a keyword takes a float, possibly annotated or optional."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(map(is_numeric, typing.get_args(hint)))
+    return hint is float or (typing.get_origin(hint) is typing.Annotated and is_numeric(hint.__origin__))
+
+
+def numeric_hyperparameters(name, trainer):
+    """Every float keyword of a factory, with its default and another value."""
+    hints = typing.get_type_hints(ENTRIES[name], include_extras=True)
+    keywords = {k: p.default for k, p in inspect.signature(ENTRIES[name]).parameters.items() if p.kind == p.KEYWORD_ONLY}
+    first = {k: v for k, v in keywords.items() if is_numeric(hints[k])}
+    # Where None stands for another number, the learning rate is a possible one.
+    return first, {k: 0.5 * (v or trainer.lr) for k, v in first.items()}
+
+
+@pytest.fixture(scope="module")
+def sweep(model, trainer, federation, start):
+    """name -> runs and PRE scores of three (seed, hyperparameters) pairs after two rounds, as one vmapped program."""
+
+    def play(name, key, run, hyper, lr):
+        engine = Engine(ENTRIES[name](model, replace(trainer, lr=lr), **hyper), N)
+        run = engine.rounds(key, run, at(0), at(2), jnp.array(True), federation)
+        return run, engine.pre(key, at(2), run.state, federation)
+
+    @functools.cache
+    def cached(name):
+        first, second = numeric_hyperparameters(name, trainer)
+        first = {k: jnp.array(trainer.lr if v is None else v) for k, v in first.items()}
+        hyper = jax.tree.map(lambda a, b: jnp.stack([a, a, jnp.array(b)]), first, second)
+        lr = jnp.array([trainer.lr, trainer.lr, 0.5 * trainer.lr])
+        keys = jnp.stack([KEY, OTHER_KEY, KEY])
+        runs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(start(name, key) for key in (0, 1, 0)))
+        return jax.jit(jax.vmap(functools.partial(play, name)))(keys, runs, hyper, lr)
+
+    return cached
+
+
+def one(tree, i):
+    return jax.tree.map(lambda leaf: leaf[i], tree)
+
+
+@every_entry
+def test_vmapped_seeds_equal_a_loop_over_seeds(name, program, start, sweep):
+    for i, key in enumerate((KEY, OTHER_KEY)):
+        run = program(name).rounds(start(name, i), 0, 2, key=key)
+        nearly(one(sweep(name), i), (run, program(name).pre(2, run, key=key)))
+
+
+@every_entry
+def test_vmapped_hyperparameters_equal_a_loop_over_constants(name, model, trainer, federation, start, sweep):
+    constants = numeric_hyperparameters(name, trainer)[1]
+    method = ENTRIES[name](model, replace(trainer, lr=0.5 * trainer.lr), **constants)
+    other = Program(method, federation, EVERYONE, Placement())
+    run = other.rounds(start(name), 0, 2)
+    nearly(one(sweep(name), 2), (run, other.pre(2, run)))
+    if name in METHODS:
+        assert not np.allclose(one(sweep(name), 0)[1].loss, one(sweep(name), 2)[1].loss, rtol=1e-3)
+
+
+# --- Features that few methods use, on the witness -------------------------------------------------------------------
+
+
+def pixel_means(federation):
+    x = np.asarray(federation.x, np.float64)
+    return np.array([x[held(federation.train, i)].mean() for i in range(N)])
+
+
+def test_setup_hears_from_all_clients_before_round_zero(program, start, federation):
+    server, clients = start("witness").state
+    assert float(server["pixel"]) == pytest.approx(np.average(pixel_means(federation), weights=TRAIN_SIZES), rel=1e-5)
+    assert int(server["t"]) == -1
+    assert len(np.unique(clients["draw"])) == N
+    np.testing.assert_array_equal(clients["inbox"]["id"], np.arange(N))
+    np.testing.assert_array_equal(clients["inbox"]["weight"], TRAIN_SIZES)
+    nearly(program("witness", EVERYONE, "sharded chunks").init(), start("witness"), 1e-6)
+
+
+def test_every_client_gets_its_own_mail_and_the_absent_none(program, start, cohorts):
+    run = start("witness")
+    inbox = {k: np.full(N, -7, v.dtype) for k, v in run.state.clients["inbox"].items()}
+    clients = {**run.state.clients, "inbox": jax.tree.map(jnp.asarray, inbox)}
+    run = run._replace(state=run.state._replace(clients=clients))
+    t = int(np.flatnonzero(cohorts.sum(axis=1) == 3)[0])
+    for where in ("map", "sharded chunks"):
+        after = program("witness", SOME, where).rounds(run, t, t + 1).state.clients["inbox"]
+        np.testing.assert_array_equal(after["id"], np.where(cohorts[t], np.arange(N), -7))
+        np.testing.assert_array_equal(after["weight"], np.where(cohorts[t], TRAIN_SIZES, -7))
+
+
+def test_the_server_weighs_participants_by_their_samples(program, start, cohorts, federation):
+    run, means = start("witness"), pixel_means(federation)
+    for t in range(6):
+        old, run = run, program("witness", SOME).rounds(run, t, t + 1)
+        present = cohorts[t]
+        expected = np.average(means, weights=TRAIN_SIZES * present) if present.any() else float(old.state.server["pixel"])
+        assert float(run.state.server["pixel"]) == pytest.approx(expected, rel=1e-5)
+        views = np.where(present, old.state.server["pixel"], old.state.clients["view"])
+        np.testing.assert_array_equal(run.state.clients["view"], views)
+    bitwise(run.state.server["secret"], start("witness").state.server["secret"])

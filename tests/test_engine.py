@@ -1,0 +1,281 @@
+"""The round step by step, and whole runs of FedAvg against NumPy and plain loops."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.data.federated import pack
+from fedjax_pfl.engine import Engine, Participation, Placement, round_keys
+from fedjax_pfl.evaluate import Scores, summarize
+from fedjax_pfl.method import Method
+from fedjax_pfl.methods import METHODS
+from tests.reference import MLP, client_key, held, to_numpy, weighted_mean
+from tests.toys import witness
+
+KEY = jax.random.key(11)
+
+
+def at(t):
+    return jnp.array(t, jnp.int32)
+
+
+# --- Selection -------------------------------------------------------------------------------------------------------
+
+SIZES = jnp.array([4, 9, 1, 7, 7, 2, 30, 5, 6, 11], jnp.int32)
+T = 2000
+
+
+def cohorts(participation, placement=Placement()):
+    """Rows of [T, K] ids and [T] numbers of selected clients, over many rounds."""
+    engine = Engine(Method(None, None, None, None), len(SIZES), participation, placement)
+    select = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), SIZES)))
+    return jax.tree.map(np.asarray, select(jnp.arange(T)))
+
+
+@pytest.fixture(scope="module")
+def partial():
+    return cohorts(Participation(0.4, 0.4))
+
+
+def test_a_cohort_holds_the_right_number_of_different_clients(partial):
+    ids, selected = partial
+    assert ids.shape == (T, 4)
+    assert (selected == 4).all()
+    assert (np.diff(np.sort(ids)) > 0).all()
+    assert ids.min() == 0
+    assert ids.max() == 9
+
+
+def test_every_client_is_selected_equally_often(partial):
+    share = np.bincount(partial[0].ravel(), minlength=10) / T
+    np.testing.assert_allclose(share, 0.4, atol=4.5 * np.sqrt(0.24 / T))
+
+
+def test_a_cohort_is_ordered_by_falling_size(partial):
+    assert (np.diff(np.asarray(SIZES)[partial[0]]) <= 0).all()
+
+
+def test_the_share_is_drawn_anew_each_round_from_its_whole_range():
+    ids, selected = cohorts(Participation(0.2, 0.8))
+    assert ((ids < 10).sum(axis=1) == selected).all()
+    values, counts = np.unique(selected, return_counts=True)
+    assert values.tolist() == [2, 3, 4, 5, 6, 7, 8]
+    # The share is uniform, so that the two end values, which half as many shares round to, come half as often.
+    np.testing.assert_allclose(counts / T, np.array([1, 2, 2, 2, 2, 2, 1]) / 12, atol=0.04)
+    share = np.bincount(ids.ravel(), minlength=11)[:10] / T
+    np.testing.assert_allclose(share, 0.5, atol=0.05)
+
+
+def test_selected_clients_drop_out_with_the_given_probability():
+    ids, selected = cohorts(Participation(dropout=0.3))
+    assert (selected == 10).all()
+    share = np.bincount(ids.ravel(), minlength=11)[:10] / T
+    np.testing.assert_allclose(share, 0.7, atol=4.5 * np.sqrt(0.21 / T))
+    # Failures are independent: the number that is left is binomial.
+    assert np.var((ids < 10).sum(axis=1)) == pytest.approx(2.1, rel=0.15)
+
+
+def test_full_participation_is_everyone_in_every_round():
+    ids, selected = cohorts(Participation())
+    assert (np.sort(ids) == np.arange(10)).all()
+    assert (selected == 10).all()
+
+
+def test_the_largest_cohort_is_the_rounded_share_and_at_least_one_client():
+    shares = [0.01, 0.24, 0.26, 0.5, 1.0]
+    assert [Participation(0.01, share).cohort_size(10) for share in shares] == [1, 2, 3, 5, 10]
+
+
+def test_who_is_selected_does_not_depend_on_the_placement(partial, mesh):
+    ids, selected = cohorts(Participation(0.4, 0.4), Placement(mesh, 3))
+    assert ids.shape == (T, 6)
+    assert ((ids == 10).sum(axis=1) == 2).all()
+    np.testing.assert_array_equal(np.sort(ids)[:, :4], np.sort(partial[0]))
+    np.testing.assert_array_equal(selected, partial[1])
+
+
+# --- Placement -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("devices", "rows"), [(1, 5), (2, 8), (2, 2), (3, 12), (4, 20)])
+def test_dealing_gives_each_device_its_fair_share_largest_first(devices, rows):
+    # A stand-in for a placement on more devices than there are.
+    deal = Placement.deal(SimpleNamespace(devices=devices), rows)
+    assert sorted(deal) == list(range(rows))
+    hands = deal.reshape(devices, -1)
+    assert (np.diff(hands, axis=1) > 0).all()
+    sizes = np.sort(np.random.default_rng(rows).integers(1, 100, rows))[::-1]
+    loads = sizes[hands].sum(axis=1)
+    assert loads.max() - loads.min() <= sizes[0] - sizes[-1]
+
+
+def test_rows_are_filled_up_to_whole_chunks_on_every_device(mesh):
+    assert [Placement().padded(n) for n in (1, 7)] == [1, 7]
+    assert [Placement(chunk=3).padded(n) for n in (1, 3, 7)] == [3, 3, 9]
+    assert [Placement(mesh, 2).padded(n) for n in (1, 4, 7)] == [4, 4, 8]
+
+
+def test_rows_per_client_are_split_only_if_the_devices_divide_their_number(mesh):
+    assert Placement().shardings(8) == (None, None)
+    shared, rows = Placement(mesh).shardings(8)
+    assert shared.is_fully_replicated
+    assert rows.shard_shape((8, 3)) == (4, 3)
+    assert Placement(mesh).shardings(7)[1].is_fully_replicated
+
+
+# --- Whole runs against NumPy ----------------------------------------------------------------------------------------
+
+TRAINER = {"lr_decay": 0.9, "weight_decay": 0.01}
+WHO = {"full": Participation(), "partial": Participation(0.3, 0.8, 0.25)}
+ROUNDS = {"full": 3, "partial": 6}
+
+
+class Reference:
+    """FedAvg by plain loops over clients; only who takes part is asked of the engine."""
+
+    def __init__(self, engine, w, federation, trainer, rounds):
+        count = np.asarray(federation.train.count)
+        train, test = ([held(part, i) for i in range(len(count))] for part in (federation.train, federation.test))
+        mlp = MLP(federation.x, federation.y)
+        post = np.array([mlp.scores(w, rows) for rows in test])
+        self.down = self.up = 0
+        self.seen = set()
+        for t in range(rounds):
+            ids, selected = engine._select(round_keys(KEY, at(t)), federation.train.count)
+            present = [i for i in np.asarray(ids).tolist() if i < len(count)]
+            trained = {i: mlp.train(w, client_key(KEY, t, i), t, train[i], trainer) for i in present}
+            self.down, self.up, self.seen = self.down + int(selected), self.up + len(present), self.seen | set(present)
+            self.loss = np.mean([loss for _, loss in trained.values()]) if present else 0.0
+            for i in present:
+                post[i] = mlp.scores(trained[i][0], test[i])
+            if present:
+                w = weighted_mean([trained[i][0] for i in present], count[present])
+        self.w, self.post = w, Scores(*post.T)
+        self.pre = Scores(*np.array([mlp.scores(w, rows) for rows in test]).T)
+        pooled = np.concatenate([held(federation.pooled, i) for i in range(len(federation.pooled.count))])
+        self.accuracy = np.mean(mlp.logits(w, pooled).argmax(axis=1) == np.asarray(federation.y)[pooled])
+
+
+@pytest.fixture(scope="module", params=["full", "partial"])
+def fedavg(request, model, trainer, federation):
+    """A run of the engine, and the same run in NumPy."""
+    trainer = replace(trainer, **TRAINER)
+    engine = Engine(METHODS["fedavg"](model, trainer), 7, WHO[request.param])
+    rounds = ROUNDS[request.param]
+    first = jax.jit(engine.init)(KEY, federation)
+    last = jax.jit(engine.rounds)(KEY, first, at(0), at(rounds), jnp.array(True), federation)
+    pre = jax.jit(engine.pre)(KEY, at(rounds), last.state, federation)
+    accuracy = jax.jit(engine.global_accuracy)(last.state, federation)
+    expected = Reference(engine, to_numpy(first.state.server), federation, trainer, rounds)
+    return SimpleNamespace(first=first, last=last, pre=pre, accuracy=accuracy, expected=expected)
+
+
+def assert_close(tree, expected, rtol=1e-4):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), tree, expected)
+
+
+def test_the_global_model_is_numpys(fedavg):
+    assert_close(to_numpy(fedavg.last.state.server), fedavg.expected.w)
+    assert fedavg.last.state.clients == ()
+
+
+def test_the_training_loss_is_the_mean_over_participants(fedavg):
+    assert float(fedavg.last.loss) == pytest.approx(fedavg.expected.loss, rel=1e-4)
+
+
+def test_traffic_counts_downloads_of_the_selected_and_uploads_of_the_present(fedavg):
+    assert int(fedavg.last.traffic.down) == fedavg.expected.down
+    assert int(fedavg.last.traffic.up) == fedavg.expected.up
+
+
+def test_pre_scores_are_those_of_the_new_global_model(fedavg):
+    assert_close(fedavg.pre, fedavg.expected.pre)
+
+
+def test_post_scores_are_those_of_the_last_participation(fedavg):
+    assert_close(fedavg.last.post, fedavg.expected.post)
+
+
+def test_global_accuracy_is_that_on_the_pooled_test_samples(fedavg):
+    assert float(fedavg.accuracy) == pytest.approx(fedavg.expected.accuracy, rel=1e-6)
+
+
+def test_partial_rounds_saw_failures_and_stale_scores(model, trainer, federation):
+    """The run above would prove little if everybody had been present in its last round."""
+    engine = Engine(METHODS["fedavg"](model, trainer), 7, WHO["partial"])
+    reference = Reference(engine, to_numpy(model.init(KEY)), federation, trainer, ROUNDS["partial"])
+    assert reference.up < reference.down < 7 * ROUNDS["partial"]
+    assert (reference.post.loss != reference.pre.loss).any()
+
+
+# --- Corners ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_server_stands_still_when_the_present_clients_have_no_samples(model, trainer, federation):
+    empty = np.zeros(0, np.int64)
+    train = pack([empty, empty, held(federation.train, 2)], np.asarray(federation.y), model.classes)
+    test = jax.tree.map(lambda leaf: leaf[:3], federation.test)
+    federation = federation._replace(train=train, test=test)
+    engine = Engine(METHODS["fedavg"](model, trainer), 3, Participation(0.34, 0.34))
+    start = jax.jit(engine.init)(KEY, federation)
+    step = jax.jit(engine.round)
+    seen = set()
+    for t in range(8):
+        new = step(KEY, at(t), start, jnp.array(True), federation)
+        who = int(engine._select(round_keys(KEY, at(t)), train.count)[0][0])
+        seen.add(who)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
+        same = jax.tree.map(np.array_equal, new.state.server, start.state.server)
+        assert all(jax.tree.leaves(same)) == (who != 2)
+    assert {2} < seen
+
+
+def test_a_clients_randomness_depends_on_seed_round_and_id_alone(model, trainer, federation, mesh):
+    cases = [(Participation(), Placement()), (Participation(0.3, 0.9, 0.3), Placement(mesh, 2))]
+    for who, where in cases:
+        engine = Engine(witness(model, trainer), 7, who, where)
+        old = jax.jit(engine.init)(KEY, federation)
+        step = jax.jit(engine.round)
+        for t in range(4):
+            new = step(KEY, at(t), old, jnp.array(False), federation)
+            present = np.asarray(new.state.clients["visits"] > old.state.clients["visits"])
+            draws = [float(jax.random.uniform(client_key(KEY, t, i))) for i in range(7)]
+            expected = np.where(present, np.array(draws, np.float32), old.state.clients["draw"])
+            np.testing.assert_array_equal(new.state.clients["draw"], expected)
+            old = new
+        visits = np.asarray(old.state.clients["visits"])
+        assert (visits == 4).all() if who.full else visits.sum() == int(old.traffic.up) > 0
+
+
+# --- Sums over clients -----------------------------------------------------------------------------------------------
+
+
+def test_a_summary_covers_the_clients_that_have_test_samples():
+    rng = np.random.default_rng(0)
+    n_test = rng.integers(1, 40, 35)
+    n_test[[3, 8]] = 0
+    correct = rng.integers(0, n_test + 1)
+    accuracy = correct / np.maximum(n_test, 1)
+    f1, loss = rng.uniform(size=(2, 35)) * (n_test > 0)
+    found = summarize(Scores(*map(jnp.asarray, (correct.astype(np.float32), accuracy, f1, loss))), n_test)
+    keep = np.setdiff1d(np.arange(35), [3, 8])
+    assert found == pytest.approx(
+        {
+            "accuracy": sum(accuracy[keep]) / 33,
+            "weighted": sum(correct) / sum(n_test),
+            "std_clients": np.sqrt(np.mean((accuracy[keep] - np.mean(accuracy[keep])) ** 2)),
+            "worst_10_percent": sum(sorted(accuracy[keep])[:3]) / 3,
+            "macro_f1": sum(f1[keep]) / 33,
+            "loss": sum(loss[keep]) / 33,
+        },
+        rel=1e-5,
+    )
+
+
+def test_the_worst_tenth_of_few_clients_is_one_client():
+    accuracy = jnp.array([0.5, 0.25, 1.0])
+    assert summarize(Scores(accuracy * 4, accuracy, accuracy, accuracy), np.full(3, 4))["worst_10_percent"] == 0.25

@@ -1,0 +1,51 @@
+"""A method that learns nothing, but uses every feature of the contract and leaves a trace of it."""
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.method import Method
+from fedjax_pfl.ops.aggregate import weighted_mean
+from fedjax_pfl.ops.local import TrainInfo
+
+
+def witness(model, train, *, gain: float = 1.0):
+    """Server: the mean pixel of the cohort (all clients after ``setup``), and a secret that is not sent down.
+
+    Client: the draw of its last key, its number of participations, the view it last got, and an ``inbox`` in which the
+    server writes the client's id and its weight in the last cohort.
+    """
+    del train
+
+    def pixel_mean(data):
+        valid = jnp.arange(data.capacity) < data.count
+        x = data.take(jnp.arange(data.capacity), valid).x.astype(jnp.float32).mean(axis=(1, 2, 3))
+        return jnp.sum(x * valid.astype(jnp.float32)) / jnp.maximum(data.count, 1).astype(jnp.float32)
+
+    def init(key):
+        zero, none = jnp.zeros(()), jnp.array(-1, jnp.int32)
+        client = {"draw": zero, "visits": jnp.array(0, jnp.int32), "view": zero, "inbox": {"id": none, "weight": zero}}
+        return {"pixel": zero, "t": none, "secret": model.init(key)}, client
+
+    def setup(key, view, client, data):
+        return {**client, "draw": jax.random.uniform(key)}, pixel_mean(data)
+
+    def local(key, t, view, client, data):
+        client = {**client, "draw": jax.random.uniform(key), "visits": client["visits"] + 1, "view": view}
+        return client, gain * pixel_mean(data), TrainInfo(jnp.ones(()), jnp.array(0, jnp.int32))
+
+    def aggregate(key, t, server, clients, uploads, cohort):
+        server = {**server, "pixel": weighted_mean(uploads, cohort.weight), "t": t}
+        return server, {**clients, "inbox": {"id": cohort.ids, "weight": cohort.weight}}
+
+    def predict(view, client, x):
+        return jnp.broadcast_to(client["draw"] + jnp.arange(model.classes, dtype=jnp.float32), (len(x), model.classes))
+
+    return Method(
+        init,
+        local,
+        aggregate,
+        predict,
+        broadcast=lambda server: server["pixel"],
+        trained=lambda view, client, upload: (view, client),
+        setup=setup,
+    )
