@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from fedjax_pfl.config import Config, load_config
     from fedjax_pfl.errors import ConfigError
     from fedjax_pfl.methods import METHODS
-    from fedjax_pfl.simulate import Result, simulate
+    from fedjax_pfl.simulation import Result, simulate
 
 # Imported at first use: JAX takes a second, which `fedjax-pfl --help` should not.
 _HOME = {
     "Config": "config",
     "ConfigError": "errors",
     "METHODS": "methods",
-    "Result": "simulate",
+    "Result": "simulation",
     "load_config": "config",
-    "simulate": "simulate",
+    "simulate": "simulation",
 }
 
 __all__ = ["METHODS", "Config", "ConfigError", "Result", "load_config", "simulate"]

@@ -34,7 +34,7 @@ def prepare_devices(placement: str) -> None:
     That is possible only before JAX has started; later, and where the user has chosen a number, clients run on the
     devices that there are.
     """
-    if placement in ("auto", "shard") and jax.config.read("jax_num_cpu_devices") == -1:
+    if placement in ("auto", "shard") and jax.config.values["jax_num_cpu_devices"] == -1:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
 
@@ -63,6 +63,10 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
     else:
         # samples_per_client counts training samples; the test share comes on top.
         total = None if wanted is None else math.ceil(wanted / (1 - spec.test_share) - 1e-9)
+        if total is not None and total * clients > len(dataset.labels):
+            most = math.floor(len(dataset.labels) // clients * (1 - spec.test_share))
+            allowed = f"up to {most}: {len(dataset.labels)} samples, {clients} clients, test_share = {spec.test_share}"
+            raise ConfigError("data.samples_per_client", wanted, allowed)
         partition = kind(dataset.labels, clients, seed, total, **options)
         splits = split_rows(dataset.labels, partition.parts, seed, **held_out)
         pooled = np.sort(np.concatenate([split.test for split in splits]))

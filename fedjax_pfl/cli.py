@@ -5,6 +5,7 @@ Heavy modules are imported inside the commands, so that ``--help`` answers at on
 
 import inspect
 import json
+import math
 import os
 import sys
 import time
@@ -21,10 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fedjax_pfl.config import Config
-    from fedjax_pfl.simulate import Progress
+    from fedjax_pfl.simulation import Progress
 
 app = typer.Typer(
-    help="Simulate personalized federated learning.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    help="Simulate personalized federated learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 ConfigFile = Annotated[Path, typer.Argument(help="A TOML config.", metavar="CONFIG.toml", show_default=False)]
 Overrides = Annotated[
@@ -56,12 +61,14 @@ def run(
         name = f"{config.stem}-{loaded.method['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
         loaded = _with_out(loaded, str(Path("runs") / name))
     _use_compilation_cache(loaded)
-    from fedjax_pfl.simulate import simulate
+    from fedjax_pfl.simulation import simulate
 
     with _progress(loaded, quiet) as report:
         result = simulate(loaded, overwrite=overwrite, progress=report)
     if not quiet:
         _print_summary(result.summary)
+        if not math.isfinite(result.history["train_loss"][-1]):
+            print("the training loss is not a number: the run diverged; try a smaller training.lr")
         print(f"written to {loaded.run.out}")
 
 
@@ -141,7 +148,7 @@ def _use_compilation_cache(config: "Config") -> None:
     """Keeps compiled programs on disk, so that the next run with the same shapes starts at once."""
     import jax
 
-    folder = config.run.compilation_cache or jax.config.read("jax_compilation_cache_dir")
+    folder = config.run.compilation_cache or jax.config.values["jax_compilation_cache_dir"]
     if folder == "off":
         return
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -158,8 +165,7 @@ def _progress(config: "Config", quiet: bool) -> "Iterator[Callable[[Progress], N
         with _bar(config) as report:
             yield report
     else:
-        print(f"{config.method['name']} on {config.data.source}: {config.data.clients} clients", flush=True)
-        yield lambda now: print(f"round {now.round}/{now.rounds}  {_numbers(now)}", flush=True)
+        yield lambda now: print(_line(config, now), flush=True)
 
 
 @contextmanager
@@ -169,16 +175,24 @@ def _bar(config: "Config") -> "Iterator[Callable[[Progress], None]]":
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}")
     with Bar(*columns, TimeRemainingColumn()) as bar:
-        task = bar.add_task(config.method["name"], total=config.training.rounds, numbers="compiling")
+        task = bar.add_task(config.method["name"], total=config.training.rounds, numbers="")
         yield lambda now: bar.update(task, completed=now.round, numbers=_numbers(now))
 
 
+def _line(config: "Config", now: "Progress") -> str:
+    if now.round == 0:
+        return f"{config.method['name']} on {config.data.source}: {config.data.clients} clients; {_numbers(now)}"
+    return f"round {now.round}/{now.rounds}  {_numbers(now)}  {now.seconds_left:.0f} s left"
+
+
 def _numbers(now: "Progress") -> str:
+    if now.round == 0:
+        return f"about {now.memory / 1e9:.2g} GB of memory; compiling"
     shown = f"loss {now.loss:.4f}"
     if now.last is not None:
         for point in ("pre", "post"):
             shown += f"  {point} {100 * now.last[point]['accuracy']:.2f}%"
-    return f"{shown}  {now.seconds_left:.0f} s left"
+    return shown
 
 
 def _print_summary(summary: dict[str, Any]) -> None:

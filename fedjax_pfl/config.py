@@ -208,7 +208,11 @@ def _override(tables: dict[str, Any], override: str) -> None:
 
 def _config_error(error: ValidationError, section: str, allowed: Sequence[str], owner: str = "") -> ConfigError:
     """The first mistake, as one sentence with the dotted field, the value and what is allowed."""
-    first = error.errors()[0]
+    first, *others = error.errors()
+    # Where a field may have several types, the one that fits the value best fails deepest inside it.
+    first = max(
+        [first, *(other for other in others if other["loc"][:2] == first["loc"][:2])], key=lambda e: len(e["loc"])
+    )
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, ConfigError):
         return raised

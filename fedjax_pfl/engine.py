@@ -180,8 +180,10 @@ class Engine:
         if self.method.setup is not None:
             state = self._setup(self.method.setup, key_setup, state, data)
         none = jnp.zeros((), jnp.int32)
-        # A client that is never selected keeps the POST score of its initial model (protocol.md).
-        post = self._score_all(lambda key, t, view, client, data: (view, client), key_score, none, state, data)
+        if self.participation.full:  # the first evaluation will set all POST scores
+            post = Scores(*(jnp.zeros((self.clients,), jnp.float32) for _ in Scores._fields))
+        else:  # a client that is never selected keeps the score of its initial model (protocol.md)
+            post = self._score_all(lambda key, t, view, client, data: (view, client), key_score, none, state, data)
         return Run(state, post, jnp.zeros((), jnp.float32), Traffic(none, none))
 
     def rounds(

@@ -43,7 +43,7 @@ class Memory(NamedTuple):
 
     Attributes:
       resident: samples, index tables, the state of all clients, and a cohort's copies of it.
-      per_client: what one running client needs on top: parameters, gradients, activations of a batch.
+      per_client: what one running client needs on top: gradients, activations of a batch, optimiser state.
     """
 
     resident: int

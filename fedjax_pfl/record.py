@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class RunDirectory:
     def append(self, metrics: dict[str, Any]) -> None:
         """Adds a line to ``metrics.jsonl``, at once."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+            file.write(json.dumps(_without_nan(metrics)) + "\n")
 
     def finish(self, clients: dict[str, np.ndarray], summary: dict[str, Any]) -> None:
         """Writes the per-client table and, last of all, the summary: a directory with one is complete."""
@@ -61,3 +62,10 @@ class RunDirectory:
         partial = self.path / f".{name}.partial"
         partial.write_text(text, encoding="utf-8")
         partial.replace(self.path / name)
+
+
+def _without_nan(node: Any) -> Any:
+    """JSON has no NaN (a diverged run's loss): null stands for it."""
+    if isinstance(node, dict):
+        return {key: _without_nan(value) for key, value in node.items()}
+    return None if isinstance(node, float) and not math.isfinite(node) else node

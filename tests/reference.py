@@ -1,4 +1,4 @@
-"""What the library computes, once more in float64 NumPy and plain loops. Trees are dicts of arrays, as in the library."""
+"""What the library computes, once more in float64 NumPy and plain loops; trees are dicts of arrays, as there."""
 
 import zlib
 

@@ -1,7 +1,7 @@
 """What every method owes the engine, checked on every entry of METHODS with its defaults. Adding an entry is enough.
 
-Programs are compiled once and shared by the checks; the ``witness`` of ``toys.py`` takes part as one more method, for the
-features of the contract that few methods use.
+Programs are compiled once and shared by the checks. The ``witness`` of ``toys.py`` takes part as one more method, for
+the features of the contract that few methods use.
 """
 
 import functools
@@ -126,7 +126,10 @@ def test_absent_clients_keep_their_state_and_scores_bit_for_bit(name, program, s
         new = program(name, SOME).rounds(run, t, t + 1)
         absent = ~cohorts[t]
         assert absent.any()
-        rows = lambda run, absent=absent: jax.tree.map(lambda leaf: leaf[absent], (run.state.clients, run.post))
+
+        def rows(run, absent=absent):
+            return jax.tree.map(lambda leaf: leaf[absent], (run.state.clients, run.post))
+
         bitwise(rows(new), rows(run))
         run = new
     assert not np.array_equal(run.post.loss, start(name).post.loss)
@@ -144,10 +147,11 @@ def test_a_round_that_everybody_drops_out_of_did_not_happen(name, program, four_
 
 
 # One chunk on one device, and chunks on two devices; one method also without chunks and without devices.
-PLACES = [(name, where) for name in ENTRIES for where in ("vmap", "sharded chunks")]
+PLACES = [(name, where) for name in METHODS for where in ("vmap", "sharded chunks")]
+PLACES += [("witness", "sharded chunks"), ("fedavg", "chunks"), ("fedavg", "sharded")]
 
 
-@pytest.mark.parametrize(("name", "where"), [*PLACES, ("fedavg", "chunks"), ("fedavg", "sharded")])
+@pytest.mark.parametrize(("name", "where"), PLACES)
 def test_the_placement_changes_nothing(name, where, program, start, four_rounds):
     nearly(program(name, SOME, where).rounds(start(name), 0, 4), four_rounds(name, SOME))
 
@@ -158,7 +162,9 @@ def test_padding_of_the_index_tables_is_invisible(name, program, start, federati
 
     def widen(clients):
         # What fills a row up must not matter: here it is rows of other clients.
-        extra = jnp.asarray(rng.integers(0, len(federation.y), (len(clients.count), clients.index.shape[1] + 3)), jnp.int32)
+        extra = jnp.asarray(
+            rng.integers(0, len(federation.y), (len(clients.count), clients.index.shape[1] + 3)), jnp.int32
+        )
         index = jnp.concatenate([clients.index, extra], axis=1)
         beyond = jnp.arange(index.shape[1]) >= clients.count[:, None]
         filler = jnp.asarray(rng.integers(0, len(federation.y), index.shape), jnp.int32)
@@ -214,7 +220,10 @@ def test_accuracy_rises_clearly(name, program, start, federation):
     doc = ENTRIES[name].__doc__
     assert "Headline: " in doc
     n_test = np.asarray(federation.test.count)
-    mean = lambda scores: float(scores.correct.sum()) / n_test.sum()
+
+    def mean(scores):
+        return float(scores.correct.sum()) / n_test.sum()
+
     run = program(name).rounds(start(name), 0, 15)
     headline = run.post if "Headline: POST" in doc else program(name).pre(15, run)
     assert mean(headline) > max(0.75, mean(start(name).post) + 0.2)
@@ -233,8 +242,10 @@ def is_numeric(hint):
 
 def numeric_hyperparameters(name, trainer):
     """Every float keyword of a factory, with its default and another value."""
-    hints = typing.get_type_hints(ENTRIES[name], include_extras=True)
-    keywords = {k: p.default for k, p in inspect.signature(ENTRIES[name]).parameters.items() if p.kind == p.KEYWORD_ONLY}
+    hints = typing.get_type_hints(METHODS[name], include_extras=True)
+    keywords = {
+        k: p.default for k, p in inspect.signature(METHODS[name]).parameters.items() if p.kind == p.KEYWORD_ONLY
+    }
     first = {k: v for k, v in keywords.items() if is_numeric(hints[k])}
     # Where None stands for another number, the learning rate is a possible one.
     return first, {k: 0.5 * (v or trainer.lr) for k, v in first.items()}
@@ -245,7 +256,7 @@ def sweep(model, trainer, federation, start):
     """name -> runs and PRE scores of three (seed, hyperparameters) pairs after two rounds, as one vmapped program."""
 
     def play(name, key, run, hyper, lr):
-        engine = Engine(ENTRIES[name](model, replace(trainer, lr=lr), **hyper), N)
+        engine = Engine(METHODS[name](model, replace(trainer, lr=lr), **hyper), N)
         run = engine.rounds(key, run, at(0), at(2), jnp.array(True), federation)
         return run, engine.pre(key, at(2), run.state, federation)
 
@@ -266,22 +277,21 @@ def one(tree, i):
     return jax.tree.map(lambda leaf: leaf[i], tree)
 
 
-@every_entry
+@every_method
 def test_vmapped_seeds_equal_a_loop_over_seeds(name, program, start, sweep):
     for i, key in enumerate((KEY, OTHER_KEY)):
         run = program(name).rounds(start(name, i), 0, 2, key=key)
         nearly(one(sweep(name), i), (run, program(name).pre(2, run, key=key)))
 
 
-@every_entry
+@every_method
 def test_vmapped_hyperparameters_equal_a_loop_over_constants(name, model, trainer, federation, start, sweep):
     constants = numeric_hyperparameters(name, trainer)[1]
-    method = ENTRIES[name](model, replace(trainer, lr=0.5 * trainer.lr), **constants)
+    method = METHODS[name](model, replace(trainer, lr=0.5 * trainer.lr), **constants)
     other = Program(method, federation, EVERYONE, Placement())
     run = other.rounds(start(name), 0, 2)
     nearly(one(sweep(name), 2), (run, other.pre(2, run)))
-    if name in METHODS:
-        assert not np.allclose(one(sweep(name), 0)[1].loss, one(sweep(name), 2)[1].loss, rtol=1e-3)
+    assert not np.allclose(one(sweep(name), 0)[1].loss, one(sweep(name), 2)[1].loss, rtol=1e-3)
 
 
 # --- Features that few methods use, on the witness -------------------------------------------------------------------
@@ -297,6 +307,7 @@ def test_setup_hears_from_all_clients_before_round_zero(program, start, federati
     assert float(server["pixel"]) == pytest.approx(np.average(pixel_means(federation), weights=TRAIN_SIZES), rel=1e-5)
     assert int(server["t"]) == -1
     assert len(np.unique(clients["draw"])) == N
+    np.testing.assert_array_equal(clients["view"], -3)
     np.testing.assert_array_equal(clients["inbox"]["id"], np.arange(N))
     np.testing.assert_array_equal(clients["inbox"]["weight"], TRAIN_SIZES)
     nearly(program("witness", EVERYONE, "sharded chunks").init(), start("witness"), 1e-6)
@@ -319,7 +330,9 @@ def test_the_server_weighs_participants_by_their_samples(program, start, cohorts
     for t in range(6):
         old, run = run, program("witness", SOME).rounds(run, t, t + 1)
         present = cohorts[t]
-        expected = np.average(means, weights=TRAIN_SIZES * present) if present.any() else float(old.state.server["pixel"])
+        expected = (
+            np.average(means, weights=TRAIN_SIZES * present) if present.any() else float(old.state.server["pixel"])
+        )
         assert float(run.state.server["pixel"]) == pytest.approx(expected, rel=1e-5)
         views = np.where(present, old.state.server["pixel"], old.state.clients["view"])
         np.testing.assert_array_equal(run.state.clients["view"], views)

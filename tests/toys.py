@@ -19,15 +19,16 @@ def witness(model, train, *, gain: float = 1.0):
     def pixel_mean(data):
         valid = jnp.arange(data.capacity) < data.count
         x = data.take(jnp.arange(data.capacity), valid).x.astype(jnp.float32).mean(axis=(1, 2, 3))
-        return jnp.sum(x * valid.astype(jnp.float32)) / jnp.maximum(data.count, 1).astype(jnp.float32)
+        # NaN without samples: what an absent row computes must not reach the server, not even with weight 0.
+        return jnp.sum(x * valid.astype(jnp.float32)) / data.count.astype(jnp.float32)
 
     def init(key):
         zero, none = jnp.zeros(()), jnp.array(-1, jnp.int32)
         client = {"draw": zero, "visits": jnp.array(0, jnp.int32), "view": zero, "inbox": {"id": none, "weight": zero}}
-        return {"pixel": zero, "t": none, "secret": model.init(key)}, client
+        return {"pixel": zero - 3, "t": none, "secret": model.init(key)}, client
 
     def setup(key, view, client, data):
-        return {**client, "draw": jax.random.uniform(key)}, pixel_mean(data)
+        return {**client, "draw": jax.random.uniform(key), "view": view}, pixel_mean(data)
 
     def local(key, t, view, client, data):
         client = {**client, "draw": jax.random.uniform(key), "visits": client["visits"] + 1, "view": view}

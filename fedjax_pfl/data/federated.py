@@ -35,8 +35,8 @@ class ClientData(NamedTuple):
 
     x: Shaped[Array, "samples ..."]
     y: Int[Array, " samples"]
-    index: Int[Array, " capacity"]
-    count: Int[Array, ""]
+    index: Int[Array, " capacity"]  # type: ignore[assignment]  # hides tuple.index
+    count: Int[Array, ""]  # type: ignore[assignment]  # hides tuple.count
     class_counts: Float[Array, " classes"]
 
     @property
@@ -59,8 +59,8 @@ class Clients(NamedTuple):
       class_counts: samples per class, [N, classes].
     """
 
-    index: Int[Array, "N capacity"]
-    count: Int[Array, " N"]
+    index: Int[Array, "N capacity"]  # type: ignore[assignment]  # hides tuple.index
+    count: Int[Array, " N"]  # type: ignore[assignment]  # hides tuple.count
     class_counts: Float[Array, "N classes"]
 
 

@@ -24,7 +24,14 @@ class ConvPool(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch h w c"]) -> Float[Array, "batch h2 w2 channels"]:
-        """Applies the block to [batch, h, w, c]."""
+        """Applies the block to [batch, h, w, c].
+
+        Raises:
+          ValueError: nothing would be left after pooling.
+        """
+        if min(x.shape[1:3]) + 2 * self.padding - self.size + 1 < 2:
+            height, width = x.shape[1:3]
+            raise ValueError(f"a {self.size}x{self.size} convolution and pooling do not fit a {height}x{width} map")
         taps = self.size * self.size * x.shape[-1]
         inits = initializers(self.init_style, taps)
         kernel = self.param("kernel", inits.kernel, (self.size, self.size, x.shape[-1], self.channels))

@@ -5,8 +5,8 @@ and feature axes exchanged) fall off its fast path: a training step inside ``lax
 the same step outside (jax-ml/jax issue 12868). :func:`conv2d` therefore carries its own derivative, in which every
 contraction is a channel-last convolution or a matrix product:
 
-- output: ``lax.conv`` on NHWC/HWIO operands; as patches times kernel where there are few input channels (an image),
-  since the direct convolution then has too short an inner loop;
+- output: ``lax.conv`` on NHWC/HWIO operands; where there are few input channels (an image), the rows under the kernel
+  become channels first, since the direct convolution's inner loop would be too short;
 - gradient of the input: the cotangent times the transposed kernel, one matrix product, whose columns are added back to
   the pixels they came from (for a 5x5 VALID kernel half the arithmetic of convolving the padded cotangent);
 - gradient of the kernel: a convolution of the input, channels as batch, with the cotangent as the kernel.
@@ -33,8 +33,10 @@ Maps = Float[Array, "batch height2 width2 outputs"]
 Kernel = Float[Array, "kh kw inputs outputs"]
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
-# Up to this many input channels, patches times kernel beat the direct convolution on a CPU.
+# Up to this many input channels, a CPU's direct convolution gains from turning rows into channels ...
 _FEW_CHANNELS = 4
+# ... filled up with zeros to a multiple of this.
+_CHANNEL_MULTIPLE = 8
 
 
 def conv2d(x: Images, kernel: Kernel, *, strides: tuple[int, int] = (1, 1), padding: Padding = "VALID") -> Maps:
@@ -100,6 +102,19 @@ def _patches(x: Images, size: tuple[int, int], strides: tuple[int, int], pads: P
     return jnp.concatenate(taps, axis=-1)
 
 
+def _output_by_rows(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads) -> Maps:
+    """Convolves with a kernel of one row, whose input channels are the kh rows of the original."""
+    kh, kw, inputs, outputs = kernel.shape
+    x = _pad(x, pads)
+    height = x.shape[1] - kh + 1
+    rows = jnp.concatenate([x[:, i : i + height : strides[0]] for i in range(kh)], axis=-1)
+    kernel = kernel.transpose(1, 0, 2, 3).reshape(1, kw, kh * inputs, outputs)
+    fill = -(kh * inputs) % _CHANNEL_MULTIPLE
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, fill)))
+    kernel = jnp.pad(kernel, ((0, 0), (0, 0), (0, fill), (0, 0)))
+    return lax.conv_general_dilated(rows, kernel, (1, strides[1]), "VALID", dimension_numbers=_LAYOUT)
+
+
 def _output_by_patches(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads) -> Maps:
     kh, kw = kernel.shape[:2]
     return _patches(x, (kh, kw), strides, pads) @ kernel.reshape(-1, kernel.shape[-1])
@@ -116,7 +131,7 @@ def _kernel_gradient_by_patches(
 def _output_op(strides: tuple[int, int], pads: Pads) -> Callable[[Images, Kernel], Maps]:
     def direct(x: Images, kernel: Kernel) -> Maps:
         if kernel.shape[2] <= _FEW_CHANNELS:
-            return _output_by_patches(x, kernel, strides, pads)
+            return _output_by_rows(x, kernel, strides, pads)
         return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=_LAYOUT)
 
     batched = custom_vmap(direct)

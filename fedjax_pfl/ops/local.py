@@ -170,7 +170,7 @@ class Trainer:
         return params, TrainInfo(total / jnp.maximum(samples, 1.0), steps)
 
     def _optimizer(self, t: Int[Array, ""], lr: Scalar) -> optax.GradientTransformation:
-        rate = lr if self.lr_decay == 1 else lr * self.lr_decay ** t.astype(jnp.float32)
+        rate = lr if is_off(self.lr_decay - 1) else lr * self.lr_decay ** t.astype(jnp.float32)
         parts = []
         if self.clip_norm is not None:
             parts.append(optax.clip_by_global_norm(self.clip_norm))

@@ -3,13 +3,14 @@
 import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
 from fedjax_pfl.build import divide, make_engine, place, prepare_devices
 from fedjax_pfl.config import Config
@@ -26,14 +27,15 @@ _SECONDS_PER_BLOCK = 2.0
 
 
 class Progress(NamedTuple):
-    """What a run reports after each block of rounds.
+    """What a run reports before compilation and after each block of rounds.
 
     Attributes:
       round: rounds done.
       rounds: rounds in all.
-      loss: mean training loss of the last round's participants.
+      loss: mean training loss of the last round's participants; NaN before the first.
       last: the newest line of ``metrics.jsonl``; None before the first evaluation.
-      seconds_left: estimated time to the end.
+      seconds_left: estimated time to the end; NaN before the first round.
+      memory: estimated bytes that the run needs.
     """
 
     round: int
@@ -41,6 +43,7 @@ class Progress(NamedTuple):
     loss: float
     last: dict[str, Any] | None
     seconds_left: float
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def simulate(
       data: (images, labels) or (images, labels, test_images, test_labels) instead of ``data.source``; images are
         [n, h, w, c] uint8.
       overwrite: replace what an earlier run left in ``run.out``.
-      progress: called after each block of rounds.
+      progress: called before compilation, with round 0, and after each block of rounds.
 
     Returns:
       Summary, history per evaluated round, per-client table, final state. The numbers depend on config and data alone.
@@ -98,8 +101,11 @@ def simulate(
     if record:
         record.begin(config.to_toml(), shares)
 
-    programs, federation, compile_seconds = _compile(engine, key_init, federation)
     rounds, n_test = config.training.rounds, np.asarray(shares["n_test"])
+    memory_bytes = memory.resident + engine.placement.chunk * memory.per_client
+    if progress:
+        progress(Progress(0, rounds, float("nan"), None, float("nan"), memory_bytes))
+    programs, federation, compile_seconds = _compile(engine, key_init, federation)
     run = programs.init(key_init, federation)
     lines: list[dict[str, Any]] = []
     t, block, round_seconds = 0, 1, 0.0
@@ -130,7 +136,8 @@ def simulate(
                 record.append(lines[-1])
         if progress:
             elapsed = time.perf_counter() - began - compile_seconds
-            progress(Progress(t, rounds, loss, lines[-1] if lines else None, elapsed / t * (rounds - t)))
+            left = elapsed / t * (rounds - t)
+            progress(Progress(t, rounds, loss, lines[-1] if lines else None, left, memory_bytes))
 
     clients = _client_table(shares, pre, run.post)
     summary = {
@@ -153,7 +160,7 @@ def simulate(
             "floats_down_per_client_round": count(exchanged.down),
             "megabytes_total": _megabytes(run, exchanged),
         },
-        "memory": {"resident_bytes": memory.resident, "bytes_per_running_client": memory.per_client},
+        "memory": {"estimate_bytes": memory_bytes, **memory._asdict()},
         "environment": {
             "jax": jax.__version__,
             "fedjax_pfl": importlib.metadata.version("fedjax_pfl"),
@@ -184,25 +191,25 @@ def _compile(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[_Pr
         data, key = jax.device_put((data, key), shared)
         run_layout = Run(State(shared, per_client), per_client, shared, shared)
 
-    def program(fn: Callable, *arguments: PyTree, **options: Any) -> jax.stages.Compiled:
-        return jax.jit(fn, **options).lower(*arguments).compile()
-
     number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
-    init = program(engine.init, key, data, out_shardings=run_layout)
-    run = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        jax.eval_shape(engine.init, key, data),
-        init.output_shardings,
-    )
-    with_global = engine.method.global_predict is not None
-    accuracy = program(engine.global_accuracy, run.state, data) if with_global else None
-    programs = _Programs(
-        init,
-        program(engine.rounds, key, run, number, number, flag, data, out_shardings=run_layout, donate_argnums=1),
-        program(engine.pre, key, number, run.state, data),
-        lambda *arguments: float(accuracy(*arguments)) if accuracy else None,
-    )
-    return programs, data, time.perf_counter() - began
+    run = jax.eval_shape(engine.init, key, data)
+    if run_layout is not None:
+        run = jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            run,
+            jax.tree.broadcast(run_layout, run),
+        )
+    lowered = [
+        jax.jit(engine.init, out_shardings=run_layout).lower(key, data),
+        jax.jit(engine.rounds, out_shardings=run_layout, donate_argnums=1).lower(key, run, number, number, flag, data),
+        jax.jit(engine.pre).lower(key, number, run.state, data),
+    ]
+    if engine.method.global_predict is not None:
+        lowered.append(jax.jit(engine.global_accuracy).lower(run.state, data))
+    with ThreadPoolExecutor() as pool:
+        init, rounds, pre, *accuracy = pool.map(jax.stages.Lowered.compile, lowered)
+    global_accuracy = lambda *arguments: float(accuracy[0](*arguments)) if accuracy else None  # noqa: E731
+    return _Programs(init, rounds, pre, global_accuracy), data, time.perf_counter() - began
 
 
 def _megabytes(run: Run, exchanged: Exchange) -> float:

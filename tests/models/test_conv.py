@@ -1,0 +1,165 @@
+"""conv2d against autodiff of lax.conv_general_dilated, alone and under vmap; max_pool2x2 against reduce_window."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fedjax_pfl.models.conv import conv2d, max_pool2x2
+
+
+def reference(x, kernel, strides=(1, 1), padding="VALID"):
+    return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def value_and_gradients(conv, x, kernel, weight):
+    """The output, and both gradients of its product with a random weight."""
+    y, pullback = jax.vjp(conv, x, kernel)
+    return y, *pullback(weight)
+
+
+def assert_close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+# image (height, width, inputs), kernel (height, width), strides, padding
+CASES = [
+    ((9, 8, 1), (5, 5), (1, 1), "VALID"),
+    ((9, 8, 6), (5, 5), (1, 1), "VALID"),
+    ((8, 8, 3), (3, 3), (1, 1), "SAME"),
+    ((7, 7, 5), (3, 3), (1, 1), "SAME"),
+    ((7, 7, 6), (2, 2), (1, 1), "SAME"),
+    ((7, 9, 6), (4, 2), (1, 1), "VALID"),
+    ((6, 5, 8), (1, 1), (1, 1), "VALID"),
+    ((6, 5, 2), (1, 1), (2, 2), "SAME"),
+    ((9, 9, 6), (3, 3), (2, 2), "SAME"),
+    ((8, 11, 6), (3, 3), (2, 2), "VALID"),
+    ((8, 8, 3), (3, 3), (2, 2), "SAME"),
+    ((9, 7, 5), (3, 2), (1, 2), "SAME"),
+    ((8, 9, 2), (2, 3), (1, 2), "VALID"),
+    ((7, 8, 6), (3, 3), (1, 1), ((1, 1), (1, 1))),
+    ((7, 8, 6), (3, 3), (1, 2), ((0, 2), (1, 0))),
+    ((6, 7, 1), (4, 5), (2, 1), ((2, 1), (0, 3))),
+]
+
+
+@pytest.mark.parametrize(("image", "size", "strides", "padding"), CASES)
+def test_value_and_gradients_are_those_of_lax_conv(image, size, strides, padding):
+    x, kernel = draw(2, *image), draw(*size, image[-1], 7, seed=1)
+    settings = {"strides": strides, "padding": padding}
+    weight = draw(*jax.eval_shape(functools.partial(reference, **settings), x, kernel).shape, seed=2)
+
+    @jax.jit
+    def both(x, kernel, weight):
+        convs = functools.partial(conv2d, **settings), functools.partial(reference, **settings)
+        return [value_and_gradients(conv, x, kernel, weight) for conv in convs]
+
+    assert_close(*both(x, kernel, weight))
+
+
+# Which of x and kernel carry the client axis, from the outermost vmap inwards.
+BATCHED = {
+    "kernels and images": [(0, 0)],
+    "a shared kernel": [(0, None)],
+    "shared images": [(None, 0)],
+    "nested": [(0, 0), (0, 0)],
+    "nested, a kernel shared by the inner axis": [(0, 0), (0, None)],
+    "nested, a kernel shared by the outer axis": [(0, None), (0, 0)],
+    "nested, a shared kernel": [(0, None), (0, None)],
+    "nested, images shared by the inner axis": [(0, 0), (None, 0)],
+}
+
+
+def nest(fn, axes):
+    for in_axes in reversed(axes):
+        fn = jax.vmap(fn, (*in_axes, 0))
+    return fn
+
+
+@pytest.mark.parametrize("inputs", [2, 6])
+@pytest.mark.parametrize("name", BATCHED)
+def test_the_same_under_vmap(name, inputs):
+    axes = BATCHED[name]
+
+    def lead(position):
+        return [3 - level for level, in_axes in enumerate(axes) if in_axes[position] == 0]
+
+    x = draw(*lead(0), 2, 6, 7, inputs)
+    kernel = draw(*lead(1), 3, 3, inputs, 4, seed=1)
+    outer = [3 - level for level in range(len(axes))]
+    settings = {"strides": (1, 2), "padding": "SAME"}
+    weight = draw(*outer, 2, 6, 4, 4, seed=2)
+
+    @jax.jit
+    def both(x, kernel, weight):
+        convs = functools.partial(conv2d, **settings), functools.partial(reference, **settings)
+        return [nest(functools.partial(value_and_gradients, conv), axes)(x, kernel, weight) for conv in convs]
+
+    assert_close(*both(x, kernel, weight))
+
+
+@pytest.mark.parametrize("shared", ["kernel", "images"])
+def test_gradients_through_a_vmap_with_one_side_shared(shared):
+    """Here the gradient is taken outside, so that the shared side collects it from all clients."""
+    in_axes = (0, None) if shared == "kernel" else (None, 0)
+    x = draw(*([3] if shared == "kernel" else []), 2, 6, 6, 5)
+    kernel = draw(*([3] if shared == "images" else []), 3, 3, 5, 4, seed=1)
+    weight = draw(3, 2, 4, 4, 4, seed=2)
+
+    @jax.jit
+    def both(x, kernel):
+        return [
+            jax.grad(lambda x, k, c=c: jnp.sum(jax.vmap(c, in_axes)(x, k) * weight), (0, 1))(x, kernel) for c in convs
+        ]
+
+    convs = conv2d, reference
+    assert_close(*both(x, kernel))
+
+
+def test_the_same_inside_a_loop_side_by_side():
+    x, start = draw(3, 2, 6, 6, 5), draw(3, 3, 3, 5, 5, seed=1) * 0.2
+
+    def descend(conv, x, kernel):
+        def step(_, kernel):
+            return kernel - 0.01 * jax.grad(lambda k: jnp.mean(jnp.tanh(conv(x, k)) ** 2))(kernel)
+
+        return lax.fori_loop(0, 3, step, kernel)
+
+    both = jax.jit(
+        lambda x, kernel: [jax.vmap(functools.partial(descend, conv))(x, kernel) for conv in (conv2d, reference)]
+    )
+    assert_close(*([result] for result in both(x, start)))
+    assert not np.allclose(both(x, start)[0], start, rtol=1e-3)
+
+
+# --- Pooling ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6, 3), (2, 5, 7, 3), (1, 3, 2, 1), (1, 2, 3, 2)])
+def test_pooling_takes_the_maximum_of_each_square(shape):
+    x = draw(*shape)
+    batch, height, width, channels = shape
+    squares = np.asarray(x)[:, : height // 2 * 2, : width // 2 * 2]
+    squares = squares.reshape(batch, height // 2, 2, width // 2, 2, channels)
+    np.testing.assert_array_equal(max_pool2x2(x), squares.max(axis=(2, 4)))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6, 3), (2, 5, 7, 3)])
+def test_the_gradient_of_pooling_is_reduce_windows(shape):
+    x = draw(*shape)
+
+    def window(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+    weight = draw(*window(x).shape, seed=1)
+    found, expected = (jax.grad(lambda x, p=p: jnp.sum(p(x) * weight))(x) for p in (max_pool2x2, window))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert (np.asarray(found) != 0).sum() == weight.size

@@ -1,0 +1,55 @@
+"""Losses on padded batches, against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.ops.losses import cross_entropy, masked_mean, proximal
+from tests.reference import softmax_loss
+
+RNG = np.random.default_rng(0)
+LOGITS = RNG.normal(0, 3, (6, 4)).astype(np.float32)
+Y = np.array([0, 3, 1, 1, 2, 0], np.int32)
+
+
+def test_the_mean_is_over_the_samples_alone():
+    values = jnp.array([1.0, 2.0, 9.0, 100.0])
+    assert float(masked_mean(values, jnp.array([1.0, 1.0, 1.0, 0.0]))) == pytest.approx(4)
+    assert float(masked_mean(values, jnp.array([0.0, 1.0, 0.0, 0.0]))) == pytest.approx(2)
+    assert float(masked_mean(values, jnp.zeros(4))) == 0
+
+
+@pytest.mark.parametrize("samples", [1, 4, 6])
+def test_cross_entropy_and_its_gradient(samples):
+    mask = (jnp.arange(6) < samples).astype(jnp.float32)
+    value, gradient = jax.value_and_grad(cross_entropy)(jnp.asarray(LOGITS), jnp.asarray(Y), mask)
+    expected, d = softmax_loss(LOGITS[:samples].astype(np.float64), Y[:samples])
+    assert float(value) == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_allclose(gradient[:samples], d, rtol=1e-4, atol=1e-6)
+    assert not gradient[samples:].any()
+
+
+def test_an_empty_batch_has_no_loss_and_no_gradient():
+    value, gradient = jax.value_and_grad(cross_entropy)(jnp.asarray(LOGITS), jnp.asarray(Y), jnp.zeros(6))
+    assert float(value) == 0
+    assert not gradient.any()
+
+
+def test_cross_entropy_of_extreme_logits_is_finite():
+    logits = jnp.array([[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0]])
+    y = jnp.array([0, 0], jnp.int32)
+    value, gradient = jax.value_and_grad(cross_entropy)(logits, y, jnp.ones(2))
+    assert float(value) == pytest.approx(1e4)
+    np.testing.assert_allclose(gradient, [[0, 0, 0], [-0.5, 0.5, 0]], atol=1e-6)
+
+
+def test_the_proximal_gradient_is_strength_times_the_distance():
+    w = {"a": jnp.asarray(RNG.normal(size=(3, 2)), jnp.float32), "b": [jnp.asarray(RNG.normal(size=4), jnp.float32)]}
+    anchor = jax.tree.map(lambda leaf: leaf * 0.5 + 1, w)
+    value, gradient = jax.value_and_grad(proximal)(w, anchor, 0.7)
+    drift = jax.tree.map(lambda p, a: np.asarray(p, np.float64) - np.asarray(a), w, anchor)
+    squares = sum(np.sum(leaf**2) for leaf in jax.tree.leaves(drift))
+    assert float(value) == pytest.approx(0.35 * squares, rel=1e-5)
+    jax.tree.map(lambda g, d: np.testing.assert_allclose(g, 0.7 * d, rtol=1e-5), gradient, drift)
+    assert float(proximal(w, w, 0.7)) == 0

@@ -1,0 +1,142 @@
+import tomllib
+
+import pytest
+
+from fedjax_pfl import Config, ConfigError, load_config
+
+DATA = {"source": "digits"}
+METHOD = {"name": "fedavg"}
+
+
+def test_every_field_but_source_and_method_has_a_default():
+    config = Config(data=DATA, method=METHOD)
+    assert config.training.lr == 0.005
+    assert config.model == {"name": "mlp", "hidden": 100, "init": "torch"}
+    assert config.data.partition == {"kind": "dirichlet", "beta": 0.1, "style": "plain"}
+
+
+def test_hyperparameters_are_filled_in_from_the_signature_and_survive_a_round_trip(tmp_path):
+    config = Config(data=DATA, method={"name": "fedavg_ft", "finetune_epochs": 2}, participation={"ratio": [0.2, 0.5]})
+    assert config.method == {
+        "name": "fedavg_ft",
+        "finetune_epochs": 2,
+        "finetune_lr": None,
+        "finetune_scope": "full",
+    }
+    path = tmp_path / "config.toml"
+    path.write_text(config.to_toml(), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_overrides_are_toml_values_or_else_strings(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('[data]\nsource = "digits"\n[method]\nname = "fedprox"\n', encoding="utf-8")
+    config = load_config(
+        path,
+        [
+            "training.lr=0.5",
+            "method.mu=1",
+            "data.partition.kind=iid",
+            "participation.ratio=[0.1, 1]",
+            "run.out=runs/a b",
+        ],
+    )
+    assert config.training.lr == 0.5
+    assert config.method["mu"] == 1.0
+    assert config.data.partition == {"kind": "iid"}
+    assert config.participation.ratio == (0.1, 1.0)
+    assert config.run.out == "runs/a b"
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        Config(data=DATA, method=METHOD).training.lr = 1.0
+
+
+@pytest.mark.parametrize(
+    ("tables", "field", "allowed"),
+    [
+        ({"data": DATA}, "method", "must be given"),
+        ({"data": {}, "method": METHOD}, "data.source", "must be given"),
+        ({"data": {**DATA, "client": 3}, "method": METHOD}, "data.client", "clients"),
+        ({"data": {**DATA, "clients": 0}, "method": METHOD}, "data.clients", "greater than or equal to 1"),
+        ({"data": {**DATA, "clients": 2.5}, "method": METHOD}, "data.clients", "integer"),
+        ({"data": {**DATA, "clients": True}, "method": METHOD}, "data.clients", "integer"),
+        ({"data": {**DATA, "split": "half"}, "method": METHOD}, "data.split", "'merge' or 'official'"),
+        ({"data": {**DATA, "test_share": 1.0}, "method": METHOD}, "data.test_share", "less than 1"),
+        ({"data": {**DATA, "mean": "grey"}, "method": METHOD}, "data.mean", "number"),
+        ({"data": {**DATA, "std": [0.5, 0.0]}, "method": METHOD}, "data.std", "greater than 0"),
+        ({"data": {**DATA, "partition": "iid"}, "method": METHOD}, "data.partition", "kind"),
+        ({"data": {**DATA, "partition": {"kind": "dir"}}, "method": METHOD}, "data.partition.kind", "dirichlet"),
+        (
+            {"data": {**DATA, "partition": {"kind": "iid", "beta": 1.0}}, "method": METHOD},
+            "data.partition.beta",
+            "none",
+        ),
+        (
+            {"data": {**DATA, "partition": {"kind": "dirichlet", "beta": 0.0}}, "method": METHOD},
+            "data.partition.beta",
+            "greater than 0",
+        ),
+        ({"data": DATA, "method": {"name": "fedavg2"}}, "method.name", "fedavg"),
+        ({"data": DATA, "method": {"name": "fedavg", "mu": 0.1}}, "method.mu", "of fedavg"),
+        ({"data": DATA, "method": {"name": "fedprox", "mu": "a"}}, "method.mu", "number"),
+        ({"data": DATA, "method": {"name": "fedprox", "mu": -0.1}}, "method.mu", "greater than or equal to 0"),
+        ({"data": DATA, "method": METHOD, "model": {"name": "vgg"}}, "model.name", "cnn2"),
+        ({"data": DATA, "method": METHOD, "model": {"name": "mlp", "hidden": 0}}, "model.hidden", "greater than"),
+        ({"data": DATA, "method": METHOD, "training": {"lr": 0.0}}, "training.lr", "greater than 0"),
+        ({"data": DATA, "method": METHOD, "training": {"lr": float("nan")}}, "training.lr", "finite"),
+        ({"data": DATA, "method": METHOD, "training": {"momentum": 1.0}}, "training.momentum", "less than 1"),
+        ({"data": DATA, "method": METHOD, "participation": {"ratio": 0}}, "participation.ratio", "(0, 1]"),
+        (
+            {"data": DATA, "method": METHOD, "participation": {"ratio": [0.5, 0.1]}},
+            "participation.ratio",
+            "[low, high]",
+        ),
+        ({"data": DATA, "method": METHOD, "run": {"placement": "pmap"}}, "run.placement", "'shard'"),
+        ({"data": DATA, "method": METHOD, "run": {"placement": "map", "chunk": 4}}, "run.chunk", "one by one"),
+        ({"data": DATA, "method": METHOD, "run": {"checkpoint_every": 5}}, "run.checkpoint_every", "equal to 0"),
+        ({"data": DATA, "method": METHOD, "trainning": {}}, "trainning", "training"),
+    ],
+)
+def test_each_mistake_is_one_error_with_field_value_and_what_is_allowed(tables, field, allowed):
+    with pytest.raises(ConfigError) as caught:
+        Config(**tables)
+    assert caught.value.field == field
+    assert allowed in caught.value.allowed
+    assert "\n" not in str(caught.value)
+    section, *key = field.split(".")
+    value = tables.get(section, {})
+    for part in key:
+        value = value.get(part, "(missing)") if isinstance(value, dict) else value
+    if field not in ("method", "data.std"):
+        assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "field"),
+    [
+        (None, [], "config file"),
+        ("[data", [], "config file"),
+        ("[data]\nsource = 'digits'\n[method]\nname = 'local'", ["lr=1"], "override"),
+        ("[data]\nsource = 'digits'\n[method]\nname = 'local'", ["training.lr"], "override"),
+        ("[data]\nsource = 'digits'\n[method]\nname = 'local'", ["data.source.x=1"], "override"),
+        ("[data]\nsource = 'digits'\n[method]\nname = 'local'", ["training.lr=fast"], "training.lr"),
+    ],
+)
+def test_bad_files_and_overrides_are_config_errors(tmp_path, text, overrides, field):
+    path = tmp_path / "config.toml"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert caught.value.field == field
+
+
+def test_shipped_configs_load():
+    from pathlib import Path
+
+    configs = sorted((Path(__file__).parent.parent / "configs").rglob("*.toml"))
+    assert configs
+    for path in configs:
+        assert tomllib.loads(load_config(path).to_toml())["data"]["source"]

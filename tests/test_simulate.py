@@ -1,0 +1,270 @@
+import csv
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from fedjax_pfl import Config, ConfigError, simulate
+from fedjax_pfl.build import divide, make_engine
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.memory import count, estimate, exchange, peak_bytes, size
+
+
+def config(method="fedavg", **tables):
+    base = {
+        "data": {"source": "digits", "clients": 6, "partition": {"kind": "dirichlet", "beta": 0.3}},
+        "model": {"name": "mlp", "hidden": 8},
+        "method": {"name": method},
+        "training": {"rounds": 4, "batch_size": 16, "lr": 0.1},
+        "run": {"eval_every": 2},
+    }
+    for section, fields in tables.items():
+        base[section] = {**base.get(section, {}), **fields}
+    return Config(**base)
+
+
+def numbers(summary):
+    return {key: summary[key] for key in ("personal", "global", "partition_hash", "traffic")}
+
+
+def flatten(tree):
+    return np.array([leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, float)])
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "reference"
+    reports = []
+    return simulate(config(run={"out": str(out)}), progress=reports.append), out, reports
+
+
+def test_run_directory_holds_what_the_result_says(reference):
+    result, out, _ = reference
+    assert sorted(path.name for path in out.iterdir()) == [
+        "clients.csv",
+        "config.toml",
+        "metrics.jsonl",
+        "partition.json",
+        "summary.json",
+    ]
+    assert json.loads((out / "summary.json").read_text()) == result.summary
+    assert json.loads((out / "partition.json").read_text()) == result.partition
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [2, 4] == result.history["round"].tolist()
+    assert [line["pre"]["accuracy"] for line in lines] == result.history["pre.accuracy"].tolist()
+    rows = list(csv.DictReader((out / "clients.csv").read_text().splitlines()))
+    assert [int(row["n_train"]) for row in rows] == result.partition["n_train"]
+    np.testing.assert_allclose([float(row["post_accuracy"]) for row in rows], result.clients["post_accuracy"])
+
+
+def test_summary_has_the_promised_fields(reference):
+    summary = reference[0].summary
+    assert {"method", "dataset", "clients", "rounds", "seed", "personal", "global"} <= summary.keys()
+    for point in ("pre", "post"):
+        assert {
+            "last",
+            "best",
+            "best_round",
+            "mean_last_10",
+            "std_clients",
+            "worst_10_percent",
+            "weighted_last",
+        } <= summary["personal"][point].keys()
+    assert summary["timing"].keys() == {"compile_seconds", "seconds_per_round", "total_seconds"}
+    assert summary["environment"]["platform"] == "cpu"
+    assert summary["environment"]["device_count"] == 2
+
+
+def test_summary_agrees_with_the_client_table(reference):
+    result = reference[0]
+    for point in ("pre", "post"):
+        accuracy = result.clients[f"{point}_accuracy"]
+        shown = result.summary["personal"][point]
+        np.testing.assert_allclose(shown["last"], accuracy.mean(), rtol=1e-6)
+        np.testing.assert_allclose(shown["std_clients"], accuracy.std(), rtol=1e-5)
+        np.testing.assert_allclose(shown["worst_10_percent"], accuracy.min(), rtol=1e-6)
+        weighted = np.average(accuracy, weights=result.clients["n_test"])
+        np.testing.assert_allclose(shown["weighted_last"], weighted, rtol=1e-6)
+        np.testing.assert_allclose(shown["best"], result.history[f"{point}.accuracy"].max())
+    # FedAvg's PRE model is the global model, and the clients' test sets together are the pooled one.
+    np.testing.assert_allclose(result.summary["global"], result.summary["personal"]["pre"]["weighted_last"], rtol=1e-6)
+
+
+def test_traffic_counts_the_model_both_ways(reference):
+    traffic = reference[0].summary["traffic"]
+    floats = 64 * 8 + 8 + 8 * 10 + 10
+    assert traffic["floats_up_per_client_round"] == traffic["floats_down_per_client_round"] == floats
+    np.testing.assert_allclose(traffic["megabytes_total"], 4 * 6 * 2 * floats * 4 / 1e6)
+
+
+def test_progress_is_reported_up_to_the_last_round(reference):
+    reports = reference[2]
+    rounds = [report.round for report in reports]
+    assert rounds == sorted(set(rounds))
+    assert rounds[-1] == 4
+    assert reports[-1].last["pre"]["accuracy"] == reference[0].summary["personal"]["pre"]["last"]
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_other_numbers(reference):
+    again = simulate(config())
+    assert numbers(again.summary) == numbers(reference[0].summary)
+    for a, b in zip(jax.tree.leaves(again.state), jax.tree.leaves(reference[0].state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    other = simulate(config(run={"seed": 1}, data={"seed": 0}))
+    assert other.summary["partition_hash"] == again.summary["partition_hash"]
+    assert other.history["train_loss"].tolist() != again.history["train_loss"].tolist()
+
+
+@pytest.mark.parametrize("run", [{"placement": "map"}, {"placement": "vmap"}, {"placement": "vmap", "chunk": 4}])
+def test_placements_agree_to_1e_5(reference, run):
+    result = simulate(config(run=run))
+    np.testing.assert_allclose(
+        flatten(numbers(result.summary)), flatten(numbers(reference[0].summary)), rtol=1e-5, atol=1e-5
+    )
+    for a, b in zip(jax.tree.leaves(result.state), jax.tree.leaves(reference[0].state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_evaluating_more_often_changes_no_number(reference):
+    often = simulate(config(run={"eval_every": 1}))
+    assert often.history["round"].tolist() == [1, 2, 3, 4]
+    assert often.history["pre.accuracy"][[1, 3]].tolist() == reference[0].history["pre.accuracy"].tolist()
+    assert often.history["post.loss"][[1, 3]].tolist() == reference[0].history["post.loss"].tolist()
+
+
+def test_arrays_can_be_passed_directly_and_give_what_the_source_gives(reference):
+    digits = load("digits")
+    result = simulate(config(data={"source": "arrays"}), data=(digits.images, digits.labels))
+    assert numbers(result.summary) == numbers(reference[0].summary)
+
+
+def test_official_split_trains_on_one_part_and_tests_on_the_other():
+    digits = load("digits")
+    wanted = config(data={"source": "arrays", "split": "official", "validation_share": 0.2, "samples_per_client": 100})
+    federation, shares = divide(wanted, load("digits")._replace(train_rows=1000))
+    assert shares["n_train"] == [80] * 6
+    assert shares["n_validation"] == [20] * 6
+    assert shares["n_test"] == [33] * 6
+    held = np.asarray(federation.train.index)
+    assert held.max() < 1000
+    assert np.asarray(federation.test.index).min() >= 1000
+    assert int(federation.pooled.count.sum()) == len(digits.labels) - 1000
+    counts = np.asarray(federation.train.class_counts)
+    np.testing.assert_array_equal(counts.sum(axis=1), 80)
+
+
+@pytest.mark.parametrize(("wanted", "share"), [(5, 0.3), (600, 0.25), (7, 0.1), (100, 1 / 3)])
+def test_samples_per_client_counts_training_samples(wanted, share):
+    data = {"samples_per_client": wanted, "test_share": share, "clients": 2, "partition": {"kind": "iid"}}
+    _, shares = divide(config(data=data), load("digits"))
+    assert shares["n_train"] == [wanted] * 2
+
+
+@pytest.mark.parametrize(
+    ("tables", "field"),
+    [
+        ({"data": {"source": "digit"}}, "data.source"),
+        ({"data": {"source": "npz:/no/such/file.npz"}}, "data.source"),
+        ({"data": {"clients": 2000}}, "data.clients"),
+        ({"data": {"split": "official"}}, "data.split"),
+        ({"data": {"samples_per_client": 5000, "partition": {"kind": "iid"}}}, "data.samples_per_client"),
+        (
+            {"data": {"partition": {"kind": "pathological", "classes_per_client": 11}}},
+            "data.partition.classes_per_client",
+        ),
+        ({"data": {"mean": [0.5, 0.5, 0.5]}}, "data.mean"),
+        ({"model": {"name": "cnn2", "hidden": 1}}, "model.hidden"),
+    ],
+)
+def test_what_does_not_fit_the_data_is_an_error_before_compilation(tables, field, monkeypatch):
+    monkeypatch.setattr("fedjax_pfl.simulation._compile", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ConfigError) as caught:
+        simulate(config(**tables))
+    assert caught.value.field == field
+
+
+def test_a_model_that_does_not_fit_the_images_says_so():
+    fields = {"data": {"source": "digits"}, "method": {"name": "fedavg"}, "model": {"name": "cnn2"}}
+    with pytest.raises(ConfigError, match="8x8x1 images") as caught:
+        simulate(Config(**fields))
+    assert caught.value.field == "model.name"
+
+
+def test_a_run_that_does_not_fit_into_memory_says_so(monkeypatch):
+    monkeypatch.setattr("fedjax_pfl.build.available", lambda: 10_000)
+    with pytest.raises(ConfigError, match="GB"):
+        simulate(config())
+
+
+def test_a_full_directory_is_kept_unless_overwritten(reference, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not empty"):
+        simulate(config(run={"out": str(tmp_path)}))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    simulate(config(run={"out": str(tmp_path)}), overwrite=True)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "summary.json").exists()
+    with pytest.raises(ConfigError, match="is a file"):
+        simulate(config(run={"out": str(tmp_path / "notes.txt")}))
+
+
+def test_dropout_and_partial_participation_run_end_to_end():
+    result = simulate(config("fedprox_ft", participation={"ratio": [0.3, 0.7], "dropout": 0.3}))
+    traffic = result.summary["traffic"]
+    clients = traffic["megabytes_total"] * 1e6 / 4 / traffic["floats_up_per_client_round"]
+    assert 8 <= clients < 4 * 2 * 5
+    assert np.isfinite(result.history["train_loss"]).all()
+
+
+def test_memory_estimate_counts_what_can_be_counted_by_hand():
+    engine, data, key = _tiny()
+    shapes = exchange(engine, key, data)
+    parameters = 64 * 8 + 8 + 8 * 10 + 10
+    assert (count(shapes.up), count(shapes.down), count(shapes.client)) == (0, 0, parameters)
+    memory = estimate(engine, key, data)
+    # All six clients' models, and the cohort's old and new rows.
+    assert memory.resident == size(data) + (6 + 2 * 6) * 4 * parameters
+    # The gradient and the batch must be there at once, next to the parameters.
+    batch = 16 * 64 * 4
+    assert 4 * parameters + batch < memory.per_client < 10 * (4 * parameters + batch)
+
+
+def test_peak_bytes_of_a_chain_is_two_links_and_of_a_fan_all_of_them():
+    def chain(x):
+        for _ in range(5):
+            x = x + 1.0
+        return x
+
+    def fan(x):
+        parts = [x + float(i) for i in range(5)]
+        return sum(parts[1:], start=parts[0])
+
+    x = np.zeros(100, np.float32)
+    assert peak_bytes(jax.make_jaxpr(chain)(x).jaxpr) == 800
+    assert peak_bytes(jax.make_jaxpr(fan)(x).jaxpr) >= 2400
+
+
+def _tiny():
+    wanted = config("local")
+    dataset = load("digits")
+    data, _ = divide(wanted, dataset)
+    return make_engine(wanted, dataset), data, jax.random.key(0)
+
+
+needs_data = pytest.mark.skipif(
+    not (Path(os.environ.get("FEDJAX_PFL_DATA", "")) / "cifar10_20k.npz").is_file(),
+    reason="FEDJAX_PFL_DATA names no folder with cifar10_20k.npz",
+)
+
+
+@needs_data
+def test_fedavg_learns_on_real_cifar10():
+    data = {"source": "npz:cifar10_20k.npz", "clients": 4, "samples_per_client": 300, "partition": {"kind": "iid"}}
+    training = {"rounds": 6, "epochs": 2, "batch_size": 10, "lr": 0.02}
+    result = simulate(
+        Config(data=data, model={"name": "cnn3"}, method={"name": "fedavg"}, training=training, run={"eval_every": 6})
+    )
+    assert result.summary["global"] > 0.2
