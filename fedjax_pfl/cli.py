@@ -200,7 +200,11 @@ def _print_summary(summary: dict[str, Any]) -> None:
     from rich.table import Table
 
     title = f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} rounds"
-    table = Table(title=title, caption="accuracy in %; best is selected on test data", title_justify="left")
+    table = Table(
+        title=title,
+        caption="accuracy in %; * what the method is judged by; best is selected on test data",
+        title_justify="left",
+    )
     columns = {
         "last": "last",
         "best": "best",
@@ -214,7 +218,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
         table.add_column(heading, justify="right")
     for point, label in (("pre", "PRE  (after aggregation)"), ("post", "POST (after local training)")):
         scores = summary["personal"][point]
-        table.add_row(label, *(f"{100 * scores[column]:.2f}" for column in columns))
+        mark = " *" if point == summary["headline"] else ""
+        table.add_row(label + mark, *(f"{100 * scores[column]:.2f}" for column in columns))
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     if summary["global"] is not None:

@@ -281,8 +281,8 @@ class Engine:
             ids = jnp.where(jnp.arange(size) < drawn, ids, self.clients)
         selected = jnp.sum(ids < self.clients)
         if who.dropout > 0.0:
-            alive = jax.random.uniform(keys.dropout, (size,)) >= who.dropout
-            ids = jnp.where(alive, ids, self.clients)
+            luck = jax.vmap(lambda client_id: jax.random.uniform(jax.random.fold_in(keys.dropout, client_id)))(ids)
+            ids = jnp.where(luck >= who.dropout, ids, self.clients)
         return self._order(ids, count), selected
 
     def _order(self, ids: Int[Array, " K"], count: Int[Array, " N"]) -> Int[Array, " rows"]:

@@ -7,7 +7,7 @@ disagree with what is exchanged.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -59,6 +59,7 @@ class Method(NamedTuple):
       trained: view, client, upload -> (view, client): the same for a POST evaluation, the model right after local
         training. The default serves methods whose upload is the trained view.
       global_predict: server, x -> logits, where the method has a global model.
+      headline: the evaluation point that the method is judged by, ``"pre"`` or ``"post"``.
       setup: key, view, client, data -> (client, upload), once for all N clients before round 0, aggregated with the
         full cohort at t = -1; for methods whose first round needs what only the clients know.
     """
@@ -71,4 +72,5 @@ class Method(NamedTuple):
     personalize: Callable = lambda key, t, view, client, data: (view, client)
     trained: Callable = lambda view, client, upload: (upload, client)
     global_predict: Callable | None = None
+    headline: Literal["pre", "post"] = "pre"
     setup: Callable | None = None

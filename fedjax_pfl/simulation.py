@@ -142,6 +142,7 @@ def simulate(
     clients = _client_table(shares, pre, run.post)
     summary = {
         "method": config.method["name"],
+        "headline": engine.method.headline,
         "dataset": dataset.name,
         "model": config.model["name"],
         "clients": config.data.clients,

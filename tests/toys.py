@@ -39,7 +39,7 @@ def witness(model, train, *, gain: float = 1.0):
         return server, {**clients, "inbox": {"id": cohort.ids, "weight": cohort.weight}}
 
     def predict(view, client, x):
-        return jnp.broadcast_to(client["draw"] + jnp.arange(model.classes, dtype=jnp.float32), (len(x), model.classes))
+        return jnp.broadcast_to(client["draw"] * jnp.arange(model.classes, dtype=jnp.float32), (len(x), model.classes))
 
     return Method(
         init,

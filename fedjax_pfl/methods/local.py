@@ -40,4 +40,4 @@ def local(model: Model, train: Trainer) -> Method:
         del upload
         return view, client
 
-    return Method(init, local, aggregate, predict, trained=trained)
+    return Method(init, local, aggregate, predict, trained=trained, headline="post")
