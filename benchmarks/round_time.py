@@ -5,15 +5,22 @@
 
 The reference is PyTorch at its best, not a peer's code: images are normalised and in memory beforehand, there is no
 data loader, and clients are trained one after the other with ``torch.optim.SGD`` on all cores. It starts from the same
-weights and takes the same mini-batches in the same order, and the two averaged models are compared before anything is
-timed. Timings alternate between the two; the median counts. The floor is the arithmetic of the round (multiply-adds of
-forward and backward pass) at the rate of a large float32 matrix product measured on the same machine.
+weights and takes the same mini-batches in the same order, and the two averaged models are compared.
+
+Each side runs in a process of its own, since memory allocators and thread pools of two frameworks in one process
+disturb each other, and in several processes by turns, since two runs of one program differ by more than two rounds of
+one run. A process counts with the median of its rounds, a side with the median of its processes. The floor is the
+arithmetic of the round (multiply-adds of forward and backward pass) at the rate of a large float32 matrix product.
 """
 
 import argparse
 import json
+import os
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,8 +34,9 @@ from torch import nn
 
 from fedjax_pfl.build import divide, make_engine, place, prepare_devices
 from fedjax_pfl.config import Config
+from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import from_arrays
-from fedjax_pfl.engine import round_keys
+from fedjax_pfl.engine import Engine, Run, round_keys
 from fedjax_pfl.ops.local import permutation, phase_key
 
 
@@ -64,6 +72,7 @@ CASES = (
     Case("mlp_100_clients_b10", "mlp", 100, (28, 28, 1), 10, (784 * 100, 100 * 10)),
 )
 LR = 0.005
+SEED = 0
 
 
 def torch_model(case: Case) -> nn.Sequential:
@@ -124,8 +133,8 @@ def torch_round(model: nn.Module, start: list[torch.Tensor], clients: list[tuple
     return average
 
 
-def prepare(case: Case) -> tuple[Callable[[], object], Callable[[], object], float]:
-    """Both rounds, ready to be timed, and the largest difference between the models they arrive at."""
+def set_up(case: Case) -> tuple[Engine, Run, Federation, np.ndarray, np.ndarray]:
+    """The engine, the state before the first round, and the data, which both sides start from."""
     rng = np.random.default_rng(0)
     samples = case.clients * 800
     images = rng.integers(0, 256, (samples, *case.shape), dtype=np.uint8)
@@ -138,19 +147,29 @@ def prepare(case: Case) -> tuple[Callable[[], object], Callable[[], object], flo
     )
     dataset = from_arrays(images, labels)
     federation, _ = divide(config, dataset)
-    key_init, key_rounds = jax.random.split(jax.random.key(0))
-    engine, _ = place(make_engine(config, dataset), config, key_init, federation)
+    engine, _ = place(make_engine(config, dataset), config, jax.random.key(SEED), federation)
     shared, _ = engine.placement.shardings(case.clients)
     if shared is not None:
-        federation, key_rounds = jax.device_put((federation, key_rounds), shared)
-    initial = jax.jit(engine.init)(key_init, federation)
+        federation = jax.device_put(federation, shared)
+    return engine, jax.jit(engine.init)(jax.random.key(SEED), federation), federation, images, labels
+
+
+def ours(case: Case) -> Callable[[], list[np.ndarray]]:
+    """A round of the engine; returns the averaged model."""
+    engine, initial, federation, _, _ = set_up(case)
     program = jax.jit(engine.rounds)
 
-    def ours() -> object:
-        run = program(key_rounds, initial, np.int32(0), np.int32(1), np.bool_(False), federation)
-        return jax.block_until_ready(run.state.server)
+    def round_() -> list[np.ndarray]:
+        run = program(jax.random.key(SEED), initial, np.int32(0), np.int32(1), np.bool_(False), federation)
+        return to_torch(jax.block_until_ready(run.state.server))
 
-    keys = round_keys(jax.random.split(jax.random.key(0))[1], jnp.int32(0)).clients
+    return round_
+
+
+def reference(case: Case) -> Callable[[], list[np.ndarray]]:
+    """The same round in PyTorch."""
+    _, initial, federation, images, labels = set_up(case)
+    keys = round_keys(jax.random.key(SEED), jnp.int32(0)).clients
     clients = []
     for client in range(case.clients):
         rows = np.asarray(federation.train.index[client])
@@ -160,9 +179,34 @@ def prepare(case: Case) -> tuple[Callable[[], object], Callable[[], object], flo
         clients.append((x, torch.tensor(labels[rows]), torch.tensor(np.asarray(order))))
     model = torch_model(case)
     start = [torch.tensor(tensor) for tensor in to_torch(initial.state.server)]
-    reference = lambda: torch_round(model, start, clients, case.batch_size)  # noqa: E731
-    pairs = zip(to_torch(ours()), reference(), strict=True)
-    return ours, reference, max(float(np.abs(a - b.numpy()).max()) for a, b in pairs)
+    return lambda: [tensor.numpy() for tensor in torch_round(model, start, clients, case.batch_size)]
+
+
+def measure(case: Case, side: str, rounds: int, out: Path) -> None:
+    """Runs in a process of its own: the median time of some rounds, after one that does not count."""
+    prepare_devices("auto")
+    round_ = (ours if side == "ours" else reference)(case)
+    model = round_()
+    times = [seconds(round_) for _ in range(rounds)]
+    np.savez(out, *model, seconds=statistics.median(times))
+
+
+def compare(case: Case, processes: int, rounds: int) -> tuple[float, float, float]:
+    """Median seconds of both sides, and the largest difference between the models they arrive at."""
+    times: dict[str, list[float]] = {"ours": [], "reference": []}
+    models = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(processes):
+            for side, taken in times.items():
+                out = Path(folder) / f"{side}.npz"
+                arguments = ["--case", case.name, "--side", side, "--rounds", str(rounds), "--out", str(out)]
+                subprocess.run([sys.executable, __file__, *arguments], check=True)
+                with np.load(out) as saved:
+                    taken.append(float(saved["seconds"]))
+                    models[side] = [saved[name] for name in saved.files if name != "seconds"]
+    pairs = zip(models["ours"], models["reference"], strict=True)
+    difference = max(float(np.abs(a - b).max()) for a, b in pairs)
+    return statistics.median(times["ours"]), statistics.median(times["reference"]), difference
 
 
 def gemm_rate() -> float:
@@ -184,31 +228,32 @@ def seconds(call: Callable[[], object]) -> float:
 
 def main() -> None:
     """Times all cases and prints a table."""
+    names = [case.name for case in CASES]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write a list of {case, seconds_ours, seconds_reference, ratio}")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cases", nargs="*", choices=[case.name for case in CASES], default=[c.name for c in CASES])
+    parser.add_argument("--cases", nargs="*", choices=names, default=names)
+    parser.add_argument("--processes", type=int, default=3, help="processes per side and case")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds per process")
+    parser.add_argument("--case", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=["ours", "reference"], help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    prepare_devices("auto")
+    cases = {case.name: case for case in CASES}
+    if arguments.side:
+        measure(cases[arguments.case], arguments.side, arguments.rounds, arguments.out)
+        return
     rate = gemm_rate()
-    print(
-        f"jax {jax.__version__} ({jax.default_backend()}, {jax.local_device_count()} devices), "
-        f"torch {torch.__version__} ({torch.get_num_threads()} threads), {platform.machine()}, {rate / 1e9:.0f} GFLOP/s"
-    )
+    cores = len(os.sched_getaffinity(0))
+    versions = f"jax {jax.__version__}, torch {torch.__version__}"
+    print(f"{versions}, {cores} {platform.machine()} cores, {rate / 1e9:.0f} GFLOP/s")
     print(f"{'case':22}{'ours':>9}{'PyTorch':>9}{'ratio':>8}{'floor':>9}{'difference':>12}")
     rows = []
-    for case in CASES:
-        if case.name not in arguments.cases:
-            continue
-        ours, reference, difference = prepare(case)
-        assert difference < 1e-3, f"{case.name}: the two rounds disagree by {difference}"
-        times = [(seconds(ours), seconds(reference)) for _ in range(arguments.repeats)]
-        mine, theirs = (statistics.median(column) for column in zip(*times, strict=True))
-        rows.append({"case": case.name, "seconds_ours": mine, "seconds_reference": theirs, "ratio": theirs / mine})
-        floor = case.flops / rate
-        print(
-            f"{case.name:22}{mine:8.2f}s{theirs:8.2f}s{theirs / mine:7.2f}x{floor:8.2f}s{difference:12.1e}", flush=True
-        )
+    for name in arguments.cases:
+        mine, theirs, difference = compare(cases[name], arguments.processes, arguments.rounds)
+        assert difference < 1e-3, f"{name}: the two rounds disagree by {difference}"
+        rows.append({"case": name, "seconds_ours": mine, "seconds_reference": theirs, "ratio": theirs / mine})
+        numbers = f"{mine:8.2f}s{theirs:8.2f}s{theirs / mine:7.2f}x{cases[name].flops / rate:8.2f}s{difference:12.1e}"
+        print(f"{name:22}{numbers}", flush=True)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
