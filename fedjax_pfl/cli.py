@@ -31,6 +31,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+_CAPTION = (
+    "Accuracy in %. PRE: after aggregation; POST: after local training; *: what the method is judged by.\n"
+    "best is selected on test data."
+)
 ConfigFile = Annotated[Path, typer.Argument(help="A TOML config.", metavar="CONFIG.toml", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Fields to change, e.g. training.lr=0.01", metavar="[SECTION.KEY=VALUE]...")
@@ -202,7 +206,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
     title = f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} rounds"
     table = Table(
         title=title,
-        caption="accuracy in %; * what the method is judged by; best is selected on test data",
+        caption=_CAPTION,
+        caption_justify="left",
         title_justify="left",
     )
     columns = {
@@ -216,14 +221,14 @@ def _print_summary(summary: dict[str, Any]) -> None:
     table.add_column("")
     for heading in columns.values():
         table.add_column(heading, justify="right")
-    for point, label in (("pre", "PRE  (after aggregation)"), ("post", "POST (after local training)")):
+    for point in ("pre", "post"):
         scores = summary["personal"][point]
         mark = " *" if point == summary["headline"] else ""
-        table.add_row(label + mark, *(f"{100 * scores[column]:.2f}" for column in columns))
+        table.add_row(point.upper() + mark, *(f"{100 * scores[column]:.2f}" for column in columns))
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     if summary["global"] is not None:
-        console.print(f"global model on the pooled test set: {100 * summary['global']:.2f} %")
+        console.print(f"global model on the pooled test set: {100 * summary['global']:.2f} %", highlight=False)
     timing, traffic = summary["timing"], summary["traffic"]
     console.print(
         f"{timing['seconds_per_round']:.3f} s per round, {timing['compile_seconds']:.1f} s compilation, "
