@@ -15,7 +15,6 @@ arithmetic of the round (multiply-adds of forward and backward pass) at the rate
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -32,7 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedjax_pfl.build import divide, make_engine, place, prepare_devices
+from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
 from fedjax_pfl.config import Config
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import from_arrays
@@ -243,9 +242,8 @@ def main() -> None:
         measure(cases[arguments.case], arguments.side, arguments.rounds, arguments.out)
         return
     rate = gemm_rate()
-    cores = len(os.sched_getaffinity(0))
     versions = f"jax {jax.__version__}, torch {torch.__version__}"
-    print(f"{versions}, {cores} {platform.machine()} cores, {rate / 1e9:.0f} GFLOP/s")
+    print(f"{versions}, {cores()} {platform.machine()} cores, {rate / 1e9:.0f} GFLOP/s")
     print(f"{'case':22}{'ours':>9}{'PyTorch':>9}{'ratio':>8}{'floor':>9}{'difference':>12}")
     rows = []
     for name in arguments.cases:

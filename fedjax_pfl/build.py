@@ -36,7 +36,12 @@ def prepare_devices(placement: str) -> None:
     """
     if placement in ("auto", "shard") and jax.config.values["jax_num_cpu_devices"] == -1:
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+            jax.config.update("jax_num_cpu_devices", cores())
+
+
+def cores() -> int:
+    """The number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]]:
@@ -125,16 +130,15 @@ def place(engine: Engine, config: Config, key: Key[Array, ""], data: Federation)
     if kind == "auto":
         kind = "shard" if min(jax.local_device_count(), cohort) > 1 else "map" if on_cpu else "vmap"
     devices = min(jax.local_device_count(), cohort) if kind == "shard" else 1
-    limit = available()
-    if memory.resident + memory.per_client > limit:
-        need = f"{(memory.resident + memory.per_client) / 1e9:.2f} GB"
-        raise ConfigError(
-            "data.clients", config.data.clients, f"the run needs about {need}, and a device has {limit / 1e9:.2f} GB"
-        )
     # On a CPU, clients side by side leave the cache and turn convolutions into batched products.
     one_by_one = kind == "map" or (kind == "shard" and on_cpu)
+    limit = available()
     fitting = max(1, min(math.ceil(cohort / devices), (limit - memory.resident) // max(1, memory.per_client)))
     chunk = config.run.chunk or (1 if one_by_one else fitting)
+    need = memory.resident + chunk * memory.per_client
+    if need > limit:
+        field, value = ("run.chunk", chunk) if config.run.chunk else ("data.clients", config.data.clients)
+        raise ConfigError(field, value, f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB")
     mesh = None
     if kind == "shard":
         mesh = jax.make_mesh((devices,), ("clients",), (AxisType.Auto,), devices=jax.local_devices()[:devices])

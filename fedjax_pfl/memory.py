@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -90,12 +91,21 @@ def estimate(engine: Engine, key: Key[Array, ""], data: Federation) -> Memory:
 
 
 def available() -> int:
-    """Bytes that a device offers: an accelerator's own memory, or an equal share of the host's free memory."""
+    """Bytes that a device offers: an accelerator's own memory, or an equal share of what the host has available."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+    return _host_bytes() // jax.local_device_count()
+
+
+def _host_bytes() -> int:
+    """What Linux calls MemAvailable, which counts file caches as free; elsewhere all of the host's memory."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_bytes(jaxpr: Jaxpr) -> int:

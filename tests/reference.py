@@ -78,6 +78,10 @@ class MLP:
         gradient = self.gradient(w, rows)
         return {"extractor": jax.tree.map(np.zeros_like, gradient["extractor"]), "head": gradient["head"]}
 
+    def extractor_gradient(self, w, rows):
+        gradient = self.gradient(w, rows)
+        return {"extractor": gradient["extractor"], "head": jax.tree.map(np.zeros_like, gradient["head"])}
+
     def train(self, w, key, t, rows, trainer, *, gradient=None, phase="local", **changed):
         """One client's local training in round t: the new parameters and the mean of the losses on the way."""
         gradient = gradient or self.gradient

@@ -195,8 +195,13 @@ def test_a_model_that_does_not_fit_the_images_says_so():
 
 def test_a_run_that_does_not_fit_into_memory_says_so(monkeypatch):
     monkeypatch.setattr("fedjax_pfl.build.available", lambda: 10_000)
-    with pytest.raises(ConfigError, match="GB"):
+    with pytest.raises(ConfigError, match="GB") as caught:
         simulate(config())
+    assert caught.value.field == "data.clients"
+    monkeypatch.setattr("fedjax_pfl.build.available", lambda: 400_000)
+    with pytest.raises(ConfigError, match="GB") as caught:
+        simulate(config(run={"placement": "vmap", "chunk": 100}))
+    assert caught.value.field == "run.chunk"
 
 
 def test_a_full_directory_is_kept_unless_overwritten(reference, tmp_path):

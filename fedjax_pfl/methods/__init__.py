@@ -3,10 +3,15 @@
 from collections.abc import Callable
 
 from fedjax_pfl.method import Method
+from fedjax_pfl.methods.ditto import ditto
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
+from fedjax_pfl.methods.fedbabu import fedbabu
+from fedjax_pfl.methods.fedper import fedper
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.methods.fedprox_ft import fedprox_ft
+from fedjax_pfl.methods.fedrep import fedrep
+from fedjax_pfl.methods.lg_fedavg import lg_fedavg
 from fedjax_pfl.methods.local import local
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -15,6 +20,11 @@ METHODS: dict[str, Callable[..., Method]] = {
     "fedavg_ft": fedavg_ft,
     "fedprox": fedprox,
     "fedprox_ft": fedprox_ft,
+    "ditto": ditto,
+    "lg_fedavg": lg_fedavg,
+    "fedper": fedper,
+    "fedrep": fedrep,
+    "fedbabu": fedbabu,
 }
 
 __all__ = ["METHODS"]

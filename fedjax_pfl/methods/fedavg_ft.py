@@ -30,7 +30,7 @@ def fedavg_ft(
       train: the local trainer.
       finetune_epochs: E_ft; 0 gives FedAvg's PRE exactly.
       finetune_lr: eta_ft; the local learning rate unless given.
-      finetune_scope: ``"full"`` or ``"head"`` (the last layer alone, on cached features).
+      finetune_scope: ``"full"``, ``"head"`` (the last layer alone, on cached features) or ``"extractor"``.
 
     Reference:
       The fine-tuning baseline of Collins et al. (ICML 2021, arXiv:2102.07078) and Xu et al. (ICLR 2023,

@@ -32,7 +32,7 @@ def fedprox_ft(
       mu: strength of the proximal term in the rounds.
       finetune_epochs: E_ft.
       finetune_lr: eta_ft; the local learning rate unless given.
-      finetune_scope: ``"full"`` or ``"head"``.
+      finetune_scope: ``"full"``, ``"head"`` or ``"extractor"``.
 
     Reference:
       FedProx (arXiv:1812.06127) with the fine-tuning of FedAvg-FT; baselines, section 5.

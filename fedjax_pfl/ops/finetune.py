@@ -9,7 +9,7 @@ from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.local import Scalar, Trainer, cache_features
 from fedjax_pfl.ops.losses import cross_entropy
 
-Scope = Literal["full", "head"]
+Scope = Literal["full", "head", "extractor"]
 
 
 def finetune(
@@ -35,7 +35,8 @@ def finetune(
       data: the client's training samples.
       epochs: E_ft.
       lr: eta_ft; None for the rate of local training.
-      scope: ``"full"`` trains everything, ``"head"`` the last layer alone, on cached features.
+      scope: ``"full"`` trains everything, ``"extractor"`` all but the last layer, ``"head"`` the last layer alone, on
+        cached features.
     """
 
     def head_loss(phi: Params, batch: Batch, key: Key[Array, ""]) -> Array:
@@ -50,4 +51,8 @@ def finetune(
         cached = cache_features(lambda x: model.features(params["extractor"], x), data)
         head, _ = train(key, t, head_loss, params["head"], cached, phase="finetune", epochs=epochs, lr=lr)
         return {**params, "head": head}
+    if scope == "extractor":
+        loss = lambda theta, batch, key: full_loss({**params, "extractor": theta}, batch, key)  # noqa: E731
+        theta, _ = train(key, t, loss, params["extractor"], data, phase="finetune", epochs=epochs, lr=lr)
+        return {**params, "extractor": theta}
     return train(key, t, full_loss, params, data, phase="finetune", epochs=epochs, lr=lr)[0]

@@ -1,0 +1,61 @@
+"""FedRep (Collins et al., ICML 2021), Algorithm 1: first the personal head, then the shared extractor."""
+
+from typing import Annotated
+
+from annotated_types import Ge
+
+from fedjax_pfl.method import Method
+from fedjax_pfl.methods.fedper import fedper
+from fedjax_pfl.models.base import Model
+from fedjax_pfl.ops.local import Trainer, cache_features
+from fedjax_pfl.ops.losses import cross_entropy
+
+
+def fedrep(
+    model: Model,
+    train: Trainer,
+    *,
+    head_epochs: Annotated[int, Ge(0)] = 10,
+    final_head_epochs: Annotated[int, Ge(0)] = 0,
+) -> Method:
+    """FedRep: participants train their head under the received extractor, then the extractor under the new head.
+
+    Shared: theta. Personal: phi_i. Headline: PRE. ``training.epochs`` is E_b, the extractor's. The head phase runs on
+    features that are computed once per round, since the extractor stands still.
+
+    Args:
+      model: extractor and head.
+      train: the local trainer.
+      head_epochs: E_h; the paper's grid is 1, 5, 10.
+      final_head_epochs: head epochs under the aggregated extractor before each PRE evaluation. The paper's protocol is
+        max(10, E_h) after the last round (with ``run.eval_every = training.rounds``).
+
+    Reference:
+      L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai. Exploiting Shared Representations for Personalized Federated
+      Learning. ICML 2021. arXiv:2102.07078.
+    """
+
+    def head_loss(head, batch, key):
+        del key
+        return cross_entropy(model.classify(head, batch.x), batch.y, batch.mask)
+
+    def train_head(key, t, extractor, head, data, phase, epochs):
+        features = cache_features(lambda x: model.features(extractor, x), data)
+        return train(key, t, head_loss, head, features, phase=phase, epochs=epochs)[0]
+
+    def local(key, t, view, client, data):
+        head = train_head(key, t, view, client, data, "head", head_epochs)
+
+        def loss(extractor, batch, key):
+            del key
+            return cross_entropy(model.apply({"extractor": extractor, "head": head}, batch.x), batch.y, batch.mask)
+
+        extractor, info = train(key, t, loss, view, data)
+        return head, extractor, info
+
+    def personalize(key, t, view, client, data):
+        if final_head_epochs == 0:
+            return view, client
+        return view, train_head(key, t, view, client, data, "final head", final_head_epochs)
+
+    return fedper(model, train)._replace(local=local, personalize=personalize)

@@ -1,0 +1,174 @@
+"""Ditto, LG-FedAvg, FedPer, FedRep and FedBABU against two rounds in NumPy, and their limits."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.data.federated import client_data
+from fedjax_pfl.engine import Engine
+from fedjax_pfl.memory import count, exchange
+from fedjax_pfl.methods import METHODS
+from tests.reference import MLP, client_key, held, to_numpy, weighted_mean
+
+KEY = jax.random.key(12)
+N = 7
+LAM = 0.6
+HYPERPARAMETERS = {"ditto": {"lam": LAM, "personal_epochs": 3}, "fedrep": {"head_epochs": 3}}
+
+
+@pytest.fixture(scope="module")
+def two_rounds(model, trainer, federation):
+    def play(name, **hyperparameters):
+        engine = Engine(METHODS[name](model, trainer, **hyperparameters), N)
+        start = jax.jit(engine.init)(KEY, federation)
+        bounds = jnp.zeros((), jnp.int32), jnp.array(2, jnp.int32)
+        return start.state, jax.jit(engine.rounds)(KEY, start, *bounds, jnp.array(True), federation).state
+
+    return play
+
+
+def join(theta, phi):
+    return {"extractor": theta, "head": phi}
+
+
+def ditto_client(mlp, train, server, personal):
+    def tied(w, rows):
+        return jax.tree.map(lambda g, v, anchor: g + LAM * (v - anchor), mlp.gradient(w, rows), w, server)
+
+    upload = train(server)
+    return upload, train(personal, gradient=tied, epochs=3)
+
+
+def fedper_client(mlp, train, theta, phi):
+    w = train(join(theta, phi))
+    return w["extractor"], w["head"]
+
+
+def lg_fedavg_client(mlp, train, phi, theta):
+    w = train(join(theta, phi))
+    return w["head"], w["extractor"]
+
+
+def fedrep_client(mlp, train, theta, phi):
+    w = train(join(theta, phi), gradient=mlp.head_gradient, phase="head", epochs=3)
+    w = train(w, gradient=mlp.extractor_gradient)
+    return w["extractor"], w["head"]
+
+
+@pytest.mark.parametrize(
+    ("name", "client"),
+    [
+        ("ditto", ditto_client),
+        ("fedper", fedper_client),
+        ("lg_fedavg", lg_fedavg_client),
+        ("fedrep", fedrep_client),
+    ],
+)
+def test_two_rounds_are_numpys(name, client, two_rounds, trainer, federation):
+    start, found = two_rounds(name, **HYPERPARAMETERS.get(name, {}))
+    mlp = MLP(federation.x, federation.y)
+    rows = [held(federation.train, i) for i in range(N)]
+    server = to_numpy(start.server)
+    personal = [to_numpy(jax.tree.map(lambda leaf, i=i: leaf[i], start.clients)) for i in range(N)]
+    for t in range(2):
+        uploads = []
+        for i in range(N):
+
+            def train(w, i=i, t=t, **options):
+                return mlp.train(w, client_key(KEY, t, i), t, rows[i], trainer, **options)[0]
+
+            upload, personal[i] = client(mlp, train, server, personal[i])
+            uploads.append(upload)
+        server = weighted_mean(uploads, [len(held) for held in rows])
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)  # noqa: E731
+    jax.tree.map(near, found.server, server)
+    for i in range(N):
+        jax.tree.map(lambda leaf, expected, i=i: near(leaf[i], expected), found.clients, personal[i])
+
+
+def test_fedbabu_trains_the_extractor_under_a_head_that_never_changes(two_rounds, trainer, federation):
+    start, found = two_rounds("fedbabu")
+    jax.tree.map(np.testing.assert_array_equal, found.clients, start.clients)
+    jax.tree.map(np.testing.assert_array_equal, found.server["head"], start.server["head"])
+    mlp, w = MLP(federation.x, federation.y), to_numpy(start.server)
+    for t in range(2):
+        uploads = []
+        for i in range(N):
+            rows = held(federation.train, i)
+            key = client_key(KEY, t, i)
+            uploads.append(mlp.train(w, key, t, rows, trainer, gradient=mlp.extractor_gradient)[0])
+        w = weighted_mean(uploads, federation.train.count)
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)  # noqa: E731
+    jax.tree.map(near, found.server["extractor"], w["extractor"])
+
+
+def test_dittos_global_branch_is_fedavg_and_without_the_tie_its_personal_branch_is_local(two_rounds):
+    same = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)  # noqa: E731
+    fedavg, local = two_rounds("fedavg")[1], two_rounds("local")[1]
+    tied, untied = two_rounds("ditto", lam=1.0)[1], two_rounds("ditto", lam=0.0)[1]
+    same(tied.server, fedavg.server)
+    same(untied.server, fedavg.server)
+    same(untied.clients, local.clients)
+    distance = [
+        sum(float(jnp.sum((v - w) ** 2)) for v, w in zip(*map(jax.tree.leaves, run), strict=True))
+        for run in ((tied.clients, tied.server), (untied.clients, untied.server))
+    ]
+    assert distance[0] < distance[1]
+
+
+def test_fedper_and_fedrep_without_head_epochs_differ_only_in_the_head(two_rounds):
+    _, fedrep = two_rounds("fedrep", head_epochs=0)
+    start, fedbabu = two_rounds("fedbabu")
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
+    jax.tree.map(near, fedrep.server, fedbabu.server["extractor"])
+    jax.tree.map(np.testing.assert_array_equal, fedrep.clients, start.clients)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("ditto", ("extractor", "head")),
+        ("fedper", ("extractor",)),
+        ("lg_fedavg", ("head",)),
+        ("fedrep", ("extractor",)),
+        ("fedbabu", ("extractor",)),
+    ],
+)
+def test_only_the_shared_part_is_exchanged(name, parts, model, trainer, federation):
+    engine = Engine(METHODS[name](model, trainer), N)
+    params = jax.eval_shape(model.init, KEY)
+    shapes = exchange(engine, KEY, federation)
+    assert count(shapes.up) == count(shapes.down) == sum(count(params[part]) for part in parts)
+
+
+def personalized(method, federation, view, client, i):
+    data = client_data(federation.x, federation.y, jax.tree.map(lambda leaf: leaf[i], federation.train))
+    return jax.jit(method.personalize)(client_key(KEY, 2, i), jnp.array(2, jnp.int32), view, client, data)
+
+
+@pytest.mark.parametrize("i", [1, 2, 6])
+def test_fedreps_final_head_epochs_train_the_head_alone(i, model, trainer, federation):
+    params = model.init(KEY)
+    method = METHODS["fedrep"](model, trainer, final_head_epochs=4)
+    view, head = personalized(method, federation, params["extractor"], params["head"], i)
+    jax.tree.map(np.testing.assert_array_equal, view, params["extractor"])
+    mlp, rows = MLP(federation.x, federation.y), held(federation.train, i)
+    options = {"gradient": mlp.head_gradient, "phase": "final head", "epochs": 4}
+    expected, _ = mlp.train(to_numpy(params), client_key(KEY, 2, i), 2, rows, trainer, **options)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), head, expected["head"])
+
+
+@pytest.mark.parametrize("scope", ["full", "head", "extractor"])
+def test_fedbabu_fine_tunes_what_it_is_told_to(scope, model, trainer, federation):
+    params, i = model.init(KEY), 6
+    trainer = replace(trainer, lr_decay=0.8)
+    method = METHODS["fedbabu"](model, trainer, finetune_epochs=3, finetune_lr=0.05, finetune_scope=scope)
+    found = join(*personalized(method, federation, params["extractor"], params["head"], i))
+    mlp, rows = MLP(federation.x, federation.y), held(federation.train, i)
+    gradient = {"full": mlp.gradient, "head": mlp.head_gradient, "extractor": mlp.extractor_gradient}[scope]
+    options = {"gradient": gradient, "phase": "finetune", "epochs": 3, "lr": 0.05}
+    expected, _ = mlp.train(to_numpy(params), client_key(KEY, 2, i), 2, rows, trainer, **options)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
