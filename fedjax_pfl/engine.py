@@ -12,7 +12,7 @@ All three compute the same; only the order of floating-point sums differs (tests
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -295,15 +295,13 @@ class Engine:
 
     def _gather(self, ids: Int[Array, " K"], rows: PyTree) -> tuple[Bool[Array, " K"], PyTree]:
         """Which rows are present, and the rows; an absent client has no samples, so that it does no work."""
-        is_clients = lambda node: isinstance(node, Clients)  # noqa: E731
-        total = len(jax.tree.leaves(rows)[0])
-        present = ids < total
-        taken = jax.tree.map(
-            lambda node: node._replace(count=jnp.where(present, node.count, 0)) if is_clients(node) else node,
-            take_rows(rows, ids),
-            is_leaf=is_clients,
-        )
-        return present, taken
+        present = ids < len(jax.tree.leaves(rows)[0])
+
+        def without_absent(node: Any) -> Any:
+            return node._replace(count=jnp.where(present, node.count, 0)) if isinstance(node, Clients) else node
+
+        taken = take_rows(rows, ids)
+        return present, jax.tree.map(without_absent, taken, is_leaf=lambda node: isinstance(node, Clients))
 
     def _score_cohort(
         self, post: Scores, ids: Int[Array, " K"], view: PyTree, clients: PyTree, uploads: PyTree, data: Federation

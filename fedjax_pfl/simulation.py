@@ -209,7 +209,10 @@ def _compile(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[_Pr
         lowered.append(jax.jit(engine.global_accuracy).lower(run.state, data))
     with ThreadPoolExecutor() as pool:
         init, rounds, pre, *accuracy = pool.map(jax.stages.Lowered.compile, lowered)
-    global_accuracy = lambda *arguments: float(accuracy[0](*arguments)) if accuracy else None  # noqa: E731
+
+    def global_accuracy(state: State, data: Federation) -> float | None:
+        return float(accuracy[0](state, data)) if accuracy else None
+
     return _Programs(init, rounds, pre, global_accuracy), data, time.perf_counter() - began
 
 

@@ -65,7 +65,10 @@ def max_pool2x2(x: Images) -> Float[Array, "batch height2 width2 inputs"]:
     Written as the maximum of four strided slices, whose gradient costs a third of that of ``lax.reduce_window``.
     """
     height, width = x.shape[1] // 2 * 2, x.shape[2] // 2 * 2
-    corner = lambda i, j: x[:, i:height:2, j:width:2]  # noqa: E731
+
+    def corner(i: int, j: int) -> Array:
+        return x[:, i:height:2, j:width:2]
+
     return jnp.maximum(jnp.maximum(corner(0, 0), corner(0, 1)), jnp.maximum(corner(1, 0), corner(1, 1)))
 
 
@@ -165,9 +168,8 @@ def _kernel_gradient_op(
 
     @batched.def_vmap
     def over_clients(_: int, is_batched: list[bool], x: Array, dy: Array) -> tuple[Array, bool]:
-        axes = tuple(0 if flag else None for flag in is_batched)
-        by_patches = lambda x, dy: _kernel_gradient_by_patches(x, dy, strides, pads, size)  # noqa: E731
-        return jax.vmap(by_patches, axes)(x, dy), True
+        axes = (*(0 if flag else None for flag in is_batched), None, None, None)
+        return jax.vmap(_kernel_gradient_by_patches, axes)(x, dy, strides, pads, size), True
 
     return batched
 

@@ -47,12 +47,14 @@ def finetune(
         del key
         return cross_entropy(model.apply(params, batch.x), batch.y, batch.mask)
 
+    def extractor_loss(theta: Params, batch: Batch, key: Key[Array, ""]) -> Array:
+        return full_loss({**params, "extractor": theta}, batch, key)
+
     if scope == "head":
         cached = cache_features(lambda x: model.features(params["extractor"], x), data)
         head, _ = train(key, t, head_loss, params["head"], cached, phase="finetune", epochs=epochs, lr=lr)
         return {**params, "head": head}
     if scope == "extractor":
-        loss = lambda theta, batch, key: full_loss({**params, "extractor": theta}, batch, key)  # noqa: E731
-        theta, _ = train(key, t, loss, params["extractor"], data, phase="finetune", epochs=epochs, lr=lr)
+        theta, _ = train(key, t, extractor_loss, params["extractor"], data, phase="finetune", epochs=epochs, lr=lr)
         return {**params, "extractor": theta}
     return train(key, t, full_loss, params, data, phase="finetune", epochs=epochs, lr=lr)[0]
