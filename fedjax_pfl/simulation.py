@@ -109,6 +109,7 @@ def simulate(
     run = programs.init(key_init, federation)
     lines: list[dict[str, Any]] = []
     t, block, round_seconds = 0, 1, 0.0
+    started_running = time.perf_counter()
     while t < rounds:
         next_evaluation = min(rounds, (t // config.run.eval_every + 1) * config.run.eval_every)
         stop = min(t + block, next_evaluation)
@@ -135,8 +136,7 @@ def simulate(
             if record:
                 record.append(lines[-1])
         if progress:
-            elapsed = time.perf_counter() - began - compile_seconds
-            left = elapsed / t * (rounds - t)
+            left = (time.perf_counter() - started_running) / t * (rounds - t)
             progress(Progress(t, rounds, loss, lines[-1] if lines else None, left, memory_bytes))
 
     clients = _client_table(shares, pre, run.post)
