@@ -75,6 +75,12 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
         partition = kind(dataset.labels, clients, seed, total, **options)
         splits = split_rows(dataset.labels, partition.parts, seed, **held_out)
         pooled = np.sort(np.concatenate([split.test for split in splits]))
+    if spec.evaluate_on == "validation":
+        pooled = np.sort(np.concatenate([split.validation for split in splits]))
+        if len(pooled) == 0:
+            largest = max(map(len, partition.parts))
+            allowed = f"a larger share: of {largest} samples or fewer per client it leaves none to validate on"
+            raise ConfigError("data.validation_share", spec.validation_share, allowed)
     blocks = np.array_split(pooled, math.ceil(len(pooled) / _POOLED_BLOCK))
 
     def rows(part: str) -> Clients:
@@ -85,7 +91,7 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
         y=jnp.asarray(dataset.labels, jnp.int32),
         train=rows("train"),
         validation=rows("validation") if spec.validation_share else None,
-        test=rows("test"),
+        test=rows(spec.evaluate_on),
         pooled=pack(blocks, dataset.labels, dataset.classes),
     )
     return federation, manifest(dataset.labels, dataset.classes, partition, splits)
@@ -93,8 +99,10 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
 
 def make_engine(config: Config, dataset: Dataset) -> Engine:
     """Model, trainer and method, joined; clients one by one on one device until :func:`place` decides."""
-    trainer = Trainer(**config.training.model_dump(exclude={"rounds"}))
+    trainer = Trainer(**config.training.model_dump(exclude={"rounds", "augment"}))
     method = METHODS[config.method["name"]](_model(config, dataset), trainer, **_options(config.method, "name"))
+    if config.training.augment is not None:
+        method = method._replace(augment=config.training.augment)
     ratio = config.participation.ratio
     low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
     return Engine(method, config.data.clients, Participation(low, high, config.participation.dropout))

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 
+from fedjax_pfl.data.augment import Augment
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.methods import METHODS
@@ -74,6 +75,8 @@ class Data(_Section):
         out, test samples are drawn from the test part with each client's label proportions).
       test_share: share of a client's samples that is held out for testing.
       validation_share: share of a client's training samples that methods may select on.
+      evaluate_on: ``test``, or ``validation``: the validation share takes the place of the test samples, so that
+        hyperparameters can be chosen without a look at these.
       samples_per_client: training samples (validation included) that each client gets; all of them, unless given.
       seed: seed of partition and split; ``run.seed`` unless given.
       mean: mean that pixels, scaled to [0, 1], are normalised with; one number or one per channel.
@@ -88,14 +91,35 @@ class Data(_Section):
     split: Literal["merge", "official"] = "merge"
     test_share: Share = 0.25
     validation_share: float = Field(0.0, ge=0, lt=1)
+    evaluate_on: Literal["test", "validation"] = "test"
     samples_per_client: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**32)
     mean: float | list[float] = 0.5
     std: Annotated[float, Field(gt=0)] | list[Annotated[float, Field(gt=0)]] = 0.5
 
+    @model_validator(mode="after")
+    def _validation_needs_a_share(self) -> "Data":
+        if self.evaluate_on == "validation" and self.validation_share == 0:
+            raise ConfigError("data.evaluate_on", "validation", '"test", or give data.validation_share a value above 0')
+        return self
+
 
 class Training(_Section):
-    """Local training, and for how many rounds. The defaults are PFLlib's."""
+    """Local training, and for how many rounds. The defaults are PFLlib's.
+
+    Attributes:
+      rounds: T, communication rounds.
+      epochs: E, local epochs.
+      batch_size: B, samples per mini-batch.
+      lr: eta, the learning rate in round 0.
+      lr_decay: factor on the learning rate per round.
+      momentum: heavy-ball coefficient.
+      weight_decay: coefficient of the L2 term.
+      clip_norm: largest global norm of a gradient; no clipping unless given.
+      drop_last: leave out an epoch's last, short batch.
+      augment: ``none``, ``concat`` or ``replace`` (FedeCouple's five operations, added to or instead of the originals),
+        ``crop_flip``; the method's own unless given (FedeCouple: ``concat``, all others: ``none``).
+    """
 
     rounds: int = Field(100, ge=1)
     epochs: int = Field(1, ge=1)
@@ -106,6 +130,7 @@ class Training(_Section):
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float | None = Field(None, gt=0)
     drop_last: bool = False
+    augment: Augment | None = None
 
 
 class Participation(_Section):

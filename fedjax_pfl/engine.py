@@ -22,10 +22,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from fedjax_pfl.data.federated import Clients, Federation, client_data
+from fedjax_pfl.data.augment import augment
+from fedjax_pfl.data.federated import ClientData, Clients, Federation, client_data
 from fedjax_pfl.evaluate import Scores, score
-from fedjax_pfl.method import Cohort, Method, State
-from fedjax_pfl.ops.local import TrainInfo
+from fedjax_pfl.method import Cohort, Method, State, per_class_part
+from fedjax_pfl.ops.local import TrainInfo, phase_key
 from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
 
 
@@ -119,10 +120,25 @@ class Participation:
 
 
 class Traffic(NamedTuple):
-    """Client-rounds so far: how often the view was sent down and an upload came back."""
+    """Communication so far.
+
+    Attributes:
+      down: how often the view was sent to a client.
+      up: how often an upload came back.
+      rows_down: class rows sent in the per-class part of these views.
+      rows_up: class rows sent in the per-class part of these uploads.
+    """
 
     down: Int[Array, ""]
     up: Int[Array, ""]
+    rows_down: Int[Array, ""]
+    rows_up: Int[Array, ""]
+
+
+def class_rows(tree: PyTree) -> Int[Array, ""]:
+    """How many rows the per-class part of a tree sends, over all clients if it has a client axis; 0 without one."""
+    part = per_class_part(tree)
+    return jnp.zeros((), jnp.int32) if part is None else jnp.sum(part.held.astype(bool), dtype=jnp.int32)
 
 
 class Run(NamedTuple):
@@ -132,7 +148,7 @@ class Run(NamedTuple):
       state: server and clients.
       post: each client's POST scores, from its last participation that was evaluated; every leaf [N].
       loss: mean training loss of the last round's participants.
-      traffic: client-rounds of communication so far.
+      traffic: communication so far.
     """
 
     state: State
@@ -184,7 +200,7 @@ class Engine:
             post = Scores(*(jnp.zeros((self.clients,), jnp.float32) for _ in Scores._fields))
         else:  # a client that is never selected keeps the score of its initial model (protocol.md)
             post = self._score_all(lambda key, t, view, client, data: (view, client), key_score, none, state, data)
-        return Run(state, post, jnp.zeros((), jnp.float32), Traffic(none, none))
+        return Run(state, post, jnp.zeros((), jnp.float32), Traffic(none, none, none, none))
 
     def rounds(
         self,
@@ -237,7 +253,8 @@ class Engine:
 
         count = jnp.sum(present)
         loss = jnp.sum(jnp.where(present, info.loss, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
-        return Run(State(server, clients), post, loss, Traffic(run.traffic.down + selected, run.traffic.up + count))
+        sent = Traffic(selected, count, selected * class_rows(view), class_rows(uploads))
+        return Run(State(server, clients), post, loss, jax.tree.map(jnp.add, run.traffic, sent))
 
     def local(self, shared: tuple, row: tuple) -> tuple[PyTree, PyTree, TrainInfo]:
         """A participant's part in a round: what is mapped over the cohort.
@@ -250,7 +267,8 @@ class Engine:
           (client, upload, info).
         """
         (key, t, view, x, y), (client_id, client, train) = shared, row
-        return self.method.local(jax.random.fold_in(key, client_id), t, view, client, client_data(x, y, train))
+        key = jax.random.fold_in(key, client_id)
+        return self.method.local(key, t, view, client, self._training_data(key, x, y, train))
 
     def pre(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> Scores:
         """PRE scores of all clients after t rounds: the newest shared parameters, personalised; every leaf [N]."""
@@ -269,6 +287,10 @@ class Engine:
 
         scores = map_clients(one, (state.server, data.x, data.y), blocks, self.placement)
         return jnp.sum(scores.correct) / jnp.sum(data.pooled.count).astype(jnp.float32)
+
+    def _training_data(self, key: Key[Array, ""], x: Array, y: Array, train: Clients) -> ClientData:
+        """What a client trains on in the round of this key."""
+        return augment(phase_key(key, "augment"), client_data(x, y, train), self.method.augment)
 
     def _select(self, keys: RoundKeys, count: Int[Array, " N"]) -> tuple[Int[Array, " K"], Int[Array, ""]]:
         """Draws the cohort of a round: its ids (N where absent), and how many were selected before any dropped out."""
@@ -327,7 +349,7 @@ class Engine:
         def one(shared: tuple, row: tuple) -> Scores:
             (key, t, view, x, y), (client_id, client, train, test) = shared, row
             key = jax.random.fold_in(key, client_id)
-            view, client = personalize(key, t, view, client, client_data(x, y, train))
+            view, client = personalize(key, t, view, client, self._training_data(key, x, y, train))
             return score(lambda images: self.method.predict(view, client, images), client_data(x, y, test))
 
         shared = key, t, self.method.broadcast(state.server), data.x, data.y

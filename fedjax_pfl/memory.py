@@ -11,8 +11,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import Federation
-from fedjax_pfl.engine import Engine
-from fedjax_pfl.method import State
+from fedjax_pfl.engine import Engine, Traffic
+from fedjax_pfl.method import State, per_class_part
 
 
 class Exchange(NamedTuple):
@@ -37,6 +37,23 @@ class Exchange(NamedTuple):
     def up(self) -> PyTree:
         """All that a client sends in a round."""
         return self.upload
+
+    def dense_bytes(self, traffic: Traffic) -> int:
+        """Bytes exchanged if all parts were always sent whole."""
+        return int(traffic.down) * size(self.down) + int(traffic.up) * size(self.up)
+
+    def sent_bytes(self, traffic: Traffic) -> int:
+        """Bytes exchanged: of a per-class part, the rows of the classes that are held."""
+        left_out = 0
+        for tree, times, sent in (
+            (self.view, traffic.down, traffic.rows_down),
+            (self.upload, traffic.up, traffic.rows_up),
+        ):
+            part = per_class_part(tree)
+            if part is not None:
+                classes = part.held.shape[-1]
+                left_out += (int(times) * classes - int(sent)) * (size(part.rows) // classes)
+        return self.dense_bytes(traffic) - left_out
 
 
 class Memory(NamedTuple):

@@ -9,7 +9,10 @@ disagree with what is exchanged.
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from jaxtyping import Array, Float, Int, PyTree
+import jax
+from jaxtyping import Array, Float, Int, PyTree, Shaped
+
+from fedjax_pfl.data.augment import Augment
 
 
 class State(NamedTuple):
@@ -38,6 +41,26 @@ class Cohort(NamedTuple):
     total: int
 
 
+class PerClass(NamedTuple):
+    """A part of a view or an upload of which only the rows of some classes are sent; the traffic counts just these.
+
+    Attributes:
+      held: not 0 for a class whose row is sent (a flag, or the number of samples), [C]; itself sent whole.
+      rows: arrays of one row per class, every leaf [C, ...]; nothing may be read from the rows that are not sent.
+    """
+
+    held: Shaped[Array, "*clients C"]
+    rows: PyTree
+
+
+def per_class_part(tree: PyTree) -> PerClass | None:
+    """The per-class part of a view or an upload, if it has one; arrays that belong together share a part."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, PerClass))
+    parts = [node for node in nodes if isinstance(node, PerClass)]
+    assert len(parts) <= 1, "a view or an upload has one per-class part at most"
+    return parts[0] if parts else None
+
+
 class Method(NamedTuple):
     """A federated method.
 
@@ -60,6 +83,8 @@ class Method(NamedTuple):
         training. The default serves methods whose upload is the trained view.
       global_predict: server, x -> logits, where the method has a global model.
       headline: the evaluation point that the method is judged by, ``"pre"`` or ``"post"``.
+      augment: what is done to the client's images before ``local`` and ``personalize`` see them, drawn afresh in every
+        round; ``training.augment`` of a config overrides it.
       setup: key, view, client, data -> (client, upload), once for all N clients before round 0, aggregated with the
         full cohort at t = -1; for methods whose first round needs what only the clients know.
     """
@@ -73,4 +98,5 @@ class Method(NamedTuple):
     trained: Callable = lambda view, client, upload: (upload, client)
     global_predict: Callable | None = None
     headline: Literal["pre", "post"] = "pre"
+    augment: Augment = "none"
     setup: Callable | None = None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Int, Key
 
 from fedjax_pfl.build import divide, make_engine, place, prepare_devices
 from fedjax_pfl.config import Config
@@ -18,7 +18,7 @@ from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import from_arrays, load
 from fedjax_pfl.engine import Engine, Run
 from fedjax_pfl.evaluate import Scores, summarize
-from fedjax_pfl.memory import Exchange, count, exchange, size
+from fedjax_pfl.memory import count, exchange
 from fedjax_pfl.method import State
 from fedjax_pfl.record import RunDirectory
 
@@ -101,7 +101,7 @@ def simulate(
     if record:
         record.begin(config.to_toml(), shares)
 
-    rounds, n_test = config.training.rounds, np.asarray(shares["n_test"])
+    rounds, n_test = config.training.rounds, np.asarray(shares[f"n_{config.data.evaluate_on}"])
     memory_bytes = memory.resident + engine.placement.chunk * memory.per_client
     if progress:
         progress(Progress(0, rounds, float("nan"), None, float("nan"), memory_bytes))
@@ -129,7 +129,7 @@ def simulate(
                     "pre": summarize(pre, n_test),
                     "post": summarize(run.post, n_test),
                     "global": programs.global_accuracy(run.state, federation),
-                    "megabytes": _megabytes(run, exchanged),
+                    "megabytes": exchanged.sent_bytes(run.traffic) / 1e6,
                     "seconds": time.perf_counter() - began,
                 }
             )
@@ -139,7 +139,7 @@ def simulate(
             left = (time.perf_counter() - started_running) / t * (rounds - t)
             progress(Progress(t, rounds, loss, lines[-1] if lines else None, left, memory_bytes))
 
-    clients = _client_table(shares, pre, run.post)
+    clients = _client_table(np.asarray(shares["n_train"]), n_test, pre, run.post)
     summary = {
         "method": config.method["name"],
         "headline": engine.method.headline,
@@ -159,7 +159,8 @@ def simulate(
         "traffic": {
             "floats_up_per_client_round": count(exchanged.up),
             "floats_down_per_client_round": count(exchanged.down),
-            "megabytes_total": _megabytes(run, exchanged),
+            "megabytes_total": exchanged.sent_bytes(run.traffic) / 1e6,
+            "megabytes_dense": exchanged.dense_bytes(run.traffic) / 1e6,
         },
         "memory": {"estimate_bytes": memory_bytes, **memory._asdict()},
         "environment": {
@@ -216,12 +217,6 @@ def _compile(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[_Pr
     return _Programs(init, rounds, pre, global_accuracy), data, time.perf_counter() - began
 
 
-def _megabytes(run: Run, exchanged: Exchange) -> float:
-    """Communication so far, in MB of 1e6 bytes: every view sent to a selected client, every upload that came back."""
-    down, up = int(run.traffic.down), int(run.traffic.up)
-    return (down * size(exchanged.down) + up * size(exchanged.up)) / 1e6
-
-
 def _headline(lines: list[dict[str, Any]], point: str) -> dict[str, float]:
     """The headline numbers of PRE or POST; ``best`` is selected on test data."""
     accuracy = np.array([line[point]["accuracy"] for line in lines])
@@ -250,10 +245,11 @@ def _history(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {name: np.array(column) for name, column in columns.items()}
 
 
-def _client_table(shares: dict[str, Any], pre: Scores, post: Scores) -> dict[str, np.ndarray]:
+def _client_table(
+    n_train: Int[np.ndarray, " N"], n_test: Int[np.ndarray, " N"], pre: Scores, post: Scores
+) -> dict[str, np.ndarray]:
     """One row per client, as in ``clients.csv``; the scores of a client without test samples are NaN."""
-    n_test = np.asarray(shares["n_test"])
-    table = {"client": np.arange(len(n_test)), "n_train": np.asarray(shares["n_train"]), "n_test": n_test}
+    table = {"client": np.arange(len(n_test)), "n_train": n_train, "n_test": n_test}
     for point, scores in (("pre", pre), ("post", post)):
         for metric in ("accuracy", "macro_f1"):
             table[f"{point}_{metric}"] = np.where(n_test > 0, np.asarray(getattr(scores, metric)), np.nan)

@@ -1,10 +1,13 @@
 """The federation as the device holds it: samples stored once, a client is a row of an index table and a count."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Optional
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
@@ -31,6 +34,7 @@ class ClientData(NamedTuple):
       index: this client's rows in the pool; only the first ``count`` mean anything, [capacity].
       count: n_i, the number of samples of the client.
       class_counts: n_ic, its samples per class, [classes].
+      original: the same client before augmentation; None where nothing was augmented.
     """
 
     x: Shaped[Array, "samples ..."]
@@ -38,6 +42,7 @@ class ClientData(NamedTuple):
     index: Int[Array, " capacity"]  # type: ignore[assignment]  # hides tuple.index
     count: Int[Array, ""]  # type: ignore[assignment]  # hides tuple.count
     class_counts: Float[Array, " classes"]
+    original: Optional["ClientData"] = None
 
     @property
     def capacity(self) -> int:
@@ -48,6 +53,40 @@ class ClientData(NamedTuple):
         """The samples at the given positions of this client's list; where not valid, padding."""
         rows = self.index[jnp.where(valid, positions, 0)]
         return Batch(self.x[rows], self.y[rows], valid.astype(jnp.float32))
+
+    @property
+    def labels(self) -> Int[Array, " capacity"]:
+        """The label at each position of this client's list; any label where there is padding."""
+        return self.y[self.index]
+
+    @property
+    def valid(self) -> Float[Array, " capacity"]:
+        """1 at the positions that hold a sample, 0 at the padding."""
+        return (jnp.arange(self.capacity) < self.count).astype(jnp.float32)
+
+    def map(self, fn: Callable[..., Array], *, batch_size: int = 128) -> Shaped[Array, "capacity ..."]:
+        """Applies a function to all samples of the client, block by block, and to little more than these.
+
+        Args:
+          fn: (x [batch, ...], positions [batch]) -> [batch, ...].
+          batch_size: samples per block.
+
+        Returns:
+          The result of each position, [capacity, ...]; anything finite at the padding.
+        """
+        width = min(batch_size, self.capacity)
+
+        def block(number: Int[Array, ""]) -> Array:
+            positions = number * width + jnp.arange(width)
+            return fn(self.take(positions, positions < self.count).x, positions)
+
+        shape = jax.eval_shape(block, jnp.zeros((), jnp.int32))
+        table = jnp.zeros((math.ceil(self.capacity / width) * width, *shape.shape[1:]), shape.dtype)
+
+        def fill(number: Int[Array, ""], table: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(table, block(number), number * width, axis=0)
+
+        return lax.fori_loop(0, (self.count + width - 1) // width, fill, table)[: self.capacity]
 
 
 class Clients(NamedTuple):

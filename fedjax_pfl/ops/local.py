@@ -1,6 +1,5 @@
 """Local training: epochs of mini-batches over one client's samples."""
 
-import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -197,20 +196,8 @@ def cache_features(
       batch_size: samples per forward pass.
 
     Returns:
-      The same client with x = z, [capacity rounded up, dim].
+      The same client with x = z, [capacity, dim].
     """
-    width = min(batch_size, data.capacity)
-    blocks = math.ceil(data.capacity / width)
-
-    def forward(block: Int[Array, ""]) -> Float[Array, "batch dim"]:
-        slots = block * width + jnp.arange(width)
-        return features(data.take(slots, slots < data.count).x)
-
-    shape = jax.eval_shape(forward, jnp.zeros((), jnp.int32))
-    table = jnp.zeros((blocks * width, shape.shape[-1]), shape.dtype)
-
-    def fill(block: Int[Array, ""], table: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(table, forward(block), block * width, axis=0)
-
-    table = lax.fori_loop(0, (data.count + width - 1) // width, fill, table)
-    return data._replace(x=table, y=data.y[data.index], index=jnp.arange(data.capacity, dtype=jnp.int32))
+    z = data.map(lambda x, positions: features(x), batch_size=batch_size)
+    positions = jnp.arange(data.capacity, dtype=jnp.int32)
+    return data._replace(x=z, y=data.labels, index=positions, original=None)

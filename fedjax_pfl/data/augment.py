@@ -1,0 +1,141 @@
+"""Augmentation of one client's images, drawn on the device.
+
+An operation is an affine map of the coordinates and an affine map of the pixel values, so that one gather and one
+multiplication serve a batch in which every sample has an operation of its own (under ``vmap`` a branch per sample would
+run them all).
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, UInt8
+
+from fedjax_pfl.data.federated import ClientData
+
+Augment = Literal["none", "concat", "replace", "crop_flip"]
+
+MAX_SHIFT = 4  # pixels per axis
+MAX_ROTATION = jnp.pi / 6  # 30 degrees
+BRIGHTNESS = (0.5, 1.5)
+
+
+class Transform(NamedTuple):
+    """Of each sample: output pixel (r, c), from the centre, is ``gain * x[turn (r, c) - shift] + offset``, clipped.
+
+    Attributes:
+      turn: maps output to input coordinates (row, column), both counted from the centre, [batch, 2, 2].
+      shift: how far the image moves, in pixels (rows, columns), [batch, 2].
+      gain: factor on the pixel values, [batch].
+      offset: added to the pixel values, [batch].
+    """
+
+    turn: Float[Array, "batch 2 2"]
+    shift: Float[Array, "batch 2"]
+    gain: Float[Array, " batch"]
+    offset: Float[Array, " batch"]
+
+
+def five_operations(keys: Key[Array, " batch"]) -> Transform:
+    """FedeCouple's augmentation (section IV-D): one of five operations for each sample, and its magnitude, at random.
+
+    Shift by -4 ... 4 pixels per axis, horizontal flip, rotation by -30 ... 30 degrees, brightness times 0.5 ... 1.5,
+    inversion (255 - x). The paper names the operations; the magnitudes are ours.
+    """
+
+    def draw(key: Key[Array, ""]) -> Transform:
+        key_operation, key_shift, key_angle, key_gain = jax.random.split(key, 4)
+        shifted, flipped, rotated, scaled, inverted = jax.random.randint(key_operation, (), 0, 5) == jnp.arange(5)
+        shift = jax.random.randint(key_shift, (2,), -MAX_SHIFT, MAX_SHIFT + 1).astype(jnp.float32)
+        angle = jnp.where(rotated, jax.random.uniform(key_angle, minval=-MAX_ROTATION, maxval=MAX_ROTATION), 0.0)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        mirror = jnp.where(flipped, -1.0, 1.0)
+        gain = jax.random.uniform(key_gain, minval=BRIGHTNESS[0], maxval=BRIGHTNESS[1])
+        return Transform(
+            turn=jnp.array([[cos, -sin * mirror], [sin, cos * mirror]]),
+            shift=jnp.where(shifted, shift, 0.0),
+            gain=jnp.where(inverted, -1.0, jnp.where(scaled, gain, 1.0)),
+            offset=jnp.where(inverted, 255.0, 0.0),
+        )
+
+    return jax.vmap(draw)(keys)
+
+
+def crop_flip(keys: Key[Array, " batch"]) -> Transform:
+    """The usual CIFAR augmentation: a crop after padding by 4 pixels, and a horizontal flip of every other sample."""
+
+    def draw(key: Key[Array, ""]) -> Transform:
+        key_shift, key_flip = jax.random.split(key)
+        shift = jax.random.randint(key_shift, (2,), -MAX_SHIFT, MAX_SHIFT + 1).astype(jnp.float32)
+        mirror = jnp.where(jax.random.bernoulli(key_flip), -1.0, 1.0)
+        one = jnp.ones(())
+        return Transform(jnp.diag(jnp.stack([one, mirror])), shift, one, 0 * one)
+
+    return jax.vmap(draw)(keys)
+
+
+def apply_transform(transform: Transform, x: UInt8[Array, "batch h w c"]) -> UInt8[Array, "batch h w c"]:
+    """Moves the pixels (bilinear between them, black from outside) and maps their values, rounded and clipped."""
+    height, width = x.shape[1:3]
+    centre = jnp.array([(height - 1) / 2, (width - 1) / 2], jnp.float32)
+    corner = jnp.stack(jnp.meshgrid(jnp.arange(height), jnp.arange(width), indexing="ij"), axis=-1)
+    grid = corner.astype(jnp.float32) - centre
+
+    def one(transform: Transform, x: UInt8[Array, "h w c"]) -> UInt8[Array, "h w c"]:
+        # Written out: a matrix product may round its operands on an accelerator, and whole pixels must stay whole.
+        (a, b), (c, d) = transform.turn
+        rows = a * grid[..., 0] + b * grid[..., 1] + centre[0] - transform.shift[0]
+        columns = c * grid[..., 0] + d * grid[..., 1] + centre[1] - transform.shift[1]
+        top, left = jnp.floor(rows), jnp.floor(columns)
+        moved = jnp.zeros(x.shape, jnp.float32)
+        for row, row_part in ((top, 1 - (rows - top)), (top + 1, rows - top)):
+            for column, column_part in ((left, 1 - (columns - left)), (left + 1, columns - left)):
+                pixels = _pixels(x, row.astype(jnp.int32), column.astype(jnp.int32))
+                moved += (row_part * column_part)[..., None] * pixels
+        return jnp.clip(jnp.round(transform.gain * moved + transform.offset), 0, 255).astype(jnp.uint8)
+
+    return jax.vmap(one)(transform, x)
+
+
+def _pixels(x: UInt8[Array, "h w c"], row: Int[Array, "h w"], column: Int[Array, "h w"]) -> Float[Array, "h w c"]:
+    """Pixels at the given coordinates, 0 outside of the image."""
+    height, width = x.shape[:2]
+    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    pixels = x[jnp.clip(row, 0, height - 1), jnp.clip(column, 0, width - 1)]
+    return jnp.where(inside[..., None], pixels, 0).astype(jnp.float32)
+
+
+def augment(key: Key[Array, ""], data: ClientData, kind: Augment) -> ClientData:
+    """A client's samples with augmentation, drawn once: every pass over the result sees the same images.
+
+    Args:
+      key: the randomness of this draw.
+      data: the client's images, uint8.
+      kind: ``"none"``; ``"concat"`` adds a copy of each sample under one of FedeCouple's five operations (the client
+        doubles in size, originals first); ``"replace"`` puts the copy in the sample's place; ``"crop_flip"`` likewise,
+        with a random crop and flip.
+
+    Returns:
+      The client with a pool of its own; ``original`` is the client that was given.
+    """
+    if kind == "none":
+        return data
+    draw = crop_flip if kind == "crop_flip" else five_operations
+
+    def transformed(x: Array, positions: Int[Array, " batch"]) -> Array:
+        # A sample's draw depends on its position alone, not on the capacity: more padding changes nothing.
+        return apply_transform(draw(jax.vmap(lambda at: jax.random.fold_in(key, at))(positions)), x)
+
+    copies = data.map(transformed)
+    positions = jnp.arange(data.capacity, dtype=jnp.int32)
+    if kind != "concat":
+        return data._replace(x=copies, y=data.labels, index=positions, original=data)
+    both = jnp.arange(2 * data.capacity, dtype=jnp.int32)
+    return ClientData(
+        x=jnp.concatenate([data.x[data.index], copies]),
+        y=jnp.tile(data.labels, 2),
+        index=jnp.where(both < data.count, both, both - data.count + data.capacity) % (2 * data.capacity),
+        count=2 * data.count,
+        class_counts=2 * data.class_counts,
+        original=data,
+    )
