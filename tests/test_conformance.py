@@ -28,6 +28,9 @@ KEY, OTHER_KEY = jax.random.key(5), jax.random.key(6)
 EVERYONE = Participation()
 SOME = Participation(0.2, 0.7, 0.4)
 
+# Their class means are products with the padded row of samples, whose length decides the order of the sum.
+SUM_OVER_SAMPLES = {"fedpac", "fedecouple"}
+
 every_method = pytest.mark.parametrize("name", METHODS)
 every_entry = pytest.mark.parametrize("name", ENTRIES)
 bitwise = chex.assert_trees_all_equal
@@ -172,7 +175,8 @@ def test_padding_of_the_index_tables_is_invisible(name, program, start, federati
 
     wide = federation._replace(train=widen(federation.train), test=widen(federation.test))
     run = program(name, SOME).rounds(start(name), 0, 4, federation=wide)
-    bitwise(run.state, four_rounds(name, SOME).state)
+    if name not in SUM_OVER_SAMPLES:
+        bitwise(run.state, four_rounds(name, SOME).state)
     nearly(run, four_rounds(name, SOME), 1e-6)
     nearly(program(name).pre(4, run, federation=wide), program(name).pre(4, run), 1e-6)
 

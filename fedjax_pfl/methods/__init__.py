@@ -7,6 +7,8 @@ from fedjax_pfl.methods.ditto import ditto
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
 from fedjax_pfl.methods.fedbabu import fedbabu
+from fedjax_pfl.methods.fedecouple import fedecouple
+from fedjax_pfl.methods.fedpac import fedpac
 from fedjax_pfl.methods.fedper import fedper
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.methods.fedprox_ft import fedprox_ft
@@ -25,6 +27,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "fedper": fedper,
     "fedrep": fedrep,
     "fedbabu": fedbabu,
+    "fedpac": fedpac,
+    "fedecouple": fedecouple,
 }
 
 __all__ = ["METHODS"]

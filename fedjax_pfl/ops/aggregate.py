@@ -2,10 +2,57 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 
 def weighted_mean(stacked: PyTree[Float[Array, "K ..."]], weight: Float[Array, " K"]) -> PyTree[Float[Array, "..."]]:
     """sum_k weight_k x_k / sum_k weight_k for every leaf; zeros where all weights are 0."""
     share = weight / jnp.maximum(jnp.sum(weight), 1e-12)
     return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, axes=1), stacked)
+
+
+def cosine_weights(
+    stacked: PyTree[Float[Array, "K ..."]], mean: PyTree[Float[Array, "..."]], present: Bool[Array, " K"]
+) -> Float[Array, " K"]:
+    """Weights in proportion to cos(w_k, w_avg) over the concatenated leaves (FedeCouple, Eq. 7); they sum to 1.
+
+    Args:
+      stacked: the uploads w_k.
+      mean: w_avg.
+      present: whose upload counts; the others get weight 0. A present one gets a similarity of at least 1e-6.
+    """
+    dots = jax.tree.map(lambda w, mean: jnp.sum((w * mean).reshape(len(present), -1), axis=1), stacked, mean)
+    squares = jax.tree.map(lambda w: jnp.sum((w * w).reshape(len(present), -1), axis=1), stacked)
+    norms = jnp.sqrt(jax.tree.reduce(jnp.add, squares) + 1e-12)
+    mean_norm = jnp.sqrt(jax.tree.reduce(jnp.add, jax.tree.map(lambda mean: jnp.sum(mean * mean), mean)) + 1e-12)
+    cosine = jax.tree.reduce(jnp.add, dots) / (norms * mean_norm)
+    similarity = jnp.where(present, jnp.maximum(cosine, 1e-6), 0.0)
+    return similarity / jnp.maximum(jnp.sum(similarity), 1e-12)
+
+
+def simplex_qp(q: Float[Array, "K K"], present: Bool[Array, " K"], *, sweeps: int = 300) -> Float[Array, " K"]:
+    """The a that minimises a' Q a over the simplex; 0 for the absent.
+
+    Minimising (1/2) x' Q x - 1' x over x >= 0 and dividing x by its sum is the same problem without the equality
+    constraint, and cyclic coordinate descent solves it. With 300 sweeps the error stays below 1e-6 in float32 for up to
+    50 clients.
+
+    Args:
+      q: symmetric and positive semidefinite.
+      present: the coordinates that may differ from 0; with none, all weights are 0.
+      sweeps: passes over the coordinates.
+    """
+    clients = len(present)
+    trace = jnp.sum(jnp.where(present, jnp.diagonal(q), 0.0))
+    q = q * (jnp.sum(present).astype(q.dtype) / jnp.maximum(trace, 1e-30))
+    # A flat direction (zero variance, zero bias) is as good as weight gets, but must not become infinite.
+    q = q + jnp.diag(jnp.where(jnp.diagonal(q) > 1e-8, 0.0, 1e-8))
+
+    def coordinate(step: Int[Array, ""], x: Float[Array, " K"]) -> Float[Array, " K"]:
+        j = step % clients
+        others = jnp.dot(q[j], x, precision=lax.Precision.HIGHEST) - q[j, j] * x[j]
+        return x.at[j].set(jnp.where(present[j], jnp.maximum(0.0, (1.0 - others) / q[j, j]), 0.0))
+
+    x = lax.fori_loop(0, sweeps * clients, coordinate, jnp.zeros(clients, q.dtype))
+    return x / jnp.maximum(jnp.sum(x), 1e-30)
