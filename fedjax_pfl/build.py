@@ -78,8 +78,8 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
     if spec.evaluate_on == "validation":
         pooled = np.sort(np.concatenate([split.validation for split in splits]))
         if len(pooled) == 0:
-            largest = max(map(len, partition.parts))
-            allowed = f"a larger share: of {largest} samples or fewer per client it leaves none to validate on"
+            largest = max(len(split.train) for split in splits)
+            allowed = f"a larger share: of {largest} training samples or fewer per client it leaves none to validate on"
             raise ConfigError("data.validation_share", spec.validation_share, allowed)
     blocks = np.array_split(pooled, math.ceil(len(pooled) / _POOLED_BLOCK))
 

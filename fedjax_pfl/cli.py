@@ -33,7 +33,7 @@ app = typer.Typer(
 )
 _CAPTION = (
     "Accuracy in %. PRE: after aggregation; POST: after local training; *: what the method is judged by.\n"
-    "best is selected on test data."
+    "best is selected on {evaluated_on} data."
 )
 ConfigFile = Annotated[Path, typer.Argument(help="A TOML config.", metavar="CONFIG.toml", show_default=False)]
 Overrides = Annotated[
@@ -206,7 +206,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
     title = f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} rounds"
     table = Table(
         title=title,
-        caption=_CAPTION,
+        caption=_CAPTION.format(**summary),
         caption_justify="left",
         title_justify="left",
     )
@@ -228,7 +228,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     if summary["global"] is not None:
-        console.print(f"global model on the pooled test set: {100 * summary['global']:.2f} %", highlight=False)
+        scored = f"{100 * summary['global']:.2f} %"
+        console.print(f"global model on the pooled {summary['evaluated_on']} set: {scored}", highlight=False)
     timing, traffic = summary["timing"], summary["traffic"]
     console.print(
         f"{timing['seconds_per_round']:.3f} s per round, {timing['compile_seconds']:.1f} s compilation, "

@@ -149,6 +149,7 @@ def simulate(
         "rounds": rounds,
         "seed": config.run.seed,
         "partition_hash": shares["hash"],
+        "evaluated_on": config.data.evaluate_on,
         "personal": {point: _headline(lines, point) for point in ("post", "pre")},
         "global": lines[-1]["global"],
         "timing": {
@@ -218,7 +219,7 @@ def _compile(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[_Pr
 
 
 def _headline(lines: list[dict[str, Any]], point: str) -> dict[str, float]:
-    """The headline numbers of PRE or POST; ``best`` is selected on test data."""
+    """The headline numbers of PRE or POST; ``best`` is selected on the data that are scored."""
     accuracy = np.array([line[point]["accuracy"] for line in lines])
     last = lines[-1][point]
     best = int(np.argmax(accuracy))

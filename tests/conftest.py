@@ -10,9 +10,8 @@ import jax
 import jaxtyping
 
 # Factories stay out: their ``float`` hyperparameters are also given traced values.
-jaxtyping.install_import_hook(
-    [f"fedjax_pfl.{name}" for name in ("ops", "models", "engine", "evaluate", "data.federated")], "beartype.beartype"
-)
+CHECKED = ("ops", "models", "engine", "evaluate", "data.augment", "data.federated")
+jaxtyping.install_import_hook([f"fedjax_pfl.{name}" for name in CHECKED], "beartype.beartype")
 
 
 def cache_folder():

@@ -48,6 +48,13 @@ def test_overrides_are_toml_values_or_else_strings(tmp_path):
     assert config.run.out == "runs/a b"
 
 
+@pytest.mark.parametrize("augment", ["none", "concat", "replace", "crop_flip", None])
+def test_augmentation_is_the_methods_own_unless_given(augment):
+    config = Config(data=DATA, method=METHOD, training={} if augment is None else {"augment": augment})
+    assert config.training.augment == augment
+    assert tomllib.loads(config.to_toml())["training"].get("augment") == augment
+
+
 def test_a_config_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         Config(data=DATA, method=METHOD).training.lr = 1.0
@@ -64,6 +71,8 @@ def test_a_config_cannot_be_changed():
         ({"data": {**DATA, "clients": True}, "method": METHOD}, "data.clients", "integer"),
         ({"data": {**DATA, "split": "half"}, "method": METHOD}, "data.split", "'merge' or 'official'"),
         ({"data": {**DATA, "test_share": 1.0}, "method": METHOD}, "data.test_share", "less than 1"),
+        ({"data": {**DATA, "evaluate_on": "train"}, "method": METHOD}, "data.evaluate_on", "'test' or 'validation'"),
+        ({"data": {**DATA, "evaluate_on": "validation"}, "method": METHOD}, "data.evaluate_on", "validation_share"),
         ({"data": {**DATA, "mean": "grey"}, "method": METHOD}, "data.mean", "number"),
         ({"data": {**DATA, "std": [0.5, 0.0]}, "method": METHOD}, "data.std", "greater than 0"),
         ({"data": {**DATA, "partition": "iid"}, "method": METHOD}, "data.partition", "kind"),
@@ -87,6 +96,7 @@ def test_a_config_cannot_be_changed():
         ({"data": DATA, "method": METHOD, "training": {"lr": 0.0}}, "training.lr", "greater than 0"),
         ({"data": DATA, "method": METHOD, "training": {"lr": float("nan")}}, "training.lr", "finite"),
         ({"data": DATA, "method": METHOD, "training": {"momentum": 1.0}}, "training.momentum", "less than 1"),
+        ({"data": DATA, "method": METHOD, "training": {"augment": "flip"}}, "training.augment", "'crop_flip'"),
         ({"data": DATA, "method": METHOD, "participation": {"ratio": 0}}, "participation.ratio", "(0, 1]"),
         (
             {"data": DATA, "method": METHOD, "participation": {"ratio": [0.5, 0.1]}},

@@ -28,7 +28,7 @@ KEY, OTHER_KEY = jax.random.key(5), jax.random.key(6)
 EVERYONE = Participation()
 SOME = Participation(0.2, 0.7, 0.4)
 
-# Their class means are products with the padded row of samples, whose length decides the order of the sum.
+# They sum over the padded row of samples (class means, FedPAC's variance), whose length decides the order of the sum.
 SUM_OVER_SAMPLES = {"fedpac", "fedecouple"}
 
 every_method = pytest.mark.parametrize("name", METHODS)

@@ -1,5 +1,6 @@
 """The round step by step, and whole runs of FedAvg against NumPy and plain loops."""
 
+import zlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.data.federated import pack
+from fedjax_pfl.data.augment import augment
+from fedjax_pfl.data.federated import client_data, pack
 from fedjax_pfl.engine import Engine, Participation, Placement, round_keys
 from fedjax_pfl.evaluate import Scores, summarize
-from fedjax_pfl.method import Method
+from fedjax_pfl.memory import exchange
+from fedjax_pfl.method import Method, PerClass, per_class_part
 from fedjax_pfl.methods import METHODS
+from fedjax_pfl.ops.local import TrainInfo
 from tests.reference import MLP, client_key, held, to_numpy, weighted_mean
 from tests.toys import witness
 
@@ -251,6 +255,116 @@ def test_a_clients_randomness_depends_on_seed_round_and_id_alone(model, trainer,
             old = new
         visits = np.asarray(old.state.clients["visits"])
         assert (visits == 4).all() if who.full else visits.sum() == int(old.traffic.up) > 0
+
+
+# --- Augmentation ----------------------------------------------------------------------------------------------------
+
+NOTHING = TrainInfo(jnp.zeros(()), jnp.array(0, jnp.int32))
+WEIGHTS = np.random.default_rng(0).integers(1, 1000, (54, 4, 4, 1)).astype(np.int32)
+MATRIX = np.random.default_rng(1).normal(size=(16, 3)).astype(np.float32)
+
+
+def digest(data):
+    """An exact number that tells apart what a client sees, and in which order."""
+    x = data.take(jnp.arange(data.capacity), data.valid > 0).x.astype(jnp.int32) * WEIGHTS[: data.capacity]
+    return jnp.sum(jnp.where(data.valid > 0, jnp.sum(x, axis=(1, 2, 3)), 0))
+
+
+def recorder(kind):
+    """Clients keep a digest of their training data; where ``personalize`` sees other data, all answers are turned."""
+
+    def predict(view, client, x):
+        return jnp.where(view == client, 1.0, -1.0) * (x.reshape(len(x), -1).astype(jnp.float32) @ MATRIX)
+
+    return Method(
+        init=lambda key: ((), jnp.array(0, jnp.int32)),
+        local=lambda key, t, view, client, data: (digest(data), (), NOTHING),
+        aggregate=lambda key, t, server, clients, uploads, cohort: (server, clients),
+        predict=predict,
+        personalize=lambda key, t, view, client, data: (digest(data), client),
+        trained=lambda view, client, upload: (client, client),
+        augment=kind,
+    )
+
+
+@pytest.mark.parametrize(("kind", "where"), [("concat", "map"), ("replace", "sharded chunks")])
+def test_training_data_are_augmented_afresh_each_round_and_test_data_never(kind, where, federation, mesh):
+    placement = Placement() if where == "map" else Placement(mesh, 2)
+    engine = Engine(recorder(kind), 7, placement=placement)
+
+    @jax.jit
+    @jax.vmap
+    def expected(key, client):
+        key = jax.random.fold_in(key, np.uint32(zlib.crc32(b"augment")))
+        return digest(augment(key, client_data(federation.x, federation.y, client), kind))
+
+    def hits(sign):
+        x = np.asarray(federation.x, np.float64).reshape(-1, 16)
+        right = np.argmax(sign * x @ MATRIX, axis=1) == np.asarray(federation.y)
+        return np.array([right[held(federation.test, i)].sum() for i in range(7)])
+
+    run, step, pre = jax.jit(engine.init)(KEY, federation), jax.jit(engine.round), jax.jit(engine.pre)
+    seen = []
+    for t in range(2):
+        run = step(KEY, at(t), run, jnp.array(True), federation)
+        keys = jnp.stack([client_key(KEY, t, i) for i in range(7)])
+        np.testing.assert_array_equal(run.state.clients, expected(keys, federation.train))
+        # Training and evaluation with the key of one round see the same copies, with that of the next one others.
+        for scores, sign in ((run.post, 1), (pre(KEY, at(t), run.state, federation), 1)):
+            np.testing.assert_array_equal(scores.correct, hits(sign))
+        np.testing.assert_array_equal(pre(KEY, at(t + 1), run.state, federation).correct, hits(-1))
+        seen.append(np.asarray(run.state.clients))
+    assert (hits(1) != hits(-1)).any()
+    assert (seen[0] != seen[1]).all()
+
+
+# --- Traffic of parts of which some classes are sent -----------------------------------------------------------------
+
+
+def chatter(classes):
+    """Sent up: three numbers for each class held. Sent down: two for each class that anybody has reported."""
+
+    def local(key, t, view, client, data):
+        rows = jnp.zeros((classes, 2)), jnp.zeros(classes)
+        return client, {"one": jnp.ones(()), "part": PerClass(data.class_counts, rows)}, NOTHING
+
+    return Method(
+        init=lambda key: (jnp.zeros(classes), ()),
+        local=local,
+        aggregate=lambda key, t, server, clients, uploads, cohort: (server + jnp.sum(uploads["part"].held, 0), clients),
+        predict=lambda view, client, x: jnp.zeros((len(x), classes)),
+        broadcast=lambda known: (PerClass(known > 0, [jnp.zeros((classes, 2))]), jnp.zeros(5)),
+        trained=lambda view, client, upload: (view, client),
+    )
+
+
+def test_traffic_counts_the_rows_of_the_classes_held(federation):
+    engine = Engine(chatter(3), 7, Participation(0.1, 0.4, 0.4))
+    run, step = jax.jit(engine.init)(KEY, federation), jax.jit(engine.round)
+    shapes = exchange(engine, KEY, federation)
+    held_classes = np.asarray(federation.train.class_counts) > 0
+    known, down, up, rows_down, rows_up = np.zeros(3, bool), 0, 0, 0, 0
+    for t in range(8):
+        ids, selected = engine._select(round_keys(KEY, at(t)), federation.train.count)
+        present = [i for i in np.asarray(ids).tolist() if i < 7]
+        down, up = down + int(selected), up + len(present)
+        rows_down += int(selected) * known.sum()
+        rows_up += held_classes[present].sum()
+        known = known | held_classes[present].any(axis=0)
+        run = step(KEY, at(t), run, jnp.array(False), federation)
+        assert tuple(map(int, run.traffic)) == (down, up, rows_down, rows_up)
+    assert shapes.sent_bytes(run.traffic) == down * (5 * 4 + 3) + rows_down * 2 * 4 + up * (1 + 3) * 4 + rows_up * 3 * 4
+    assert shapes.dense_bytes(run.traffic) == down * (5 * 4 + 3 + 3 * 2 * 4) + up * (1 + 3 + 3 * 3) * 4
+    assert rows_down < 3 * down
+    assert rows_up < 3 * up < 3 * down
+
+
+def test_a_tree_has_one_per_class_part_at_most():
+    part = PerClass(jnp.ones(3), jnp.ones((3, 2)))
+    assert per_class_part({"a": jnp.ones(2), "b": (part,)}) is part
+    assert per_class_part({"a": jnp.ones(2)}) is None
+    with pytest.raises(AssertionError, match="one per-class part"):
+        per_class_part([part, part])
 
 
 # --- Sums over clients -----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 import csv
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ from fedjax_pfl import Config, ConfigError, simulate
 from fedjax_pfl.build import divide, make_engine
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.memory import count, estimate, exchange, peak_bytes, size
+from tests.reference import MLP, held, to_numpy
 
 
 def config(method="fedavg", **tables):
@@ -98,6 +100,24 @@ def test_traffic_counts_the_model_both_ways(reference):
     floats = 64 * 8 + 8 + 8 * 10 + 10
     assert traffic["floats_up_per_client_round"] == traffic["floats_down_per_client_round"] == floats
     np.testing.assert_allclose(traffic["megabytes_total"], 4 * 6 * 2 * floats * 4 / 1e6)
+    assert traffic["megabytes_dense"] == traffic["megabytes_total"]
+
+
+def test_traffic_leaves_out_the_classes_that_are_not_held():
+    wanted = config("fedpac", data={"partition": {"kind": "pathological", "classes_per_client": 2}})
+    result = simulate(wanted)
+    held_classes = np.asarray(divide(wanted, load("digits"))[0].train.class_counts) > 0
+    assert (held_classes.sum(axis=1) == 2).all()
+    model, flags, classes = 64 * 8 + 8 + 8 * 10 + 10, 10, 10
+    # Up: two rows of 8 features per class, the counts and one number; down: one row, once there are prototypes.
+    up, down = 4 * (model + classes + 1), 4 * model + flags
+    rows_up, rows_down = 4 * held_classes.sum(), 3 * 6 * held_classes.any(axis=0).sum()
+    traffic = result.summary["traffic"]
+    sent = 4 * 6 * (up + down) + 4 * 8 * (2 * rows_up + rows_down)
+    dense = 4 * 6 * (up + down + 4 * 8 * 3 * classes)
+    assert traffic["megabytes_total"] == result.history["megabytes"][-1] == pytest.approx(sent / 1e6, rel=1e-9)
+    assert traffic["megabytes_dense"] == pytest.approx(dense / 1e6, rel=1e-9)
+    assert traffic["megabytes_total"] < traffic["megabytes_dense"]
 
 
 def test_progress_is_reported_up_to_the_last_round(reference):
@@ -133,6 +153,37 @@ def test_evaluating_more_often_changes_no_number(reference):
     assert often.history["round"].tolist() == [1, 2, 3, 4]
     assert often.history["pre.accuracy"][[1, 3]].tolist() == reference[0].history["pre.accuracy"].tolist()
     assert often.history["post.loss"][[1, 3]].tolist() == reference[0].history["post.loss"].tolist()
+
+
+def test_hyperparameters_can_be_chosen_on_validation_samples():
+    share = {"validation_share": 0.2}
+    tested, validated = (simulate(config(data={**share, "evaluate_on": on})) for on in ("test", "validation"))
+    # Only what is scored differs.
+    assert tested.partition == validated.partition
+    assert tested.history["train_loss"].tolist() == validated.history["train_loss"].tolist()
+    jax.tree.map(np.testing.assert_array_equal, tested.state, validated.state)
+    n_validation = validated.partition["n_validation"]
+    assert validated.clients["n_test"].tolist() == n_validation != tested.clients["n_test"].tolist()
+    federation, _ = divide(config(data=share), load("digits"))
+    rows = [held(federation.validation, i) for i in range(6)]
+    mlp = MLP(federation.x, federation.y, mean=0.5, std=0.5)
+    correct = [mlp.scores(to_numpy(validated.state.server), own)[0] for own in rows]
+    np.testing.assert_allclose(validated.clients["pre_accuracy"], np.array(correct) / n_validation, rtol=1e-6)
+    assert validated.summary["global"] == pytest.approx(sum(correct) / sum(n_validation), rel=1e-6)
+
+
+def test_augmentation_of_the_config_takes_the_place_of_the_methods_own():
+    dataset, wanted = load("digits"), config("fedecouple")
+    own, without = (make_engine(config("fedecouple", training=given), dataset) for given in ({}, {"augment": "none"}))
+    assert own.method.augment == "concat"
+    federation, _ = divide(wanted, dataset)
+    server, client = own.method.init(jax.random.key(0))
+    shared = jax.random.key(1), np.int32(0), server, federation.x, federation.y
+    row = np.int32(2), client, jax.tree.map(lambda leaf: leaf[2], federation.train)
+    replaced = replace(own, method=own.method._replace(augment="none"))
+    found, expected, augmented = (jax.jit(engine.local)(shared, row) for engine in (without, replaced, own))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert 2 * int(found[2].steps) - 1 <= int(augmented[2].steps) <= 2 * int(found[2].steps)
 
 
 def test_arrays_can_be_passed_directly_and_give_what_the_source_gives(reference):
@@ -174,6 +225,10 @@ def test_samples_per_client_counts_training_samples(wanted, share):
         (
             {"data": {"partition": {"kind": "pathological", "classes_per_client": 11}}},
             "data.partition.classes_per_client",
+        ),
+        (
+            {"data": {"evaluate_on": "validation", "validation_share": 0.01, "samples_per_client": 9}},
+            "data.validation_share",
         ),
         ({"data": {"mean": [0.5, 0.5, 0.5]}}, "data.mean"),
         ({"model": {"name": "cnn2", "hidden": 1}}, "model.hidden"),

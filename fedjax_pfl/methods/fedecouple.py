@@ -107,7 +107,7 @@ def fedecouple(
         held = data.original if anchor_on == "original" and data.original is not None else data
         features = cache_features(lambda x: model.features(extractor, x), held)
         anchors = class_means(class_sums(features.x, features.y, held.valid, model.classes), held.class_counts)
-        if isinstance(anchor_coverage, float) and anchor_coverage == 1.0:
+        if is_off(anchor_coverage - 1):
             return anchors
         draws = jnp.where(anchors.valid, jax.random.uniform(phase_key(key, "anchors"), (model.classes,)), jnp.inf)
         rank = jnp.argsort(jnp.argsort(draws))

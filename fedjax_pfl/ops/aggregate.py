@@ -35,8 +35,8 @@ def simplex_qp(q: Float[Array, "K K"], present: Bool[Array, " K"], *, sweeps: in
     """The a that minimises a' Q a over the simplex; 0 for the absent.
 
     Minimising (1/2) x' Q x - 1' x over x >= 0 and dividing x by its sum is the same problem without the equality
-    constraint, and cyclic coordinate descent solves it. With 300 sweeps the error stays below 1e-6 in float32 for up to
-    50 clients.
+    constraint, and cyclic coordinate descent solves it. For FedPAC's Q the error after 300 sweeps is below 1e-6 in
+    float32 for up to 50 clients; a singular Q converges more slowly.
 
     Args:
       q: symmetric and positive semidefinite.

@@ -1,20 +1,25 @@
-"""Weighted means of uploads."""
+"""Weighted means, similarity weights, and quadratic programs over the simplex."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.ops.aggregate import weighted_mean
+from fedjax_pfl.ops.aggregate import cosine_weights, simplex_qp, weighted_mean
 
 RNG = np.random.default_rng(0)
 STACKED = {"w": RNG.normal(size=(4, 3, 2)), "b": [RNG.normal(size=4)]}
 
 
+def single(tree):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)
+
+
 @pytest.mark.parametrize("weight", [(3, 1, 20, 6), (0, 5, 0, 2), (0, 0, 7, 0), (1, 1, 1, 1)])
 def test_the_mean_weighs_each_row(weight):
-    stacked = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), STACKED)
-    found = weighted_mean(stacked, jnp.array(weight, jnp.float32))
+    found = weighted_mean(single(STACKED), jnp.array(weight, jnp.float32))
     expected = jax.tree.map(
         lambda leaf: sum(n * row for n, row in zip(weight, leaf, strict=True)) / sum(weight), STACKED
     )
@@ -22,6 +27,157 @@ def test_the_mean_weighs_each_row(weight):
 
 
 def test_weights_of_zero_alone_give_zeros():
-    found = weighted_mean(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), STACKED), jnp.zeros(4))
+    found = weighted_mean(single(STACKED), jnp.zeros(4))
     assert not any(leaf.any() for leaf in jax.tree.leaves(found))
     assert jax.tree.map(jnp.shape, found) == {"w": (3, 2), "b": [()]}
+
+
+# --- Similarity weights ----------------------------------------------------------------------------------------------
+
+# Rows that mostly agree, as uploads do.
+UPLOADS = {"w": RNG.normal(size=(3, 2)) + 0.3 * RNG.normal(size=(5, 3, 2)), "b": [1 + 0.3 * RNG.normal(size=5)]}
+EVERYONE = np.ones(5, bool)
+
+
+def rows_of(stacked):
+    return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(stacked)], axis=1)
+
+
+def similarities(stacked, size):
+    """cos(w_k, w_avg) in float64, w_avg weighted by size."""
+    rows = rows_of(stacked)
+    mean = np.average(rows, axis=0, weights=size)
+    return rows @ mean / np.linalg.norm(rows, axis=1) / np.linalg.norm(mean)
+
+
+def found_weights(stacked, size):
+    size = jnp.asarray(size, jnp.float32)
+    return np.asarray(cosine_weights(single(stacked), weighted_mean(single(stacked), size), size > 0))
+
+
+@pytest.mark.parametrize("size", [(3, 1, 20, 6, 2), (1, 1, 1, 1, 1)])
+def test_weights_are_in_proportion_to_the_cosine_with_the_mean(size):
+    cosine = similarities(UPLOADS, size)
+    assert 0.5 < cosine.min() < cosine.max() - 0.01
+    np.testing.assert_allclose(found_weights(UPLOADS, size), cosine / cosine.sum(), rtol=1e-5)
+
+
+def test_the_length_of_an_upload_does_not_count():
+    size = jnp.ones(5)
+    mean = weighted_mean(single(UPLOADS), size)
+    longer = jax.tree.map(lambda leaf: leaf * np.array([1, 3, 0.1, 1, 50]).reshape(5, *[1] * (leaf.ndim - 1)), UPLOADS)
+    plain, found = (cosine_weights(single(stacked), mean, size > 0) for stacked in (UPLOADS, longer))
+    np.testing.assert_allclose(found, plain, rtol=1e-5)
+
+
+def test_the_absent_weigh_nothing():
+    size = np.array([4.0, 0, 2, 0, 1])
+    uploads = jax.tree.map(lambda leaf: leaf * (size > 0).reshape(5, *[1] * (leaf.ndim - 1)), UPLOADS)
+    found = found_weights(uploads, size)
+    assert (found[size == 0] == 0).all()
+    cosine = similarities(jax.tree.map(lambda leaf: leaf[size > 0], UPLOADS), size[size > 0])
+    np.testing.assert_allclose(found[size > 0], cosine / cosine.sum(), rtol=1e-5)
+    assert not found_weights(jax.tree.map(np.zeros_like, UPLOADS), np.zeros(5)).any()
+
+
+def test_an_upload_against_the_mean_weighs_a_millionth_of_one_along_it():
+    rows = np.array([[1.0, 0], [1, 0], [-1, 0], [0, 0]])
+    found = found_weights({"w": rows}, [5, 1, 1, 1])
+    np.testing.assert_allclose(found, np.array([1, 1, 1e-6, 1e-6]) / 2, rtol=1e-4)
+
+
+def test_equal_uploads_weigh_the_same_and_zeros_do_no_harm():
+    equal = jax.tree.map(lambda leaf: np.broadcast_to(leaf[:1], leaf.shape), UPLOADS)
+    for uploads in (equal, jax.tree.map(np.zeros_like, equal)):
+        np.testing.assert_allclose(found_weights(uploads, [3, 1, 20, 6, 2]), 0.2, rtol=1e-6)
+
+
+# --- Quadratic programs over the simplex -----------------------------------------------------------------------------
+
+LARGEST, MATRICES = 6, 12
+
+
+def best_on_the_simplex(q):
+    """min a'Qa by stationary points on every support; a vertex of the solutions is the only one on its support."""
+    scale, values = np.trace(q) / len(q) or 1.0, []
+    for size in range(1, len(q) + 1):
+        for support in map(list, itertools.combinations(range(len(q)), size)):
+            part, ones = q[np.ix_(support, support)], np.ones((size, 1))
+            system = np.block([[part / scale, ones], [ones.T, np.zeros((1, 1))]])
+            a = np.linalg.lstsq(system, np.append(np.zeros(size), 1.0), rcond=None)[0][:size]
+            if a.min() > -1e-9:
+                a = np.maximum(a, 0) / np.maximum(a, 0).sum()
+                values.append((a @ part @ a, support, a))
+    value, support, a = min(values, key=lambda found: found[0])
+    weights = np.zeros(len(q))
+    weights[support] = a
+    return value, weights
+
+
+def full_rank(rng):
+    return rng.normal(size=(LARGEST, LARGEST + 2)) + rng.integers(2)
+
+
+def uneven_rows(rng):
+    return full_rank(rng) * 10 ** rng.uniform(-3, 3, (LARGEST, 1))
+
+
+# Kind -> the G of Q = GG', and how far above the optimum, relative to the mean diagonal, the result may be.
+KINDS = {
+    "full rank": (full_rank, 1e-6),
+    "tiny": (lambda rng: 1e-6 * full_rank(rng), 1e-6),
+    "huge": (lambda rng: 1e6 * full_rank(rng), 1e-6),
+    "uneven rows": (uneven_rows, 1e-6),
+    # In a valley of the objective the weights creep towards the best.
+    "rank 3": (lambda rng: rng.normal(size=(LARGEST, 3)), 1e-3),
+    "rank 1": (lambda rng: rng.normal(size=(LARGEST, 1)), 1e-5),
+}
+solve = jax.jit(jax.vmap(simplex_qp))
+
+
+@pytest.mark.parametrize("m", range(1, LARGEST + 1))
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_quadratic_program_is_solved_as_by_trying_all_supports(kind, m):
+    draw, tolerance = KINDS[kind]
+    rng = np.random.default_rng(m)
+    factors = np.array([draw(rng) for _ in range(MATRICES)])
+    q = (factors @ factors.transpose(0, 2, 1)).astype(np.float32)
+    # What stands in the rows and columns of the absent must not matter.
+    present = np.array([rng.permutation(LARGEST) < m for _ in range(MATRICES)])
+    found = np.asarray(solve(jnp.asarray(q), jnp.asarray(present)), np.float64)
+    np.testing.assert_allclose(found.sum(axis=1), 1, atol=1e-6)
+    assert (found >= 0).all()
+    assert (found[~present] == 0).all()
+    for matrix, here, a in zip(q.astype(np.float64), present, found, strict=True):
+        matrix, a = matrix[np.ix_(here, here)], a[here]
+        best, weights = best_on_the_simplex(matrix)
+        scale = np.trace(matrix) / m
+        assert -1e-6 <= (a @ matrix @ a - best) / scale <= tolerance
+        if kind == "full rank":
+            np.testing.assert_allclose(a, weights, atol=1e-5)
+
+
+def test_a_matrix_of_zeros_weighs_all_present_the_same_and_nobody_gets_nothing():
+    present = np.array([[1, 1, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]], bool)
+    found = solve(jnp.zeros((3, LARGEST, LARGEST)), jnp.asarray(present))
+    np.testing.assert_allclose(found, present / np.maximum(present.sum(axis=1, keepdims=True), 1), rtol=1e-6)
+    full = single(np.broadcast_to(np.eye(LARGEST), (3, LARGEST, LARGEST)))
+    assert not solve(full, jnp.zeros((3, LARGEST), bool)).any()
+
+
+def test_the_weights_of_fifty_clients_meet_the_optimality_conditions():
+    """Q as FedPAC builds it: variances on the diagonal, and products of differences of weighted class means."""
+    clients, rng = 50, np.random.default_rng(1)
+    samples = rng.integers(20, 600, clients)
+    share = rng.dirichlet(np.full(10, 0.3), clients)
+    means = np.maximum(rng.normal(size=(10, 32)) + 0.2 * rng.normal(size=(clients, 10, 32)), 0)
+    h = (share[:, :, None] * means).reshape(clients, -1)
+    v = 32 / samples
+    q = np.array([np.diag(v) + (own - h) @ (own - h).T for own in h[:4]])
+    a = np.asarray(jax.jit(jax.vmap(simplex_qp))(single(q), jnp.ones((4, clients), bool)), np.float64)
+    slope = np.einsum("ijk,ik->ij", q, a)
+    level = np.sum(a * slope, axis=1, keepdims=True)
+    # No weight where the slope is above the level, no slope below it.
+    assert (slope / level - 1 > -1e-5).all()
+    assert (np.abs(a * (slope / level - 1)) < 1e-5).all()
+    assert ((a > 1e-3).sum(axis=1) > 5).all()

@@ -1,0 +1,241 @@
+"""Augmentation: every operation against NumPy and SciPy, the draws, and the client that results."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import ndimage, stats
+
+from fedjax_pfl.data.augment import apply_transform, augment, crop_flip, five_operations
+from fedjax_pfl.data.federated import ClientData
+
+KEY = jax.random.key(3)
+DRAWS = 2000
+# Square and not, even and odd, one channel and three, and one so low that a shift can move all of it out.
+SHAPES = [(6, 6, 1), (5, 8, 3), (3, 9, 1)]
+
+
+def images(shape, count=DRAWS):
+    return np.random.default_rng(0).integers(0, 256, (count, *shape), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Many draws of the five operations: the transforms in NumPy, and name -> which draws are of this operation."""
+    transform = jax.tree.map(np.asarray, jax.jit(five_operations)(jax.random.split(KEY, DRAWS)))
+    flipped = (transform.turn == np.diag([1.0, -1.0])).all(axis=(1, 2))
+    rotated = transform.turn[:, 1, 0] != 0
+    kinds = {
+        "flip": flipped,
+        "rotation": rotated,
+        "brightness": (transform.gain != 1) & (transform.offset == 0),
+        "inversion": transform.offset != 0,
+    }
+    # A shift by nothing in both directions is a shift, too.
+    kinds["shift"] = ~functools.reduce(np.logical_or, kinds.values())
+    return transform, kinds
+
+
+def shifted(x, shift):
+    """Each image [n, h, w, c] moved by its own whole number of rows and columns, zeros from outside."""
+    out = np.zeros_like(x)
+    height, width = x.shape[1:3]
+    for image, (down, right), moved in zip(x, shift.astype(int), out, strict=True):
+        for r in range(height):
+            for c in range(width):
+                if 0 <= r - down < height and 0 <= c - right < width:
+                    moved[r, c] = image[r - down, c - right]
+    return out
+
+
+# --- Draws -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_sample_has_one_operation_and_each_operation_a_fifth(drawn):
+    transform, kinds = drawn
+    for kind, chosen in kinds.items():
+        assert abs(chosen.mean() - 0.2) < 4.5 * np.sqrt(0.16 / DRAWS), kind
+    assert (np.sum(list(kinds.values()), axis=0) == 1).all()
+    # What belongs to another operation stays neutral.
+    assert (transform.turn[~(kinds["flip"] | kinds["rotation"])] == np.eye(2)).all()
+    assert not transform.shift[~kinds["shift"]].any()
+    np.testing.assert_array_equal(transform.offset, 255 * kinds["inversion"])
+    plain = np.where(kinds["inversion"], -1, 1)
+    np.testing.assert_array_equal(np.where(kinds["brightness"], 1, transform.gain), plain)
+
+
+def test_magnitudes_are_uniform_over_their_range(drawn):
+    transform, kinds = drawn
+    moves = transform.shift[kinds["shift"]].ravel()
+    values, counts = np.unique(moves, return_counts=True)
+    assert values.tolist() == list(range(-4, 5))
+    assert (np.abs(counts / len(moves) - 1 / 9) < 4.5 * np.sqrt(8 / 81 / len(moves))).all()
+    turn = transform.turn[kinds["rotation"]]
+    np.testing.assert_allclose(turn @ turn.transpose(0, 2, 1), np.broadcast_to(np.eye(2), turn.shape), atol=1e-6)
+    np.testing.assert_allclose(np.linalg.det(turn), 1, rtol=1e-6)
+    angles = np.degrees(np.arctan2(turn[:, 1, 0], turn[:, 0, 0]))
+    for found, low, high in ((angles, -30, 30), (transform.gain[kinds["brightness"]], 0.5, 1.5)):
+        assert low <= found.min() < low + 0.05 * (high - low)
+        assert high - 0.05 * (high - low) < found.max() <= high
+        assert stats.kstest(found, stats.uniform(low, high - low).cdf).pvalue > 0.01
+
+
+# --- Operations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def pictures(request, drawn):
+    """Images, and what becomes of each under its transform."""
+    x = images(request.param)
+    return x, np.asarray(jax.jit(apply_transform)(jax.tree.map(jnp.asarray, drawn[0]), jnp.asarray(x)))
+
+
+def test_whole_pixel_moves_and_inversion_are_exact(pictures, drawn):
+    (x, found), (transform, kinds) = pictures, drawn
+    np.testing.assert_array_equal(found[kinds["flip"]], x[kinds["flip"], :, ::-1])
+    np.testing.assert_array_equal(found[kinds["inversion"]], 255 - x[kinds["inversion"]])
+    chosen = kinds["shift"]
+    np.testing.assert_array_equal(found[chosen], shifted(x[chosen], transform.shift[chosen]))
+    assert found.dtype == np.uint8
+
+
+def test_brightness_multiplies_rounds_and_clips(pictures, drawn):
+    (x, found), (transform, kinds) = pictures, drawn
+    chosen = kinds["brightness"]
+    exact = transform.gain[chosen].astype(np.float64)[:, None, None, None] * x[chosen]
+    # Only where the float32 product can fall on the other side of a half may the rounding differ.
+    tie = np.abs(exact % 1 - 0.5) < 1e-4
+    expected = np.clip(np.rint(exact), 0, 255)
+    np.testing.assert_array_equal(found[chosen][~tie], expected[~tie])
+    assert tie.mean() < 1e-3
+    assert (expected == 255).any()
+
+
+def test_rotation_is_scipys(pictures, drawn):
+    (x, found), (transform, kinds) = pictures, drawn
+    for i in np.flatnonzero(kinds["rotation"]):
+        # SciPy turns from the first axis to the second.
+        angle = -np.degrees(np.arctan2(transform.turn[i, 1, 0], transform.turn[i, 0, 0]))
+        expected = ndimage.rotate(
+            x[i].astype(np.float64), angle, axes=(1, 0), reshape=False, order=1, mode="grid-constant"
+        )
+        assert np.abs(found[i] - expected).max() < 0.5 + 1e-2
+    assert not np.array_equal(found[kinds["rotation"]], x[kinds["rotation"]])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_crop_and_flip(shape):
+    transform = jax.tree.map(np.asarray, jax.jit(crop_flip)(jax.random.split(KEY, DRAWS)))
+    mirror = transform.turn[:, 1, 1]
+    assert set(mirror) == {-1, 1}
+    assert abs(np.mean(mirror == -1) - 0.5) < 4.5 * np.sqrt(0.25 / DRAWS)
+    values, counts = np.unique(transform.shift, return_counts=True)
+    assert values.tolist() == list(range(-4, 5))
+    assert (np.abs(counts / (2 * DRAWS) - 1 / 9) < 4.5 * np.sqrt(8 / 81 / (2 * DRAWS))).all()
+    x = images(shape)
+    found = np.asarray(jax.jit(apply_transform)(jax.tree.map(jnp.asarray, transform), jnp.asarray(x)))
+    moved = shifted(x, transform.shift)
+    np.testing.assert_array_equal(found, np.where(mirror[:, None, None, None] == -1, moved[:, :, ::-1], moved))
+
+
+# --- The augmented client --------------------------------------------------------------------------------------------
+
+POOL, CLASSES, LARGEST = 140, 4, 130
+SENTINEL = 7  # the pool row that all padding points at; no client holds it, and its class is nobody's
+PIXELS = images((5, 4, 3), POOL)
+LABELS = np.random.default_rng(1).integers(0, CLASSES - 1, POOL).astype(np.int32)
+LABELS[SENTINEL] = CLASSES - 1
+ROWS = np.setdiff1d(np.random.default_rng(2).permutation(POOL), [SENTINEL], assume_unique=True)[:LARGEST]
+COUNTS, CAPACITY = (0, 1, 4, 9), 9
+# Also more padding, and more than one block of samples.
+CASES = [*((count, CAPACITY) for count in COUNTS), (4, LARGEST + 1), (LARGEST, LARGEST + 1)]
+
+every_kind = pytest.mark.parametrize("kind", ["concat", "replace", "crop_flip"])
+every_case = pytest.mark.parametrize(("count", "capacity"), CASES)
+
+
+def client(count, capacity=CAPACITY):
+    index = np.full(capacity, SENTINEL, np.int32)
+    index[:count] = ROWS[:count]
+    held = np.bincount(LABELS[ROWS[:count]], minlength=CLASSES).astype(np.float32)
+    return ClientData(*map(jnp.asarray, (PIXELS, LABELS, index, np.array(count, np.int32), held)))
+
+
+jitted = jax.jit(augment, static_argnames="kind")
+
+
+@functools.cache
+def augmented(count, kind, capacity=CAPACITY):
+    return jax.tree.map(np.asarray, jitted(KEY, client(count, capacity), kind=kind))
+
+
+def contents(data):
+    """Images and labels of the samples of a client, through its index."""
+    rows = np.asarray(data.index)[: int(data.count)]
+    return np.asarray(data.x)[rows], np.asarray(data.y)[rows]
+
+
+@functools.cache
+def copies(kind):
+    """The copy of each of ``ROWS``: a draw depends on key and position alone."""
+    keys = jax.vmap(lambda position: jax.random.fold_in(KEY, position))(jnp.arange(LARGEST))
+    transform = jax.jit(crop_flip if kind == "crop_flip" else five_operations)(keys)
+    return np.asarray(jax.jit(apply_transform)(transform, jnp.asarray(PIXELS[ROWS])))
+
+
+@every_kind
+@every_case
+def test_a_client_holds_its_originals_first_or_the_copies_alone_and_no_padding(kind, count, capacity):
+    x, y = contents(augmented(count, kind, capacity))
+    own = [PIXELS[ROWS[:count]]] if kind == "concat" else []
+    np.testing.assert_array_equal(x, np.concatenate([*own, copies(kind)[:count]]))
+    np.testing.assert_array_equal(y, np.tile(LABELS[ROWS[:count]], len(own) + 1))
+
+
+@every_kind
+@every_case
+def test_counts_and_classes_are_those_of_the_samples(kind, count, capacity):
+    data = augmented(count, kind, capacity)
+    times = 2 if kind == "concat" else 1
+    assert int(data.count) == times * count
+    assert data.capacity == times * capacity
+    np.testing.assert_array_equal(data.class_counts, np.bincount(contents(data)[1], minlength=CLASSES))
+    # What the padding points at exists.
+    assert data.index.min() >= 0
+    assert data.index.max() < len(data.x) == len(data.y)
+
+
+@every_kind
+def test_the_given_client_is_kept_and_none_changes_nothing(kind):
+    given = client(4)
+
+    def check():
+        assert augment(KEY, given, kind).original is given
+
+    jax.eval_shape(check)
+    assert augment(KEY, given, "none") is given
+    assert given.original is None
+
+
+@every_kind
+def test_another_key_draws_other_copies_and_the_same_key_the_same(kind):
+    first, again, other = (contents(jitted(key, client(9), kind=kind))[0] for key in (KEY, KEY, jax.random.key(4)))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+@every_kind
+def test_clients_side_by_side_get_what_each_gets_alone(kind):
+    rows = [client(count)._replace(x=None, y=None) for count in COUNTS]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+
+    def one(row):
+        return augment(KEY, row._replace(x=jnp.asarray(PIXELS), y=jnp.asarray(LABELS)), kind)._replace(original=None)
+
+    together = jax.jit(jax.vmap(one))(stacked)
+    for i, count in enumerate(COUNTS):
+        found = jax.tree.map(lambda leaf, i=i: leaf[i], together)
+        jax.tree.map(np.testing.assert_array_equal, contents(found), contents(augmented(count, kind)))
+        np.testing.assert_array_equal(found.class_counts, augmented(count, kind).class_counts)
