@@ -1,0 +1,114 @@
+"""One round with the features of a head phase computed once, against the same round that runs the extractor per batch.
+
+    FEDJAX_PFL_DATA=FOLDER python benchmarks/feature_cache.py --json benchmarks/results/feature_cache.json
+
+FOLDER holds cifar10_20k.npz. Both rounds start from the same state and draw the same batches; the largest difference
+between the two new states is printed beside the times. The two take turns, and the medians are compared.
+"""
+
+import argparse
+import importlib
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from fedjax_pfl import load_config
+from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.ops import local
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "fedecouple" / "table2_weak_pathological.toml"
+METHODS = {
+    "fedecouple": ["method.name=fedecouple"],
+    "fedrep": ["method.name=fedrep", "method.head_epochs=5"],
+    "fedpac": ["method.name=fedpac"],
+}
+
+
+class Uncached:
+    """Stands in for cached samples: features are computed when a batch is taken, again in every epoch."""
+
+    def __init__(self, features: Callable[[Array], Array], data: ClientData):
+        self._features, self._data = features, data
+        self.count, self.capacity = data.count, data.capacity
+
+    def take(self, positions: Array, valid: Array) -> Batch:
+        """A batch of the client, through the extractor."""
+        x, y, mask = self._data.take(positions, valid)
+        return Batch(self._features(x), y, mask)
+
+    def __getattr__(self, name: str) -> Any:
+        # Class means need all features, in either round: of the two, only the head phase is compared.
+        return getattr(local.cache_features(self._features, self._data), name)
+
+
+def compiled_round(method: str, cached: bool, options: list[str]) -> Callable[[], Any]:
+    """A function that runs round 0 of a method from its initial state, and returns the state after it."""
+    config = load_config(CONFIG, [*METHODS[method], *options])
+    prepare_devices(config.run.placement)
+    dataset = load(config.data.source)
+    federation, _ = divide(config, dataset)
+    key = jax.random.key(config.run.seed)
+    module: Any = importlib.import_module(f"fedjax_pfl.methods.{method}")
+    module.cache_features = local.cache_features if cached else Uncached
+    engine, _ = place(make_engine(config, dataset), config, key, federation)
+    shared, per_client = engine.placement.shardings(engine.clients)
+    federation = jax.device_put(federation, shared)
+    run = jax.jit(engine.init)(key, federation)
+    clients = jax.device_put(run.state.clients, per_client)
+    run = jax.device_put(run, shared)._replace(state=run.state._replace(clients=clients))
+    arguments = key, jnp.zeros((), jnp.int32), run, jnp.array(False), federation
+    program = jax.jit(engine.round).lower(*arguments).compile()
+    module.cache_features = local.cache_features
+    return lambda: jax.block_until_ready(program(*arguments).state)
+
+
+def compare(method: str, options: list[str], repeats: int) -> dict[str, float]:
+    """Seconds per round with and without the cache, and the largest difference between the states that result."""
+    rounds = {name: compiled_round(method, name == "cached", options) for name in ("cached", "uncached")}
+    states = {name: run() for name, run in rounds.items()}
+    differences = jax.tree.map(lambda a, b: float(np.max(np.abs(a - b))), states["cached"], states["uncached"])
+    seconds: dict[str, list[float]] = {name: [] for name in rounds}
+    for _ in range(repeats):
+        for name, run in rounds.items():
+            began = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    difference = max(jax.tree.leaves(differences))
+    return {**medians, "ratio": medians["uncached"] / medians["cached"], "largest_difference": difference}
+
+
+def main() -> None:
+    """Prints the table, and writes it where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default="fedecouple,fedrep,fedpac", help="of: " + ", ".join(METHODS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides")
+    options = parser.parse_args()
+    cases = {}
+    for method in options.methods.split(","):
+        cases[method] = compare(method, options.set, options.repeats)
+        shown = cases[method]
+        print(
+            f"{method}: {shown['cached']:.2f} s cached, {shown['uncached']:.2f} s uncached, "
+            f"ratio {shown['ratio']:.2f}, largest difference of the states {shown['largest_difference']:.1e}",
+            flush=True,
+        )
+    if options.json:
+        machine = {"cores": cores(), "backend": jax.default_backend(), "jax": jax.__version__}
+        options.json.write_text(json.dumps({"machine": machine, "set": options.set, "cases": cases}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

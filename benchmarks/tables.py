@@ -1,0 +1,461 @@
+"""Runs the experiments behind a paper's tables, and sets the paper's figures beside ours.
+
+    python benchmarks/fedecouple_tables.py table2 --settings cifar10_s20 --seeds 0,1,2
+
+``papers/<paper>.toml`` holds a paper's tables: settings, rows (methods, or the variants of an ablation) and figures. A
+cell is one run: a row in a setting with a seed. ``results/<name>.json`` is rewritten after every cell, and a cell in it
+is run again only if its resolved config has changed: a table can be filled by several calls, one after the other, and a
+call that was stopped goes on where it was. A change of the code goes unnoticed; take another ``--name`` after one.
+``results/<name>.md`` shows all cells that there are.
+"""
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from fedjax_pfl import ConfigError, Result, load_config, simulate
+from fedjax_pfl.build import cores
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+NONE = "—"
+LEGEND = (
+    "Accuracy in %, unweighted mean over clients after the last round, mean over seeds ± sample standard deviation. "
+    "Ours and the worst 10 % of clients are at the point that the paper reports: PRE, after aggregation, or POST, "
+    "after local training. MB: all clients, up and down. p: two-sided paired t-test over seeds against {reference}."
+)
+
+Key = tuple[str, str, int]
+"""Setting, row, seed."""
+Cell = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table; ``point``, ``pre`` or ``post``, is the accuracy that the paper reports."""
+
+    label: str
+    point: str
+    overrides: list[str]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the rows are compared on, with the paper's figures by row: accuracies in %, and the cost of the target."""
+
+    label: str
+    overrides: list[str]
+    paper: dict[str, float] = field(default_factory=dict)
+    target: float | None = None
+    paper_to_target: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a paper."""
+
+    paper: str
+    name: str
+    title: str
+    config: str
+    rows: dict[str, Row]
+    settings: dict[str, Setting]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row in a setting, with its cells by seed; there are none where nothing could be run."""
+
+    key: str
+    row: Row
+    cells: dict[int, Cell]
+
+    @property
+    def accuracies(self) -> dict[int, float]:
+        """Accuracy at the row's point after the last round, by seed."""
+        return {seed: cell["personal"][self.row.point]["last"] for seed, cell in self.cells.items()}
+
+    def show(self, *path: str, digits: int = 2, scale: float = 1.0) -> str:
+        """The mean over seeds of the figure that a path of keys leads to in a cell."""
+        figures: list[Any] = [reduce(getitem, path, cell) for cell in self.cells.values()]
+        return f"{scale * np.mean(figures):.{digits}f}" if figures else NONE
+
+
+def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
+    """Fills and prints a table of a paper; bad input is one line on stderr and exit code 2.
+
+    Args:
+      paper: the TOML file of the paper's tables.
+      arguments: the command line; that of the process unless given.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser(paper).parse_args(arguments)
+    try:
+        table = read_table(paper, options.table)
+        reference = options.reference or list(table.rows)[-1]
+        allow("--reference", [reference], table.rows)
+        allow("--settings", options.settings or (), table.settings)
+        allow("--methods", options.methods or (), table.rows)
+        stem = options.name or f"{table.paper.lower()}_{table.name}"
+        path = RESULTS / f"{stem}.json"
+        cells = load_cells(path, table)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
+    missing = fill(table, cells, options, command, lambda: write(path, to_json(table, cells)))
+    text = markdown(table, cells, missing, reference)
+    write(path.with_suffix(".md"), text)
+    print(text, end="")
+
+
+def parser(paper: Path) -> argparse.ArgumentParser:
+    """The command line."""
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=f"Runs a table of {paper.name} and compares it with the paper's.")
+    parser.add_argument("table", metavar="TABLE", help="e.g. table2")
+    parser.add_argument("--settings", type=names, metavar="A,B", help="all of the table's unless given")
+    parser.add_argument("--methods", type=names, metavar="X,Y", help="rows, by key; all of the table's unless given")
+    parser.add_argument("--rounds", type=int, help="the config's unless given")
+    parser.add_argument("--seeds", type=numbers, default=[0], metavar="0,1,2", help="of the runs; 0 unless given")
+    parser.add_argument("--reference", metavar="ROW", help="what the t-test compares with; the last row unless given")
+    parser.add_argument("--name", help="stem of the result files; <paper>_<table> unless given")
+    change = "SECTION.KEY=VALUE"
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar=change, help="wins over all overrides")
+    return parser
+
+
+def read_table(path: Path, name: str) -> Table:
+    """Reads a table of a paper's file.
+
+    Raises:
+      ConfigError: there is no such table, or a figure belongs to no row.
+    """
+    paper = tomllib.loads(path.read_text(encoding="utf-8"))
+    allow("TABLE", [name], paper["tables"])
+    fields = dict(paper["tables"][name])
+    rows = {key: Row(**row) for key, row in fields.pop("rows", paper.get("methods", {})).items()}
+    settings = {key: Setting(**setting) for key, setting in fields.pop("settings").items()}
+    for key, setting in settings.items():
+        allow(f"{name}.{key}.paper", setting.paper, rows)
+        allow(f"{name}.{key}.paper_to_target", setting.paper_to_target, rows)
+    return Table(paper["paper"], name, rows=rows, settings=settings, **fields)
+
+
+def allow(option: str, given: Iterable[str], allowed: Collection[str]) -> None:
+    """Raises ConfigError where a name is not among those allowed."""
+    for name in given:
+        if name not in allowed:
+            raise ConfigError(option, name, f"allowed: {', '.join(allowed)}")
+
+
+def load_cells(path: Path, table: Table) -> dict[Key, Cell]:
+    """The cells of earlier calls.
+
+    Raises:
+      ConfigError: the file holds another table.
+    """
+    if not path.exists():
+        return {}
+    held = json.loads(path.read_text(encoding="utf-8"))
+    if (held["paper"], held["table"]) != (table.paper, table.name):
+        raise ConfigError("--name", path.stem, f"{path} holds {held['table']} of {held['paper']}; choose another name")
+    return {(cell["setting"], cell["row"], cell["seed"]): cell for cell in held["cells"]}
+
+
+def to_json(table: Table, cells: Mapping[Key, Cell]) -> str:
+    """JSON with a line per cell: a cell that is replaced is one line in a diff."""
+    lines = ",\n".join(json.dumps(cell) for cell in cells.values())
+    return f'{{"paper": {json.dumps(table.paper)}, "table": {json.dumps(table.name)}, "cells": [\n{lines}\n]}}\n'
+
+
+def write(path: Path, text: str) -> None:
+    """Replaces a file at once: a reader, or a call that is stopped, never leaves or sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def fill(
+    table: Table, cells: dict[Key, Cell], options: argparse.Namespace, command: str, save: Callable[[], None]
+) -> dict[Key, str]:
+    """Runs the cells that are asked for and not there yet.
+
+    Args:
+      table: the table.
+      cells: the cells that there are; new ones are added.
+      options: the command line.
+      command: the command line as text, kept with each cell.
+      save: called after each cell.
+
+    Returns:
+      Why cells could not be run, by key.
+    """
+    # Seeds first: a call that is stopped leaves a comparison of all rows.
+    plan = [
+        (setting, row, seed)
+        for setting in table.settings
+        for seed in options.seeds
+        for row in table.rows
+        if setting in (options.settings or table.settings) and row in (options.methods or table.rows)
+    ]
+    began, missing = time.perf_counter(), {}
+    for number, key in enumerate(plan, 1):
+        setting, row, seed = key
+        try:
+            overrides = cell_overrides(table, key, options)
+            config = load_config(ROOT / table.config, overrides)
+            resolved = config.model_dump(mode="json")
+            if key in cells and cells[key]["config"] == resolved:
+                outcome = "kept"
+            else:
+                asked = {"setting": setting, "row": row, "seed": seed, "overrides": overrides, "set": options.set}
+                cells[key] = {**asked, "command": command, "config": resolved, **measures(simulate(config))}
+                save()
+                outcome = "done"
+            point = table.rows[row].point
+            outcome += f", {point} {100 * cells[key]['personal'][point]['last']:.2f} %"
+        except ConfigError as error:
+            missing[key] = str(error)
+            outcome = f"missing, {error}"
+        elapsed = time.perf_counter() - began
+        print(f"{elapsed:8.1f} s  {number}/{len(plan)}  {setting} {row} seed {seed}: {outcome}", file=sys.stderr)
+    return missing
+
+
+def cell_overrides(table: Table, key: Key, options: argparse.Namespace) -> list[str]:
+    """What a cell changes in the table's config; later ones win."""
+    setting, row, seed = key
+    rounds = [] if options.rounds is None else [f"training.rounds={options.rounds}"]
+    chosen = [*table.settings[setting].overrides, *table.rows[row].overrides]
+    return [*chosen, *rounds, f"run.seed={seed}", *options.set]
+
+
+def measures(result: Result) -> Cell:
+    """What is kept of a run."""
+    summary, history = result.summary, result.history
+    environment = summary["environment"]
+    return {
+        "machine": f"{cores()} {platform.machine()} cores, JAX on {environment['platform']} "
+        f"(devices: {environment['device_count']}), jax {environment['jax']}, Python {platform.python_version()}",
+        "personal": summary["personal"],
+        "global": summary["global"],
+        "timing": summary["timing"],
+        "megabytes_total": summary["traffic"]["megabytes_total"],
+        "curve": {
+            "round": history["round"].tolist(),
+            "pre": history["pre.accuracy"].round(6).tolist(),
+            "post": history["post.accuracy"].round(6).tolist(),
+            "megabytes": history["megabytes"].round(3).tolist(),
+            "seconds": history["seconds"].round(3).tolist(),
+        },
+    }
+
+
+def markdown(table: Table, cells: Mapping[Key, Cell], missing: Mapping[Key, str], reference: str) -> str:
+    """The table as far as it is filled, with the paper's figures.
+
+    Args:
+      table: the table.
+      cells: the cells that there are.
+      missing: why cells could not be run.
+      reference: the row that the t-test compares with.
+    """
+    parts = [f"# {table.paper}, {table.title}", LEGEND.format(reference=table.rows[reference].label)]
+    shown = [cell for key, cell in cells.items() if key[0] in table.settings and key[1] in table.rows]
+    machines, commands = (dict.fromkeys(cell[what] for cell in shown) for what in ("machine", "command"))
+    parts += [f"Machine: {machine}" for machine in machines]
+    if commands:
+        parts.append("\n".join(["```bash", *commands, "```"]))
+    for key, setting in table.settings.items():
+        lines = lines_of(table, key, cells, missing)
+        if lines:
+            parts += [f"## {setting.label}", grid(*comparison(setting, lines, reference))]
+            parts += notes(setting, lines, reference)
+            parts += reasons(table, {at: why for at, why in missing.items() if at[0] == key})
+            if setting.target is not None:
+                parts += [f"To {setting.target:g} %:", grid(*to_target(setting, setting.target, lines))]
+    return "\n\n".join(parts) + "\n"
+
+
+def lines_of(table: Table, setting: str, cells: Mapping[Key, Cell], missing: Mapping[Key, str]) -> list[Line]:
+    """The rows of a setting that have been run, or tried, in the paper's order."""
+    tried = {key[1] for key in (*cells, *missing) if key[0] == setting}
+    return [
+        Line(name, row, {key[2]: cells[key] for key in sorted(cells) if key[:2] == (setting, name)})
+        for name, row in table.rows.items()
+        if name in tried
+    ]
+
+
+def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A markdown table, numbers to the right."""
+    marks = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (headings, marks, *rows))
+
+
+def comparison(setting: Setting, lines: Sequence[Line], reference: str) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of a setting's main table."""
+    best = max((line for line in lines if line.cells), key=mean_accuracy, default=None)
+    base = next((line.accuracies for line in lines if line.key == reference), {})
+    rows = []
+    for line in lines:
+        paper = setting.paper.get(line.key)
+        p = None if line.key == reference else paired_p(line.accuracies, base)
+        rows.append(
+            [
+                line.row.label,
+                NONE if paper is None else f"{paper:g}",
+                f"**{ours(line)}**" if line is best else ours(line),
+                line.show("personal", "pre", "last", scale=100),
+                line.show("personal", "post", "last", scale=100),
+                line.show("personal", line.row.point, "worst_10_percent", scale=100),
+                line.show("megabytes_total", digits=1),
+                line.show("timing", "seconds_per_round", digits=3),
+                NONE if p is None else f"{p:.3g}",
+            ]
+        )
+    return ["method", "paper (%)", "ours (%)", "PRE", "POST", "worst 10 %", "MB", "s per round", "p"], rows
+
+
+def mean_accuracy(line: Line) -> float:
+    """Mean over seeds."""
+    return float(np.mean(list(line.accuracies.values())))
+
+
+def ours(line: Line) -> str:
+    """Our figure in %: the mean over seeds, with the sample standard deviation if there are two or more."""
+    if not line.cells:
+        return NONE
+    percent = 100 * np.array(list(line.accuracies.values()))
+    spread = f" ± {percent.std(ddof=1):.2f}" if len(percent) > 1 else ""
+    return f"{percent.mean():.2f}{spread}"
+
+
+def paired_p(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:
+    """p-value of a two-sided paired t-test over the seeds that both have.
+
+    Returns:
+      None with fewer than two such seeds, and where all differences are the same: there is no spread to judge by.
+    """
+    differences = np.array([first[seed] - second[seed] for seed in first if seed in second])
+    if len(differences) < 2 or np.ptp(differences) < 1e-12:
+        return None
+    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+
+
+def rank_correlation(paper: Sequence[float], ours: Sequence[float]) -> float | None:
+    """Spearman's rank correlation; None with fewer than three pairs, or where all figures of a side are the same."""
+    if len(paper) < 3 or np.ptp(paper) == 0 or np.ptp(ours) == 0:
+        return None
+    return float(stats.spearmanr(paper, ours).statistic)
+
+
+def notes(setting: Setting, lines: Sequence[Line], reference: str) -> list[str]:
+    """What stands below a setting's main table: what was run, the test against the best other row, the ranking."""
+    run = [line for line in lines if line.cells]
+    found = runs(run)
+    base = next((line for line in run if line.key == reference), None)
+    best = max((line for line in run if line.key != reference), key=mean_accuracy, default=None)
+    p = paired_p(base.accuracies, best.accuracies) if base and best else None
+    if base and best and p is not None:
+        found.append(f"{base.row.label} against the best other row, {best.row.label}: p = {p:.3g}.")
+    ranked = [line for line in run if line.key in setting.paper]
+    rho = rank_correlation([setting.paper[line.key] for line in ranked], [mean_accuracy(line) for line in ranked])
+    if rho is not None:
+        found.append(f"Rank correlation (Spearman) with the paper's figures over {len(ranked)} rows: {rho:.2f}.")
+    return found
+
+
+def runs(lines: Sequence[Line]) -> list[str]:
+    """Rounds, seeds and ``--set`` of the cells; a line for each group of rows where they differ between calls."""
+    groups: dict[str, list[str]] = {}
+    for line in lines:
+        seeds: dict[tuple, list[str]] = {}
+        for seed, cell in line.cells.items():
+            seeds.setdefault((cell["config"]["training"]["rounds"], *cell["set"]), []).append(str(seed))
+        for (rounds, *changes), numbers in seeds.items():
+            what = "; ".join([f"{rounds} rounds", f"seed {', '.join(numbers)}", *changes])
+            groups.setdefault(what, []).append(line.row.label)
+    if len(groups) == 1:
+        return [f"All rows: {what}." for what in groups]
+    return [f"**Not alike**, {', '.join(labels)}: {what}." for what, labels in groups.items()]
+
+
+def reasons(table: Table, missing: Mapping[Key, str]) -> list[str]:
+    """Which cells of a setting could not be run, and why: a line per reason."""
+    groups: dict[str, list[str]] = {}
+    for (_, row, seed), why in missing.items():
+        groups.setdefault(why, []).append(f"{table.rows[row].label} ({seed})")
+    return [f"Missing: {', '.join(cells)}: {why}." for why, cells in groups.items()]
+
+
+def to_target(setting: Setting, target: float, lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of the table of costs until the target accuracy is reached."""
+    rows = []
+    for line in lines:
+        costs = [cost for cell in line.cells.values() if (cost := cost_to(cell, line.row.point, target))]
+        paper = show_paper_costs(setting.paper_to_target.get(line.key, {}))
+        rows.append([line.row.label, *show_costs(costs, line), paper])
+    ours = ["rounds", "seconds", "of which compilation", "MB", "MB per client"]
+    return ["method", *ours, "paper: rounds / minutes / MB"], rows
+
+
+def cost_to(cell: Cell, point: str, target: float) -> tuple[float, ...] | None:
+    """What a run cost up to the first evaluated round whose accuracy is the target or more.
+
+    Args:
+      cell: the run.
+      point: ``pre`` or ``post``.
+      target: accuracy in %.
+
+    Returns:
+      Rounds; seconds since the run began, compilation and evaluation included; seconds of compilation; megabytes of all
+      clients, and per client. None where the target is never reached.
+    """
+    curve = cell["curve"]
+    reached = [at for at, accuracy in enumerate(curve[point]) if accuracy >= target / 100]
+    if not reached:
+        return None
+    at = reached[0]
+    traffic = curve["megabytes"][at]
+    per_client = traffic / cell["config"]["data"]["clients"]
+    return curve["round"][at], curve["seconds"][at], cell["timing"]["compile_seconds"], traffic, per_client
+
+
+def show_costs(costs: Sequence[tuple[float, ...]], line: Line) -> list[str]:
+    """Means over the seeds that reached the target, and how many did if not all."""
+    if not line.cells:
+        return [NONE] * 5
+    if not costs:
+        rounds = max(cell["curve"]["round"][-1] for cell in line.cells.values())
+        return [f"{NONE} (not in {rounds} rounds)", *[NONE] * 4]
+    rounds, *others = np.mean(costs, axis=0)
+    some = f" ({len(costs)} of {len(line.cells)} seeds)" if len(costs) < len(line.cells) else ""
+    return [f"{rounds:.1f}".removesuffix(".0") + some, *(f"{cost:.1f}" for cost in others)]
+
+
+def show_paper_costs(paper: Mapping[str, float]) -> str:
+    """The paper's own costs."""
+    figures = [f"{paper[key]:g}" if key in paper else NONE for key in ("rounds", "minutes", "megabytes")]
+    return " / ".join(figures) if paper else NONE

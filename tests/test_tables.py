@@ -1,0 +1,368 @@
+"""The runner of the papers' tables, mostly with a stand-in for the simulator: what is tested is the book-keeping."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import tables
+from fedjax_pfl import ConfigError, Result, load_config
+
+PAPERS = sorted((tables.ROOT / "benchmarks" / "papers").glob("*.toml"))
+PAPER = """
+paper = "Toy"
+[methods.local]
+label = "Local"
+point = "post"
+overrides = ["method.name=local"]
+[methods.fedavg]
+label = "FedAvg"
+point = "pre"
+overrides = ["method.name=fedavg"]
+[methods.fedprox]
+label = "FedProx"
+point = "pre"
+overrides = ["method.name=fedprox", "training.lr=0.2"]
+[tables.table1]
+title = "Table I: toy"
+config = "CONFIG"
+[tables.table1.settings.three]
+label = "3 clients"
+overrides = ["data.clients=3", "training.lr=0.4"]
+paper = { local = 50, fedavg = 60.5, fedprox = 70 }
+target = 60.0
+paper_to_target = { fedprox = { minutes = 1.5, rounds = 29, megabytes = 24.4 }, local = { rounds = 7 } }
+[tables.table1.settings.four]
+label = "4 clients"
+overrides = ["data.clients=4"]
+paper = { local = 50 }
+[tables.table2]
+title = "Table II: rows of its own"
+config = "CONFIG"
+[tables.table2.settings.only]
+label = "the only one"
+overrides = []
+[tables.table2.rows.mild]
+label = "mild"
+point = "pre"
+overrides = ["method.name=fedprox", "method.mu=0.3"]
+"""
+CONFIG = """
+[data]
+source = "digits"
+clients = 5
+partition = { kind = "iid" }
+[model]
+name = "mlp"
+hidden = 4
+[method]
+name = "fedavg"
+[training]
+rounds = 2
+batch_size = 50
+lr = 0.1
+"""
+# POST accuracy of two evaluated rounds, by method and seed; local's PRE is 0.2 lower, that of the others the same.
+ACCURACY = {
+    ("local", 0): (0.30, 0.60),
+    ("local", 1): (0.30, 0.62),
+    ("local", 2): (0.61, 0.67),
+    ("fedavg", 0): (0.10, 0.20),
+    ("fedavg", 1): (0.10, 0.21),
+    ("fedavg", 2): (0.10, 0.25),
+    ("fedprox", 0): (0.60, 0.65),
+    ("fedprox", 1): (0.65, 0.70),
+    ("fedprox", 2): (0.61, 0.69),
+}
+
+
+class Fake:
+    """A simulator with known results, that remembers what it was asked for."""
+
+    def __init__(self):
+        self.configs = []
+
+    def __call__(self, config):
+        self.configs.append(config)
+        post = np.array(ACCURACY[config.method["name"], config.run.seed])
+        pre = post - 0.2 if config.method["name"] == "local" else post
+        personal = {
+            point: {"last": curve[-1], "worst_10_percent": curve[-1] / 2}
+            for point, curve in (("pre", pre), ("post", post))
+        }
+        history = {
+            "round": np.array([5, 10]),
+            "pre.accuracy": pre,
+            "post.accuracy": post,
+            "megabytes": np.array([1.5, 3.0]),
+            "seconds": np.array([8.0, 10.0 + config.run.seed]),
+        }
+        summary = {
+            "personal": personal,
+            "global": None,
+            "timing": {"compile_seconds": 4.0, "seconds_per_round": 0.25, "total_seconds": 11.0},
+            "traffic": {"megabytes_total": 3.0},
+            "environment": {"jax": "1.2.3", "platform": "cpu", "device_count": 2},
+        }
+        return Result(summary, history, {}, {}, None, config)
+
+    def asked(self):
+        return [(config.method["name"], config.data.clients, config.run.seed) for config in self.configs]
+
+
+@pytest.fixture
+def paper(tmp_path, monkeypatch):
+    (tmp_path / "config.toml").write_text(CONFIG, encoding="utf-8")
+    path = tmp_path / "toy.toml"
+    path.write_text(PAPER.replace("CONFIG", str(tmp_path / "config.toml")), encoding="utf-8")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "results")
+    return path
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    simulator = Fake()
+    monkeypatch.setattr(tables, "simulate", simulator)
+    return simulator
+
+
+def call(paper, arguments):
+    tables.main(paper, arguments.split())
+
+
+def markdown(name="toy_table1"):
+    return (tables.RESULTS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def cells(name="toy_table1"):
+    held = json.loads((tables.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return {(cell["setting"], cell["row"], cell["seed"]): cell for cell in held["cells"]}
+
+
+def rows(text, label):
+    """The cells of each table row of that label."""
+    lines = [line for line in text.splitlines() if line.startswith(f"| {label} |")]
+    return [line.strip("| ").split(" | ") for line in lines]
+
+
+def test_figures_agree_with_those_computed_by_hand(paper, fake, capsys):
+    call(paper, "table1 --settings three --seeds 0,1,2")
+    text = markdown()
+    assert capsys.readouterr().out == text
+    # fedprox - local = .05, .08, .02: mean .05, deviation .03, t = 2.886751 with 2 degrees of freedom, for which
+    # p = 1 - t / sqrt(t^2 + 2) = 0.10197; fedprox - fedavg = .45, .49, .44: t = 30.1232, p = 0.0011.
+    local, fedavg, fedprox = (rows(text, label)[0] for label in ("Local", "FedAvg", "FedProx"))
+    assert local == ["Local", "50", "63.00 ± 3.61", "43.00", "63.00", "31.50", "3.0", "0.250", "0.102"]
+    assert fedavg == ["FedAvg", "60.5", "22.00 ± 2.65", "22.00", "22.00", "11.00", "3.0", "0.250", "0.0011"]
+    assert fedprox == ["FedProx", "70", "**68.00 ± 2.65**", "68.00", "68.00", "34.00", "3.0", "0.250", "—"]
+    assert "FedProx against the best other row, Local: p = 0.102." in text
+    # Ranks 1 2 3 and 2 1 3: 1 - 6 * (1 + 1) / (3 * 8).
+    assert "over 3 rows: 0.50." in text
+    assert "All rows: 2 rounds; seed 0, 1, 2." in text
+    assert "jax 1.2.3" in text
+    assert "table1 --settings three --seeds 0,1,2" in text
+    assert "4 clients" not in text
+
+
+def test_paired_p_needs_two_common_seeds_and_a_spread():
+    first, second = {0: 0.60, 1: 0.62, 2: 0.67}, {0: 0.65, 1: 0.70, 2: 0.69, 7: 0.1}
+    assert tables.paired_p(first, second) == pytest.approx(1 - 2.8867513 / np.sqrt(2.8867513**2 + 2), abs=1e-7)
+    assert tables.paired_p(second, first) == pytest.approx(tables.paired_p(first, second))
+    assert tables.paired_p({0: 0.1, 1: 0.2}, {1: 0.3, 2: 0.2}) is None
+    assert tables.paired_p(first, {seed: accuracy + 0.1 for seed, accuracy in first.items()}) is None
+
+
+def test_one_seed_has_neither_deviation_nor_p_value(paper, fake):
+    call(paper, "table1 --settings three")
+    assert rows(markdown(), "Local")[0][2] == "60.00"
+    assert [rows(markdown(), label)[0][-1] for label in ("Local", "FedAvg")] == ["—", "—"]
+    assert "p = " not in markdown()
+
+
+def test_the_reference_can_be_chosen(paper, fake):
+    call(paper, "table1 --settings three --seeds 0,1,2 --reference local")
+    assert [rows(markdown(), label)[0][-1] for label in ("Local", "FedProx")] == ["—", "0.102"]
+    assert "against Local." in markdown()
+    assert "Local against the best other row, FedProx: p = 0.102." in markdown()
+
+
+def test_target_is_the_first_evaluated_round_that_reaches_it(paper, fake):
+    call(paper, "table1 --settings three --seeds 0,1,2")
+    # local: seeds 0 and 1 in round 10, after 10 and 11 s; seed 2 in round 5, after 8 s. 0.60 itself counts.
+    local, fedavg, fedprox = (rows(markdown(), label)[1] for label in ("Local", "FedAvg", "FedProx"))
+    assert local == ["Local", "8.3", "9.7", "4.0", "2.5", "0.8", "7 / — / —"]
+    assert fedavg == ["FedAvg", "— (not in 10 rounds)", *"—————"]
+    assert fedprox == ["FedProx", "5", "8.0", "4.0", "1.5", "0.5", "29 / 1.5 / 24.4"]
+
+
+def test_target_counts_the_seeds_that_reach_it_at_the_point_of_the_row(paper, fake):
+    paper.write_text(paper.read_text().replace("target = 60.0", "target = 65.0"))
+    call(paper, "table1 --settings three --seeds 0,1,2")
+    assert rows(markdown(), "Local")[1][:3] == ["Local", "10 (1 of 3 seeds)", "12.0"]
+    assert rows(markdown(), "FedProx")[1][:3] == ["FedProx", "8.3", "10.0"]
+
+
+def test_finished_cells_are_reused_and_the_table_fills_over_several_calls(paper, fake, capsys):
+    call(paper, "table1 --settings three --methods fedprox --rounds 3")
+    call(paper, "table1 --settings three,four --methods fedprox,local --rounds 3")
+    assert fake.asked() == [("fedprox", 3, 0), ("local", 3, 0), ("local", 4, 0), ("fedprox", 4, 0)]
+    assert {config.training.rounds for config in fake.configs} == {3}
+    assert "three fedprox seed 0: kept, pre 65.00 %" in capsys.readouterr().err
+    # In the paper's order, whatever the order of the calls.
+    text = markdown()
+    headings = ["3 clients", "| Local", "| FedProx", "To 60 %", "| Local", "| FedProx", "4 clients", "| Local"]
+    places = [text.find(headings[0])]
+    for heading in headings[1:]:
+        places.append(text.find(heading, places[-1] + 1))
+    assert places == sorted(places)
+    assert -1 not in places
+    assert text.count("--rounds 3\n") == 2
+
+
+def test_a_cell_whose_config_has_changed_is_run_again_and_replaced(paper, fake):
+    call(paper, "table1 --settings three --methods local,fedavg")
+    call(paper, "table1 --settings three --methods local --set training.lr=0.5")
+    assert fake.asked() == [("local", 3, 0), ("fedavg", 3, 0), ("local", 3, 0)]
+    assert len(cells()) == 2
+    assert cells()["three", "local", 0]["config"]["training"]["lr"] == 0.5
+    assert cells()["three", "fedavg", 0]["config"]["training"]["lr"] == 0.4
+    assert "**Not alike**, Local: 2 rounds; seed 0; training.lr=0.5." in markdown()
+    assert "**Not alike**, FedAvg: 2 rounds; seed 0." in markdown()
+
+
+def test_later_overrides_win_and_set_wins_over_all(paper, fake):
+    call(paper, "table1 --settings three --methods fedprox")
+    call(paper, "table1 --settings three --methods fedprox --rounds 7 --set training.lr=0.9 training.rounds=8")
+    assert [config.training.lr for config in fake.configs] == [0.2, 0.9]
+    assert [config.training.rounds for config in fake.configs] == [2, 8]
+
+
+def test_a_table_may_have_rows_of_its_own(paper, fake):
+    call(paper, "table2 --name mine")
+    assert [config.method["mu"] for config in fake.configs] == [0.3]
+    assert rows(markdown("mine"), "mild")[0][1:3] == ["—", "**65.00**"]
+
+
+def test_a_stopped_call_keeps_its_finished_cells_and_goes_on(paper, fake, monkeypatch):
+    def stops(config):
+        if len(fake.configs) == 2:
+            raise KeyboardInterrupt
+        return fake(config)
+
+    monkeypatch.setattr(tables, "simulate", stops)
+    with pytest.raises(KeyboardInterrupt):
+        call(paper, "table1 --settings three")
+    assert list(cells()) == [("three", "local", 0), ("three", "fedavg", 0)]
+    monkeypatch.setattr(tables, "simulate", fake)
+    call(paper, "table1 --settings three")
+    assert fake.asked() == [("local", 3, 0), ("fedavg", 3, 0), ("fedprox", 3, 0)]
+    assert sorted(path.name for path in tables.RESULTS.iterdir()) == ["toy_table1.json", "toy_table1.md"]
+
+
+def test_the_file_stays_as_it_was_when_writing_fails(paper, fake, monkeypatch):
+    call(paper, "table1 --settings three --methods local")
+    before = (tables.RESULTS / "toy_table1.json").read_bytes()
+    whole = Path.write_text
+
+    def half(path, text, encoding):
+        whole(path, text[: len(text) // 2], encoding=encoding)
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", half)
+        with pytest.raises(OSError, match="disk full"):
+            call(paper, "table1 --settings three")
+    assert (tables.RESULTS / "toy_table1.json").read_bytes() == before
+    call(paper, "table1 --settings three")
+    assert len(cells()) == 3
+
+
+def test_missing_data_is_reported_and_the_rest_is_run(paper, fake, monkeypatch, capsys):
+    def simulate(config):
+        if config.method["name"] == "fedavg":
+            raise ConfigError("data.source", "npz:no.npz", "no such file")
+        return fake(config)
+
+    monkeypatch.setattr(tables, "simulate", simulate)
+    call(paper, "table1 --settings three")
+    assert list(cells()) == [("three", "local", 0), ("three", "fedprox", 0)]
+    assert rows(markdown(), "FedAvg") == [["FedAvg", "60.5", *"———————"], ["FedAvg", *"——————"]]
+    reason = "data.source = 'npz:no.npz' is not usable: no such file"
+    assert f"Missing: FedAvg (0): {reason}." in markdown()
+    assert f"three fedavg seed 0: missing, {reason}" in capsys.readouterr().err
+
+
+def test_a_table_of_nothing_but_missing_cells_is_still_written(paper):
+    call(paper, "table1 --set data.source=npz:/no/such/file.npz")
+    assert markdown().count("Missing: Local (0), FedAvg (0), FedProx (0): data.source = ") == 2
+    assert not (tables.RESULTS / "toy_table1.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("table9", "TABLE = 'table9' is not usable: allowed: table1, table2"),
+        ("table1 --settings three,five", "--settings = 'five' is not usable: allowed: three, four"),
+        ("table1 --methods fedper", "--methods = 'fedper' is not usable: allowed: local, fedavg, fedprox"),
+        ("table2 --methods local", "--methods = 'local' is not usable: allowed: mild"),
+        ("table1 --reference best", "--reference = 'best' is not usable: allowed: local, fedavg, fedprox"),
+    ],
+)
+def test_unknown_names_are_one_line_that_lists_what_is_allowed(paper, fake, capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        call(paper, arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+    assert not fake.configs
+
+
+def test_results_of_another_table_are_not_overwritten(paper, fake, capsys):
+    call(paper, "table1 --settings three --methods local")
+    with pytest.raises(SystemExit):
+        call(paper, "table2 --name toy_table1")
+    assert "holds table1 of Toy" in capsys.readouterr().err
+    assert list(cells()) == [("three", "local", 0)]
+
+
+def test_a_figure_of_the_paper_without_a_row_is_an_error(paper):
+    paper.write_text(paper.read_text().replace("fedavg = 60.5", "fedaverage = 60.5"))
+    with pytest.raises(ConfigError, match="fedaverage"):
+        tables.read_table(paper, "table1")
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
+def test_every_cell_of_every_paper_has_a_config(path):
+    for name in tomllib.loads(path.read_text(encoding="utf-8"))["tables"]:
+        table = tables.read_table(path, name)
+        assert {row.point for row in table.rows.values()} <= {"pre", "post"}, name
+        options = tables.parser(path).parse_args([name])
+        for setting in table.settings:
+            for row in table.rows:
+                load_config(tables.ROOT / table.config, tables.cell_overrides(table, (setting, row, 0), options))
+
+
+def test_a_real_run_fills_the_table(paper):
+    call(paper, "table1 --settings three --methods local,fedavg --seeds 0,1")
+    cell = cells()["three", "fedavg", 1]
+    assert cell["curve"]["round"] == [1, 2]
+    assert cell["curve"]["pre"][-1] == pytest.approx(cell["personal"]["pre"]["last"], abs=1e-6)
+    assert cell["curve"]["megabytes"][-1] == pytest.approx(cell["megabytes_total"], abs=1e-3)
+    assert 0 < cell["timing"]["compile_seconds"] < cell["curve"]["seconds"][0] < cell["curve"]["seconds"][1]
+    assert cell["global"] == pytest.approx(cell["personal"]["pre"]["weighted_last"], abs=1e-6)
+    assert {"last", "best", "mean_last_10", "std_clients", "worst_10_percent"} <= cell["personal"]["post"].keys()
+    shown = np.mean([cells()["three", "local", seed]["personal"]["post"]["last"] for seed in (0, 1)])
+    assert f"{100 * shown:.2f} ± " in rows(markdown(), "Local")[0][2]
+    before = (tables.RESULTS / "toy_table1.json").read_bytes()
+    call(paper, "table1 --settings three --methods local,fedavg --seeds 0,1")
+    assert (tables.RESULTS / "toy_table1.json").read_bytes() == before
+
+
+def test_the_script_of_a_paper_starts():
+    script = Path(tables.__file__).with_name("fedecouple_tables.py")
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--reference ROW" in done.stdout
