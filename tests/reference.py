@@ -1,6 +1,7 @@
 """What the library computes, once more in float64 NumPy and plain loops; trees are dicts of arrays, as there."""
 
 import zlib
+from functools import partial
 
 import jax
 import numpy as np
@@ -43,11 +44,35 @@ def sgd(w, gradients, *, lr, momentum=0.0, weight_decay=0.0, clip_norm=None):
     return w
 
 
+def train(w, gradient, key, t, rows, trainer, *, phase="local", epochs=None, lr=None):
+    """Local training of the tree w and of nothing else; ``gradient`` is a function (w, rows of a batch) -> tree."""
+    epochs, lr = trainer.epochs if epochs is None else epochs, trainer.lr if lr is None else lr
+    order = batches(key, len(rows), epochs=epochs, batch_size=trainer.batch_size, phase=phase)
+    steps = (partial(gradient, rows=rows[positions]) for positions in order)
+    rate = lr * trainer.lr_decay**t
+    return sgd(w, steps, lr=rate, momentum=trainer.momentum, weight_decay=trainer.weight_decay)
+
+
 def softmax_loss(logits, y):
     """Mean cross-entropy and its gradient with respect to the logits."""
     logits = logits - logits.max(axis=1, keepdims=True)
     log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     return -log_p[np.arange(len(y)), y].mean(), (np.exp(log_p) - np.eye(logits.shape[1])[y]) / len(y)
+
+
+def linear(phi, z):
+    return z @ phi["kernel"] + phi["bias"]
+
+
+def linear_gradient(z, d_logits):
+    """The gradient with respect to a head, given the one with respect to its logits."""
+    return {"kernel": z.T @ d_logits, "bias": d_logits.sum(0)}
+
+
+def class_means(z, y, classes):
+    """The mean feature of each class and its number of samples; zeros where there are none."""
+    counts = np.bincount(y, minlength=classes).astype(float)
+    return np.eye(classes)[y].T @ z / np.maximum(counts, 1)[:, None], counts
 
 
 class MLP:
@@ -57,12 +82,18 @@ class MLP:
         self.x = ((np.asarray(x, np.float64) / 255 - mean) / std).reshape(len(x), -1)
         self.y = np.asarray(y)
 
+    def extract(self, theta, rows):
+        return np.maximum(linear(theta["hidden_layer"], self.x[rows]), 0)
+
+    def extract_gradient(self, theta, rows, d_z):
+        """The gradient with respect to the extractor, given the one with respect to the features."""
+        return {"hidden_layer": linear_gradient(self.x[rows], d_z * (self.extract(theta, rows) > 0))}
+
     def features(self, w, rows):
-        layer = w["extractor"]["hidden_layer"]
-        return np.maximum(self.x[rows] @ layer["kernel"] + layer["bias"], 0)
+        return self.extract(w["extractor"], rows)
 
     def logits(self, w, rows):
-        return self.features(w, rows) @ w["head"]["kernel"] + w["head"]["bias"]
+        return linear(w["head"], self.features(w, rows))
 
     def loss(self, w, rows):
         return softmax_loss(self.logits(w, rows), self.y[rows])[0]
@@ -70,9 +101,8 @@ class MLP:
     def gradient(self, w, rows):
         z = self.features(w, rows)
         d = softmax_loss(self.logits(w, rows), self.y[rows])[1]
-        d_hidden = (d @ w["head"]["kernel"].T) * (z > 0)
-        hidden = {"kernel": self.x[rows].T @ d_hidden, "bias": d_hidden.sum(0)}
-        return {"extractor": {"hidden_layer": hidden}, "head": {"kernel": z.T @ d, "bias": d.sum(0)}}
+        extractor = self.extract_gradient(w["extractor"], rows, d @ w["head"]["kernel"].T)
+        return {"extractor": extractor, "head": linear_gradient(z, d)}
 
     def head_gradient(self, w, rows):
         gradient = self.gradient(w, rows)

@@ -1,0 +1,399 @@
+"""FedeCouple against rounds in NumPy, its anchors, its teacher, its limits, and what it exchanges."""
+
+import importlib
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import softmax
+
+from fedjax_pfl.data.augment import augment
+from fedjax_pfl.data.federated import Clients, Federation, client_data
+from fedjax_pfl.engine import Engine
+from fedjax_pfl.memory import count, exchange, size
+from fedjax_pfl.method import Cohort
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.methods.fedecouple import fedecouple
+from fedjax_pfl.methods.fedrep import fedrep
+from fedjax_pfl.models import MODELS, build
+from fedjax_pfl.ops.local import cache_features, phase_key
+from fedjax_pfl.ops.prototypes import centre_loss
+from tests.conftest import CLASSES, TRAIN_SIZES
+from tests.reference import (
+    MLP,
+    class_means,
+    client_key,
+    held,
+    linear,
+    linear_gradient,
+    softmax_loss,
+    to_numpy,
+    train,
+    weighted_mean,
+)
+
+N = 7
+KEY, OTHER_KEY = jax.random.key(21), jax.random.key(22)
+
+near = partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5)
+close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+
+
+def client(rows, i):
+    return jax.tree.map(lambda leaf: leaf[i], rows)
+
+
+def at(t):
+    return jnp.array(t, jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def trainer(trainer):
+    return replace(trainer, weight_decay=0.01, lr_decay=0.9)
+
+
+@pytest.fixture(scope="module")
+def play(federation):
+    """(method, rounds) -> the runs before and after."""
+
+    def play(method, rounds):
+        engine = Engine(method, N)
+        before = jax.jit(engine.init)(KEY, federation)
+        return before, jax.jit(engine.rounds)(KEY, before, at(0), at(rounds), jnp.array(True), federation)
+
+    return play
+
+
+@pytest.fixture(scope="module")
+def uploads(model, trainer, federation):
+    """The upload of client 2 in round 1, as a function of traced hyperparameters; the others are given here.
+
+    The client's own model, OTHER_KEY's, is not the one that it receives.
+    """
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    models = model.init(KEY), model.init(OTHER_KEY)
+
+    def uploads(**fixed):
+        @jax.jit
+        def upload(**traced):
+            method = fedecouple(model, trainer, **fixed, **traced)
+            return method.local(client_key(KEY, 1, 2), at(1), *models, data)[1]
+
+        return lambda **traced: upload(**jax.tree.map(jnp.float32, traced))
+
+    return uploads
+
+
+# --- Rounds in NumPy (fedecouple.md) ---------------------------------------------------------------------------------
+
+BASE = {"lam": 0.6, "mu": 0.8, "tau": 1.7, "head_epochs": 3, "scale_by_temperature": True}
+SPECIFIED = {
+    "frozen_head_epochs": 1,
+    "teacher": "adapted",
+    "head_features": "local",
+    "global_extractor": True,
+    "anchor_on": "all",
+    "anchor_coverage": 1.0,
+    "anchor_reduction": "mse",
+    "aggregation": "similarity",
+}
+
+
+def covered(key, counts, coverage):
+    """The classes that get an anchor: a share of those held, by a draw of the phase "anchors"."""
+    draws = np.asarray(jax.random.uniform(phase_key(key, "anchors"), (CLASSES,)))
+    by_draw = sorted(np.flatnonzero(counts), key=lambda c: draws[c])
+    return np.isin(np.arange(CLASSES), by_draw[: round(coverage * len(by_draw))])
+
+
+def fedecouple_client(mlp, key, t, server, personal, rows, originals, trainer, hyper):
+    extractor = {"local": personal, "global": server}[hyper.head_features]["extractor"]
+
+    def heads_gradient(heads, rows):
+        z, y = mlp.extract(extractor, rows), mlp.y[rows]
+        logits, taught = linear(heads["personal"], z), linear(heads.get("teacher", server["head"]), z)
+        d = softmax_loss(logits, y)[1]
+        if hyper.teacher != "off":
+            # d KL(p || q) / d student logits = (q - p) / tau, of each sample.
+            apart = softmax(logits / hyper.tau, axis=1) - softmax(taught / hyper.tau, axis=1)
+            factor = hyper.tau**2 if hyper.scale_by_temperature else 1.0
+            d = d + hyper.lam * factor * apart / hyper.tau / len(y)
+        gradient = {"personal": linear_gradient(z, d)}
+        if "teacher" in heads:
+            gradient["teacher"] = linear_gradient(z, softmax_loss(taught, y)[1])
+        return gradient
+
+    heads = {"personal": personal["head"]}
+    if hyper.teacher == "adapted":
+        heads["teacher"] = server["head"]
+    heads = train(heads, heads_gradient, key, t, rows, trainer, phase="head", epochs=hyper.head_epochs)
+
+    anchored = {"all": rows, "original": originals}[hyper.anchor_on]
+    anchors, counts = class_means(mlp.extract(server["extractor"], anchored), mlp.y[anchored], CLASSES)
+    has_anchor = covered(key, counts, hyper.anchor_coverage)
+
+    def under(phi):
+        def gradient(theta, rows):
+            z, y = mlp.extract(theta, rows), mlp.y[rows]
+            pull = 2 * (z - anchors[y]) * has_anchor[y][:, None] / len(y)
+            pull = pull / {"mse": z.shape[1], "mean_l2": 1}[hyper.anchor_reduction]
+            d_z = softmax_loss(linear(phi, z), y)[1] @ phi["kernel"].T + hyper.mu * pull
+            return mlp.extract_gradient(theta, rows, d_z)
+
+        return gradient
+
+    theta = (server if hyper.global_extractor else personal)["extractor"]
+    epochs = hyper.frozen_head_epochs
+    theta = train(theta, under(server["head"]), key, t, rows, trainer, phase="frozen head", epochs=epochs)
+    theta = train(theta, under(heads["personal"]), key, t, rows, trainer)
+    return {"extractor": theta, "head": heads["personal"]}
+
+
+def fedecouple_server(uploads, sizes, hyper):
+    mean = weighted_mean(uploads, sizes)
+    if hyper.aggregation == "size":
+        return mean
+
+    def cosine(w):
+        a, b = (np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in (w, mean))
+        return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+    return weighted_mean(uploads, [max(cosine(w), 1e-6) for w in uploads])
+
+
+def compare(before, after, rounds, mlp, rows_of, federation, trainer, changed):
+    """Plays the rounds in NumPy and compares server, clients, and the scores after training.
+
+    ``rows_of`` is a function (t, i) -> rows of ``mlp`` that client i trains on in round t; the originals come first.
+    """
+    hyper = SimpleNamespace(**{**SPECIFIED, **BASE, **changed})
+    server = to_numpy(before.state.server)
+    clients = [to_numpy(client(before.state.clients, i)) for i in range(N)]
+    for t in range(rounds):
+        for i in range(N):
+            rows, key = rows_of(t, i), client_key(KEY, t, i)
+            originals = rows[: TRAIN_SIZES[i]]
+            clients[i] = fedecouple_client(mlp, key, t, server, clients[i], rows, originals, trainer, hyper)
+        server = fedecouple_server(clients, TRAIN_SIZES, hyper)
+    jax.tree.map(near, after.state.server, server)
+    for i in range(N):
+        jax.tree.map(near, client(after.state.clients, i), clients[i])
+        near([float(leaf) for leaf in client(after.post, i)], mlp.scores(clients[i], held(federation.test, i)))
+    return server, clients
+
+
+@pytest.mark.parametrize(
+    ("rounds", "changed"),
+    [
+        (3, {}),
+        (2, {"teacher": "fixed", "scale_by_temperature": False, "aggregation": "size"}),
+        (2, {"head_features": "global", "anchor_reduction": "mean_l2", "mu": 0.1}),
+        (2, {"global_extractor": False, "anchor_coverage": 0.5}),
+        (2, {"teacher": "off", "frozen_head_epochs": 2}),
+    ],
+    ids=["as specified", "fixed teacher by size", "global features L2", "own extractor half the anchors", "no teacher"],
+)
+def test_rounds_are_numpys(rounds, changed, play, model, trainer, federation):
+    method = fedecouple(model, trainer, **{**BASE, **changed})._replace(augment="none")
+    before, after = play(method, rounds)
+    mlp = MLP(federation.x, federation.y)
+    rows = [held(federation.train, i) for i in range(N)]
+    server, clients = compare(before, after, rounds, mlp, lambda t, i: rows[i], federation, trainer, changed)
+    pre = method.predict(after.state.server, client(after.state.clients, 2), federation.x)
+    w = {"extractor": server["extractor"], "head": clients[2]["head"]}
+    near(pre, mlp.logits(w, np.arange(len(mlp.y))))
+
+
+@pytest.mark.parametrize("anchor_on", ["all", "original"])
+def test_augmented_copies_double_the_training_set_afresh_in_every_round(anchor_on, play, model, trainer, federation):
+    method = fedecouple(model, trainer, **BASE, anchor_on=anchor_on)
+    assert method.augment == "concat"
+    before, after = play(method, 2)
+    copies = jax.jit(lambda key, row: augment(key, client_data(federation.x, federation.y, row), "concat").x)
+    x, y, rows = [federation.x], [federation.y], {}
+    for t, i in np.ndindex(2, N):
+        originals = held(federation.train, i)
+        capacity = federation.train.index.shape[1]
+        pool = copies(phase_key(client_key(KEY, t, i), "augment"), client(federation.train, i))
+        first = sum(map(len, y))
+        x.append(pool[capacity : capacity + len(originals)])
+        y.append(federation.y[originals])
+        rows[t, i] = np.concatenate([originals, first + np.arange(len(originals))])
+    mlp = MLP(np.concatenate(x), np.concatenate(y))
+    assert not np.array_equal(mlp.x[rows[0, 2]], mlp.x[rows[1, 2]])
+    compare(before, after, 2, mlp, lambda t, i: rows[t, i], federation, trainer, {"anchor_on": anchor_on})
+
+
+# --- Anchors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def anchors(monkeypatch, model, trainer, federation):
+    """(share, t, i) -> the anchors that the loss of client i is given in round t; it received KEY's model."""
+    seen = []
+
+    def spy(z, y, mask, centres, **options):
+        seen.append(centres)
+        return centre_loss(z, y, mask, centres, **options)
+
+    monkeypatch.setattr(importlib.import_module("fedjax_pfl.methods.fedecouple"), "centre_loss", spy)
+
+    @jax.jit
+    def traced(share, key, row):
+        method = fedecouple(model, trainer, anchor_coverage=share)
+        data = client_data(federation.x, federation.y, row)
+        method.local(key, at(0), model.init(KEY), model.init(OTHER_KEY), data)
+        return seen[-1]
+
+    return lambda share, t, i: traced(jnp.float32(share), client_key(KEY, t, i), client(federation.train, i))
+
+
+def test_anchors_are_the_class_means_of_the_received_extractors_features(anchors, model, federation):
+    mlp, theta = MLP(federation.x, federation.y), to_numpy(model.init(KEY)["extractor"])
+    for i in range(N):
+        rows = held(federation.train, i)
+        means, counts = class_means(mlp.extract(theta, rows), mlp.y[rows], CLASSES)
+        found = anchors(1.0, 0, i)
+        np.testing.assert_allclose(found.mean, means, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(found.valid, counts > 0)
+
+
+def test_coverage_is_a_share_of_the_classes_held_and_redrawn_in_every_round(anchors, federation):
+    for i in range(N):
+        has = np.asarray(federation.train.class_counts)[i] > 0
+        drawn = [tuple(np.asarray(anchors(0.5, t, i).valid)) for t in range(8)]
+        assert {sum(valid) for valid in drawn} == {round(0.5 * has.sum())}
+        assert not np.any(np.array(drawn) & ~has)
+        assert (len(set(drawn)) > 1) == (has.sum() > 1)
+        assert not anchors(0.0, 0, i).valid.any()
+
+
+def test_no_coverage_is_no_anchor_loss(uploads):
+    without, traced = uploads(mu=0.0)(), uploads()
+    jax.tree.map(close, uploads(anchor_coverage=0.0)(), without)
+    jax.tree.map(close, traced(anchor_coverage=0.0), without)
+    kernels = (upload["extractor"]["hidden_layer"]["kernel"] for upload in (traced(anchor_coverage=1.0), without))
+    assert not np.allclose(*kernels, atol=1e-3)
+
+
+# --- Heads -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_teacher_is_no_distillation(uploads):
+    without = uploads(teacher="off")()
+    for teacher in ("adapted", "fixed"):
+        upload = uploads(teacher=teacher)
+        jax.tree.map(close, upload(lam=0.0), without)
+        assert not np.allclose(upload(lam=0.8)["head"]["kernel"], without["head"]["kernel"], atol=1e-3)
+
+
+def test_the_teacher_adapts_as_though_it_taught_nobody(model, trainer, federation):
+    seen = []
+
+    def spy(*args, **options):
+        trained = trainer(*args, **options)
+        if options.get("phase") == "head":
+            seen.append(trained[0].teacher)
+        return trained
+
+    @jax.jit
+    def teacher(lam):
+        data = client_data(federation.x, federation.y, client(federation.train, 2))
+        method = fedecouple(model, spy, lam=lam, head_epochs=3)
+        method.local(client_key(KEY, 1, 2), at(1), model.init(KEY), model.init(OTHER_KEY), data)
+        return seen[-1]
+
+    mlp, theta = MLP(federation.x, federation.y), to_numpy(model.init(OTHER_KEY)["extractor"])
+
+    def gradient(phi, rows):
+        z = mlp.extract(theta, rows)
+        return linear_gradient(z, softmax_loss(linear(phi, z), mlp.y[rows])[1])
+
+    phi, rows = to_numpy(model.init(KEY)["head"]), held(federation.train, 2)
+    alone = train(phi, gradient, client_key(KEY, 1, 2), 1, rows, trainer, phase="head", epochs=3)
+    for lam in (0.1, 5.0):
+        jax.tree.map(near, teacher(jnp.float32(lam)), alone)
+
+
+@pytest.mark.parametrize("name", ["fedrep", "fedpac", "fedecouple"])
+def test_heads_on_cached_features_are_those_on_features_computed_for_every_batch(
+    name, monkeypatch, model, trainer, federation
+):
+    calls = []
+
+    def uncached(features, data, **options):
+        class Uncached(type(data)):
+            def take(self, positions, valid):
+                calls.append(positions)
+                batch = data.take(positions, valid)
+                return batch._replace(x=features(batch.x))
+
+        return Uncached(*cache_features(features, data, **options))
+
+    method = METHODS[name](model, trainer, head_epochs=3)
+    server, personal = method.init(KEY)
+
+    def trained(i):
+        data = client_data(federation.x, federation.y, client(federation.train, i))
+        local = jax.jit(lambda data: method.local(KEY, at(1), method.broadcast(server), personal, data)[:2])
+        return local(data)
+
+    cached = [trained(i) for i in (1, 2)]
+    monkeypatch.setattr(importlib.import_module(f"fedjax_pfl.methods.{name}"), "cache_features", uncached)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), [trained(i) for i in (1, 2)], cached)
+    assert calls
+
+
+# --- Server, limits and traffic --------------------------------------------------------------------------------------
+
+
+def test_the_server_weighs_by_similarity_alone(model, trainer):
+    w = model.init(KEY)
+
+    def aggregate(factors, sizes, **hyperparameters):
+        uploads = jax.tree.map(lambda leaf: jnp.stack([factor * leaf for factor in factors]), w)
+        cohort = Cohort(jnp.arange(len(sizes)), jnp.float32(sizes), len(sizes))
+        return fedecouple(model, trainer, **hyperparameters).aggregate(KEY, at(0), w, None, uploads, cohort)[0]
+
+    def check(found, factor):
+        jax.tree.map(lambda a, b: close(a, factor * b), found, w)
+
+    # Uploads of one direction weigh 1/N each, whatever their sizes; one in the opposite direction nothing.
+    check(aggregate([1, 0.5], [1, 9]), 0.75)
+    check(aggregate([1, 0.5, 0.3], [2, 7, 1]), 0.6)
+    check(aggregate([1, 0.5, -1], [5, 5, 1]), 0.75)
+    check(aggregate([1, 0.5], [1, 9], aggregation="size"), 0.55)
+
+
+def test_with_everything_off_it_is_fedrep_that_also_averages_heads(play, model, trainer):
+    off = {"head_features": "global", "lam": 0.0, "mu": 0.0, "frozen_head_epochs": 0, "aggregation": "size"}
+    method = fedecouple(model, trainer, head_epochs=3, **off)._replace(augment="none")
+    rep = fedrep(model, trainer, head_epochs=3)
+
+    def local(key, t, view, client, data):
+        head, extractor, info = rep.local(key, t, view["extractor"], client["head"], data)
+        both = {"extractor": extractor, "head": head}
+        return both, both, info
+
+    expected = rep._replace(init=method.init, local=local, predict=method.predict)
+    (_, found), (_, expected) = play(method, 3), play(expected, 3)
+    jax.tree.map(close, (found.state, found.post, found.loss), (expected.state, expected.post, expected.loss))
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_traffic_is_the_papers(classes, trainer):
+    mean = std = jnp.full(3, 0.5)
+    model = build(MODELS["cnn3"](), (32, 32, 3), classes, init="torch", mean=mean, std=std)
+    shape = jax.ShapeDtypeStruct
+    rows = Clients(shape((20, 600), jnp.int32), shape((20,), jnp.int32), shape((20, classes), jnp.float32))
+    pool = shape((12000, 32, 32, 3), jnp.uint8), shape((12000,), jnp.int32)
+    shapes = exchange(Engine(fedecouple(model, trainer), 20), KEY, Federation(*pool, rows, None, rows, rows))
+    assert count(shapes.up) == count(shapes.down) == 106_400 + 129 * classes
+    kilobytes = (size(shapes.up) + size(shapes.down)) / 1024
+    assert kilobytes == pytest.approx(2 * (415.6 + 0.504 * classes), rel=1e-4)
+    if classes == 10:
+        assert round(29 * kilobytes / 1000, 1) == 24.4
