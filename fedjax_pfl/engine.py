@@ -249,7 +249,7 @@ class Engine:
         # With no samples left the round did not happen: a weighted mean over nothing would be zero.
         happened = jnp.any(cohort.weight > 0)
         server = jax.tree.map(lambda new, old: jnp.where(happened, new, old), combined, server)
-        clients = put_rows(clients, ids, where_rows(present, new, old))
+        clients = put_rows(clients, ids, new)  # absent rows have an id past the end, and write nothing
 
         count = jnp.sum(present)
         loss = jnp.sum(jnp.where(present, info.loss, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)

@@ -33,7 +33,7 @@ class TrainInfo(NamedTuple):
     steps: Int[Array, ""]
 
 
-def is_off(coefficient: Scalar) -> bool:
+def is_off(coefficient: Scalar | int) -> bool:
     """Whether a coefficient is known to be zero when the method is built, so that its term can be left out (R12)."""
     return isinstance(coefficient, int | float) and coefficient == 0
 
