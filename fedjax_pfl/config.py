@@ -42,6 +42,7 @@ def _choose(section: str, key: str, table: Mapping[str, Callable]) -> BeforeVali
             raise ConfigError(f"{section}.{key}", name, f"allowed: {', '.join(table)}")
         hints = typing.get_type_hints(table[name], include_extras=True)
         fields = {field: (hints[field], arg.default) for field, arg in hyperparameters(table[name]).items()}
+        # The types of the fields are known at run time only, which the overloads of create_model cannot express.
         schema = create_model(name, __config__=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False), **fields)  # type: ignore[call-overload]
         try:
             return {key: name, **schema(**options).model_dump()}

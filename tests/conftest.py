@@ -40,6 +40,7 @@ if is_writable(cache_folder()):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+# E402 below: what these modules compute when they are imported must see the settings above.
 import jax.flatten_util  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402

@@ -36,6 +36,10 @@ class Transform(NamedTuple):
     offset: Float[Array, " batch"]
 
 
+def _draw_shift(key: Key[Array, ""]) -> Float[Array, "2"]:
+    return jax.random.randint(key, (2,), -MAX_SHIFT, MAX_SHIFT + 1).astype(jnp.float32)
+
+
 def five_operations(keys: Key[Array, " batch"]) -> Transform:
     """FedeCouple's augmentation (section IV-D): one of five operations for each sample, and its magnitude, at random.
 
@@ -46,14 +50,13 @@ def five_operations(keys: Key[Array, " batch"]) -> Transform:
     def draw(key: Key[Array, ""]) -> Transform:
         key_operation, key_shift, key_angle, key_gain = jax.random.split(key, 4)
         shifted, flipped, rotated, scaled, inverted = jax.random.randint(key_operation, (), 0, 5) == jnp.arange(5)
-        shift = jax.random.randint(key_shift, (2,), -MAX_SHIFT, MAX_SHIFT + 1).astype(jnp.float32)
         angle = jnp.where(rotated, jax.random.uniform(key_angle, minval=-MAX_ROTATION, maxval=MAX_ROTATION), 0.0)
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         mirror = jnp.where(flipped, -1.0, 1.0)
         gain = jax.random.uniform(key_gain, minval=BRIGHTNESS[0], maxval=BRIGHTNESS[1])
         return Transform(
             turn=jnp.array([[cos, -sin * mirror], [sin, cos * mirror]]),
-            shift=jnp.where(shifted, shift, 0.0),
+            shift=jnp.where(shifted, _draw_shift(key_shift), 0.0),
             gain=jnp.where(inverted, -1.0, jnp.where(scaled, gain, 1.0)),
             offset=jnp.where(inverted, 255.0, 0.0),
         )
@@ -66,10 +69,9 @@ def crop_flip(keys: Key[Array, " batch"]) -> Transform:
 
     def draw(key: Key[Array, ""]) -> Transform:
         key_shift, key_flip = jax.random.split(key)
-        shift = jax.random.randint(key_shift, (2,), -MAX_SHIFT, MAX_SHIFT + 1).astype(jnp.float32)
         mirror = jnp.where(jax.random.bernoulli(key_flip), -1.0, 1.0)
         one = jnp.ones(())
-        return Transform(jnp.diag(jnp.stack([one, mirror])), shift, one, 0 * one)
+        return Transform(jnp.diag(jnp.stack([one, mirror])), _draw_shift(key_shift), one, 0 * one)
 
     return jax.vmap(draw)(keys)
 
