@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from fedjax_pfl.data.augment import augment
 from fedjax_pfl.data.federated import ClientData, Clients, Federation, client_data
 from fedjax_pfl.evaluate import Scores, score
-from fedjax_pfl.method import Cohort, Method, State, per_class_part
+from fedjax_pfl.method import Cohort, Method, Part, PerClass, Sometimes, State, part_of
 from fedjax_pfl.ops.local import TrainInfo, phase_key
 from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
 
@@ -127,18 +127,22 @@ class Traffic(NamedTuple):
       up: how often an upload came back.
       rows_down: class rows sent in the per-class part of these views.
       rows_up: class rows sent in the per-class part of these uploads.
+      sometimes_down: how many of these views came with the part that is sent sometimes.
+      sometimes_up: how many of these uploads did.
     """
 
     down: Int[Array, ""]
     up: Int[Array, ""]
     rows_down: Int[Array, ""]
     rows_up: Int[Array, ""]
+    sometimes_down: Int[Array, ""]
+    sometimes_up: Int[Array, ""]
 
 
-def class_rows(tree: PyTree) -> Int[Array, ""]:
-    """How many rows the per-class part of a tree sends, over all clients if it has a client axis; 0 without one."""
-    part = per_class_part(tree)
-    return jnp.zeros((), jnp.int32) if part is None else jnp.sum(part.held.astype(bool), dtype=jnp.int32)
+def flags_set(tree: PyTree, kind: type[Part]) -> Int[Array, ""]:
+    """How many flags of the part of this kind are set, over all clients if it has a client axis; 0 without a part."""
+    part = part_of(tree, kind)
+    return jnp.zeros((), jnp.int32) if part is None else jnp.sum(part[0].astype(bool), dtype=jnp.int32)
 
 
 class Run(NamedTuple):
@@ -200,7 +204,7 @@ class Engine:
             post = Scores(*(jnp.zeros((self.clients,), jnp.float32) for _ in Scores._fields))
         else:  # a client that is never selected keeps the score of its initial model (protocol.md)
             post = self._score_all(lambda key, t, view, client, data: (view, client), key_score, none, state, data)
-        return Run(state, post, jnp.zeros((), jnp.float32), Traffic(none, none, none, none))
+        return Run(state, post, jnp.zeros((), jnp.float32), Traffic(*[none] * len(Traffic._fields)))
 
     def rounds(
         self,
@@ -253,7 +257,14 @@ class Engine:
 
         count = jnp.sum(present)
         loss = jnp.sum(jnp.where(present, info.loss, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
-        sent = Traffic(selected, count, selected * class_rows(view), class_rows(uploads))
+        sent = Traffic(
+            down=selected,
+            up=count,
+            rows_down=selected * flags_set(view, PerClass),
+            rows_up=flags_set(uploads, PerClass),
+            sometimes_down=selected * flags_set(view, Sometimes),
+            sometimes_up=flags_set(uploads, Sometimes),
+        )
         return Run(State(server, clients), post, loss, jax.tree.map(jnp.add, run.traffic, sent))
 
     def local(self, shared: tuple, row: tuple) -> tuple[PyTree, PyTree, TrainInfo]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.engine import Engine, Traffic
-from fedjax_pfl.method import State, per_class_part
+from fedjax_pfl.method import PerClass, Sometimes, State, part_of
 
 
 class Exchange(NamedTuple):
@@ -43,16 +43,16 @@ class Exchange(NamedTuple):
         return int(traffic.down) * size(self.down) + int(traffic.up) * size(self.up)
 
     def sent_bytes(self, traffic: Traffic) -> int:
-        """Bytes exchanged: of a per-class part, the rows of the classes that are held."""
+        """Bytes exchanged: of a per-class part, the rows of the classes that are held; of a part, when it is sent."""
         left_out = 0
-        for tree, times, sent in (
-            (self.view, traffic.down, traffic.rows_down),
-            (self.upload, traffic.up, traffic.rows_up),
+        for tree, times, rows, sometimes in (
+            (self.view, traffic.down, traffic.rows_down, traffic.sometimes_down),
+            (self.upload, traffic.up, traffic.rows_up, traffic.sometimes_up),
         ):
-            part = per_class_part(tree)
-            if part is not None:
-                classes = part.held.shape[-1]
-                left_out += (int(times) * classes - int(sent)) * (size(part.rows) // classes)
+            for part, sent in ((part_of(tree, PerClass), rows), (part_of(tree, Sometimes), sometimes)):
+                if part is not None:
+                    flags, content = part
+                    left_out += (int(times) * flags.size - int(sent)) * (size(content) // flags.size)
         return self.dense_bytes(traffic) - left_out
 
 

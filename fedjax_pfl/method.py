@@ -7,10 +7,10 @@ disagree with what is exchanged.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
-from jaxtyping import Array, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from fedjax_pfl.data.augment import Augment
 
@@ -25,6 +25,10 @@ class State(NamedTuple):
 
     server: PyTree
     clients: PyTree
+
+
+class Static:
+    """Marks a number that decides shapes, and so cannot be a traced value: ``r: Annotated[float, Static] = 0.5``."""
 
 
 class Cohort(NamedTuple):
@@ -53,11 +57,26 @@ class PerClass(NamedTuple):
     rows: PyTree
 
 
-def per_class_part(tree: PyTree) -> PerClass | None:
-    """The per-class part of a view or an upload, if it has one; arrays that belong together share a part."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, PerClass))
-    parts = [node for node in nodes if isinstance(node, PerClass)]
-    assert len(parts) <= 1, "a view or an upload has one per-class part at most"
+class Sometimes(NamedTuple):
+    """A part of a view or an upload that is sent in some rounds only; the traffic counts just these.
+
+    Attributes:
+      sent: whether it is sent, []; itself always sent.
+      value: arrays of any shape; nothing may be read from them where they are not sent.
+    """
+
+    sent: Bool[Array, "*clients"]
+    value: PyTree
+
+
+Part = TypeVar("Part", PerClass, Sometimes)
+
+
+def part_of(tree: PyTree, kind: type[Part]) -> Part | None:
+    """The part of this kind in a view or an upload, if it has one; arrays that belong together share a part."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    parts = [node for node in nodes if isinstance(node, kind)]
+    assert len(parts) <= 1, f"a view or an upload has one {kind.__name__} part at most"
     return parts[0] if parts else None
 
 
@@ -66,7 +85,8 @@ class Method(NamedTuple):
 
     A factory ``name(model, train, *, hyperparameters)`` builds it, closing over the model, the local trainer and the
     hyperparameters, whose names, types and defaults are the config schema of the method. Numeric hyperparameters may be
-    traced values: no Python branch may depend on them, except on a coefficient that is off when the method is built.
+    traced values, unless marked :class:`Static`: no Python branch may depend on them, except on a coefficient that is
+    off when the method is built. A factory raises ``ValueError`` for a model that the method cannot run on.
 
     Attributes:
       init: key -> (server, client): the state before round 0, the same for every client.
