@@ -43,7 +43,7 @@ def ditto(
     def local(key, t, view, client, data):
         def loss(params, batch, key):
             del key
-            ce = cross_entropy(model.apply(params, batch.x), batch.y, batch.mask)
+            ce = cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
             return ce if is_off(lam) else ce + proximal(params, view, lam)
 
         _, upload, info = base.local(key, t, view, (), data)

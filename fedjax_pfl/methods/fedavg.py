@@ -23,7 +23,7 @@ def fedavg(model: Model, train: Trainer) -> Method:
 
     def loss(params, batch, key):
         del key
-        return cross_entropy(model.apply(params, batch.x), batch.y, batch.mask)
+        return cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
 
     def local(key, t, view, client, data):
         params, info = train(key, t, loss, view, data)

@@ -47,7 +47,8 @@ def fedbabu(
     def local(key, t, view, client, data):
         def loss(extractor, batch, key):
             del key
-            return cross_entropy(model.apply({"extractor": extractor, "head": client}, batch.x), batch.y, batch.mask)
+            logits = model.apply({"extractor": extractor, "head": client}, batch.x, batch.mask)
+            return cross_entropy(logits, batch.y, batch.mask)
 
         extractor, info = train(key, t, loss, view, data)
         return client, extractor, info

@@ -121,7 +121,7 @@ def fedecouple(
         def loss_under(head):
             def loss(extractor, batch, key):
                 del key
-                z = model.features(extractor, batch.x)
+                z = model.features(extractor, batch.x, batch.mask)
                 ce = cross_entropy(model.classify(head, z), batch.y, batch.mask)
                 if is_off(mu) or is_off(anchor_coverage):
                     return ce

@@ -30,7 +30,7 @@ def fedprox(model: Model, train: Trainer, *, mu: Annotated[float, Ge(0)] = 0.01)
     def local(key, t, view, client, data):
         def loss(params, batch, key):
             del key
-            ce = cross_entropy(model.apply(params, batch.x), batch.y, batch.mask)
+            ce = cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
             return ce if is_off(mu) else ce + proximal(params, view, mu)
 
         params, info = train(key, t, loss, view, data)

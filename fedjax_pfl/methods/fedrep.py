@@ -48,7 +48,8 @@ def fedrep(
 
         def loss(extractor, batch, key):
             del key
-            return cross_entropy(model.apply({"extractor": extractor, "head": head}, batch.x), batch.y, batch.mask)
+            logits = model.apply({"extractor": extractor, "head": head}, batch.x, batch.mask)
+            return cross_entropy(logits, batch.y, batch.mask)
 
         extractor, info = train(key, t, loss, view, data)
         return head, extractor, info

@@ -21,7 +21,7 @@ def local(model: Model, train: Trainer) -> Method:
 
     def loss(params, batch, key):
         del key
-        return cross_entropy(model.apply(params, batch.x), batch.y, batch.mask)
+        return cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
 
     def local(key, t, view, client, data):
         del view

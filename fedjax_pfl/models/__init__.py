@@ -7,7 +7,14 @@ import flax.linen as nn
 from fedjax_pfl.models.base import Model, build
 from fedjax_pfl.models.cnn import cnn2, cnn2s, cnn3
 from fedjax_pfl.models.mlp import mlp
+from fedjax_pfl.models.resnet import resnet18
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "cnn2": cnn2, "cnn3": cnn3, "cnn2s": cnn2s}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp,
+    "cnn2": cnn2,
+    "cnn3": cnn3,
+    "cnn2s": cnn2s,
+    "resnet18": resnet18,
+}
 
 __all__ = ["MODELS", "Model", "build"]

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree, Shaped
 
 Params = PyTree[Float[Array, "..."]]
+Mask = Float[Array, " batch"] | None
+Maps = tuple[Float[Array, "batch _ _ _"], ...]
 Init = Literal["torch", "flax"]
 
 
@@ -18,23 +20,29 @@ class Model(NamedTuple):
     Inputs x are raw samples, as stored: [batch, h, w, c] uint8. The model normalises them itself, so that pixels stay
     one byte each until the mini-batch is in hand.
 
+    A mask (``Batch.mask``: 1 for a sample, 0 for padding) says that this is a training pass over that batch; without
+    one the model is evaluated. Every training loss passes it to the extractor that it trains, and nothing else does.
+    Only batch normalisation looks at it (``norm.py``).
+
     Attributes:
       init: key -> params.
-      features: theta, x -> z, the [batch, dim] input of the last layer (the prototype space).
-      feature_maps: theta, x -> the tuple of intermediate [batch, h, w, c] maps, from first to last.
+      features: theta, x, mask=None -> z, the [batch, dim] input of the last layer (the prototype space).
+      features_and_maps: theta, x, mask=None -> (z, the tuple of intermediate [batch, h, w, c] maps, first to last).
       classify: phi, z -> logits, [batch, classes].
-      apply: params, x -> logits; ``classify(phi, features(theta, x))``.
+      apply: params, x, mask=None -> logits; ``classify(phi, features(theta, x, mask))``.
       dim: K, the feature dimension.
       classes: C, the number of classes.
+      maps: (h, w, c) of each feature map.
     """
 
     init: Callable[[Key[Array, ""]], Params]
-    features: Callable[[Params, Shaped[Array, "batch ..."]], Float[Array, "batch dim"]]
-    feature_maps: Callable[[Params, Shaped[Array, "batch ..."]], tuple[Float[Array, "batch h w c"], ...]]
+    features: Callable[..., Float[Array, "batch dim"]]
+    features_and_maps: Callable[..., tuple[Float[Array, "batch dim"], Maps]]
     classify: Callable[[Params, Float[Array, "batch dim"]], Float[Array, "batch classes"]]
-    apply: Callable[[Params, Shaped[Array, "batch ..."]], Float[Array, "batch classes"]]
+    apply: Callable[..., Float[Array, "batch classes"]]
     dim: int
     classes: int
+    maps: tuple[tuple[int, int, int], ...]
 
 
 class Initializers(NamedTuple):
@@ -71,7 +79,7 @@ def build(
     mean: Float[Array, " c"],
     std: Float[Array, " c"],
 ) -> Model:
-    """Joins a Linen extractor, ``x -> (z, maps)``, with a linear head.
+    """Joins a Linen extractor, ``x, mask -> (z, maps)``, with a linear head.
 
     Args:
       extractor: maps normalised float32 images to features z [batch, dim] and a tuple of feature maps.
@@ -82,7 +90,7 @@ def build(
       std: per-channel standard deviation of the same.
     """
     example = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
-    (z, _), _ = jax.eval_shape(extractor.init_with_output, jax.random.key(0), example)
+    (z, maps), _ = jax.eval_shape(extractor.init_with_output, jax.random.key(0), example)
     dim = z.shape[-1]
     head = dense(classes, init, dim, "head")
 
@@ -95,20 +103,21 @@ def build(
         phi = head.init(key_head, jnp.zeros((1, dim), jnp.float32))
         return {"extractor": theta["params"], "head": phi["params"]}
 
-    def run(theta: Params, x: Shaped[Array, "batch ..."]) -> Any:
-        return extractor.apply({"params": theta}, normalise(x))
+    def features_and_maps(
+        theta: Params, x: Shaped[Array, "batch ..."], mask: Mask = None
+    ) -> tuple[Float[Array, "batch dim"], Maps]:
+        out: Any = extractor.apply({"params": theta}, normalise(x), mask)
+        return out
 
-    def features(theta: Params, x: Shaped[Array, "batch ..."]) -> Float[Array, "batch dim"]:
-        return run(theta, x)[0]
-
-    def feature_maps(theta: Params, x: Shaped[Array, "batch ..."]) -> tuple[Float[Array, "batch h w c"], ...]:
-        return run(theta, x)[1]
+    def features(theta: Params, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch dim"]:
+        return features_and_maps(theta, x, mask)[0]
 
     def classify(phi: Params, z: Float[Array, "batch dim"]) -> Float[Array, "batch classes"]:
         logits: Any = head.apply({"params": phi}, z)
         return logits
 
-    def apply(params: Any, x: Shaped[Array, "batch ..."]) -> Float[Array, "batch classes"]:
-        return classify(params["head"], features(params["extractor"], x))
+    def apply(params: Any, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch classes"]:
+        return classify(params["head"], features(params["extractor"], x, mask))
 
-    return Model(init_params, features, feature_maps, classify, apply, dim, classes)
+    shapes = tuple(leaf.shape[1:] for leaf in maps)
+    return Model(init_params, features, features_and_maps, classify, apply, dim, classes, shapes)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from fedjax_pfl.models.base import Init, dense, initializers
+from fedjax_pfl.models.base import Init, Maps, Mask, dense, initializers
 from fedjax_pfl.models.conv import conv2d, max_pool2x2
 
 
@@ -49,8 +49,9 @@ class CNN(nn.Module):
     init_style: Init
 
     @nn.compact
-    def __call__(self, x: Float[Array, "batch h w c"]) -> tuple[Float[Array, "batch dim"], tuple[Array, ...]]:
+    def __call__(self, x: Float[Array, "batch h w c"], mask: Mask = None) -> tuple[Float[Array, "batch dim"], Maps]:
         """Returns features [batch, dim] and the output of every block."""
+        del mask
         maps = []
         for layer, (channels, size, padding) in enumerate(self.blocks):
             x = ConvPool(channels, size, padding, self.activation, self.init_style, name=f"conv{layer + 1}")(x)

@@ -6,7 +6,7 @@ import flax.linen as nn
 from annotated_types import Ge
 from jaxtyping import Array, Float
 
-from fedjax_pfl.models.base import Init, dense
+from fedjax_pfl.models.base import Init, Maps, Mask, dense
 
 
 class MLP(nn.Module):
@@ -16,8 +16,9 @@ class MLP(nn.Module):
     init_style: Init
 
     @nn.compact
-    def __call__(self, x: Float[Array, "batch h w c"]) -> tuple[Float[Array, "batch dim"], tuple[Array, ...]]:
+    def __call__(self, x: Float[Array, "batch h w c"], mask: Mask = None) -> tuple[Float[Array, "batch dim"], Maps]:
         """Returns features [batch, hidden] and no feature maps: there is no spatial layer."""
+        del mask
         x = x.reshape(x.shape[0], -1)
         return nn.relu(dense(self.hidden, self.init_style, x.shape[-1], "hidden_layer")(x)), ()
 

@@ -45,7 +45,7 @@ def finetune(
 
     def full_loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Array:
         del key
-        return cross_entropy(model.apply(params, batch.x), batch.y, batch.mask)
+        return cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
 
     def extractor_loss(theta: Params, batch: Batch, key: Key[Array, ""]) -> Array:
         return full_loss({**params, "extractor": theta}, batch, key)

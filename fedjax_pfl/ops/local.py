@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jaxtyping import Array, Float, Int, Key, Shaped
+from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.models.norm import is_statistic
 
 Carry = TypeVar("Carry")
 Params = TypeVar("Params")
@@ -98,7 +99,8 @@ class Trainer:
     """LT of the specifications: mini-batch SGD on a loss, over any sub-tree of the parameters.
 
     What is not passed as ``params`` is frozen: no gradient, weight decay or momentum reaches it (R3). The optimiser
-    starts afresh at every call (R2). Numeric fields may be traced values, so that they can be swept with ``vmap``.
+    starts afresh at every call (R2). Running statistics take their update from the loss as it is; none of the numbers
+    below reaches them (``models/norm.py``). Numeric fields may be traced values, to be swept with ``vmap``.
 
     Attributes:
       epochs: E, local epochs.
@@ -147,7 +149,7 @@ class Trainer:
         Returns:
           The trained params, and the mean loss and number of steps. A client without samples returns its input.
         """
-        optimizer = self._optimizer(t, self.lr if lr is None else lr)
+        optimizer = self._optimizer(t, self.lr if lr is None else lr, params)
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
             params, opt_state, total, samples, steps = carry
@@ -168,7 +170,7 @@ class Trainer:
         )
         return params, TrainInfo(total / jnp.maximum(samples, 1.0), steps)
 
-    def _optimizer(self, t: Int[Array, ""], lr: Scalar) -> optax.GradientTransformation:
+    def _optimizer(self, t: Int[Array, ""], lr: Scalar, params: PyTree) -> optax.GradientTransformation:
         rate = lr if is_off(self.lr_decay - 1) else lr * self.lr_decay ** t.astype(jnp.float32)
         parts = []
         if self.clip_norm is not None:
@@ -176,7 +178,12 @@ class Trainer:
         if not is_off(self.weight_decay):
             parts.append(optax.add_decayed_weights(self.weight_decay))
         parts.append(optax.sgd(rate, momentum=None if is_off(self.momentum) else self.momentum))
-        return optax.chain(*parts)
+        sgd = optax.chain(*parts)
+        statistics = jax.tree.map_with_path(lambda path, _: is_statistic(path), params)
+        if not any(jax.tree.leaves(statistics)):
+            return sgd
+        # Their gradient is what to subtract from them (models/norm.py).
+        return optax.partition({False: sgd, True: optax.scale(-1.0)}, statistics)
 
 
 def cache_features(

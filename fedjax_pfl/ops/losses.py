@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from fedjax_pfl.models.norm import is_statistic
+
 
 def masked_mean(values: Float[Array, " batch"], mask: Float[Array, " batch"]) -> Float[Array, ""]:
     """Mean over the samples of a padded batch; 0 for a batch of padding alone (rule R1)."""
@@ -21,6 +23,10 @@ def cross_entropy(
 def proximal(
     params: PyTree[Float[Array, "..."]], anchor: PyTree[Float[Array, "..."]], strength: float | Float[Array, ""]
 ) -> Float[Array, ""]:
-    """(strength / 2) ||params - anchor||^2, summed over all leaves."""
-    squares = jax.tree.map(lambda p, a: jnp.sum((p - a) ** 2), params, anchor)
+    """(strength / 2) ||params - anchor||^2, summed over all leaves that are trained (running statistics are not)."""
+
+    def square(path: tuple, p: Array, a: Array) -> Array:
+        return jnp.zeros((), p.dtype) if is_statistic(path) else jnp.sum((p - a) ** 2)
+
+    squares = jax.tree.map_with_path(square, params, anchor)
     return 0.5 * strength * jax.tree.reduce(jnp.add, squares)

@@ -59,12 +59,13 @@ def test_a_larger_mu_keeps_clients_nearer_on_a_convex_task(trainer, federation):
 
     model = Model(
         init=lambda key: {"kernel": jnp.zeros((16, 3))},
-        features=lambda theta, x: pixels(x),
-        feature_maps=lambda theta, x: (),
+        features=lambda theta, x, mask=None: pixels(x),
+        features_and_maps=lambda theta, x, mask=None: (pixels(x), ()),
         classify=linear,
-        apply=lambda params, x: linear(params, pixels(x)),
+        apply=lambda params, x, mask=None: linear(params, pixels(x)),
         dim=16,
         classes=3,
+        maps=(),
     )
     trainer = replace(trainer, epochs=20, batch_size=32, momentum=0.0, lr=0.2)
 

@@ -1,4 +1,4 @@
-"""conv2d against autodiff of lax.conv_general_dilated, alone and under vmap; max_pool2x2 against reduce_window."""
+"""conv2d against autodiff of lax.conv_general_dilated, alone and under vmap; pooling against reduce_window."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedjax_pfl.models.conv import conv2d, max_pool2x2
+from fedjax_pfl.models.conv import conv2d, max_pool2x2, max_pool3x3
 
 
 def reference(x, kernel, strides=(1, 1), padding="VALID"):
@@ -48,6 +48,9 @@ CASES = [
     ((7, 8, 6), (3, 3), (1, 1), ((1, 1), (1, 1))),
     ((7, 8, 6), (3, 3), (1, 2), ((0, 2), (1, 0))),
     ((6, 7, 1), (4, 5), (2, 1), ((2, 1), (0, 3))),
+    ((8, 9, 6), (3, 3), (2, 2), ((1, 1), (1, 1))),
+    ((9, 10, 3), (7, 7), (2, 2), ((3, 3), (3, 3))),
+    ((7, 8, 6), (1, 1), (2, 2), "VALID"),
 ]
 
 
@@ -163,3 +166,17 @@ def test_the_gradient_of_pooling_is_reduce_windows(shape):
     found, expected = (jax.grad(lambda x, p=p: jnp.sum(p(x) * weight))(x) for p in (max_pool2x2, window))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert (np.asarray(found) != 0).sum() == weight.size
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 9, 3), (2, 5, 8, 2), (1, 1, 2, 1)])
+def test_overlapping_pooling_and_its_gradient_are_reduce_windows(shape):
+    x = draw(*shape)
+
+    def window(x):
+        border = ((0, 0), (1, 1), (1, 1), (0, 0))
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), border)
+
+    weight = draw(*window(x).shape, seed=1)
+    found, expected = (jax.vjp(pool, x) for pool in (max_pool3x3, window))
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1](weight)[0], expected[1](weight)[0], rtol=1e-5)

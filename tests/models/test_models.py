@@ -13,7 +13,8 @@ from tests.reference import to_numpy
 KEY = jax.random.key(0)
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 SHAPE = (16, 17, 3)
-every_model = pytest.mark.parametrize("name", MODELS)
+# ResNet-18 takes long to compile; test_resnet.py has small ones.
+every_model = pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet18"])
 
 
 @functools.cache
@@ -42,6 +43,7 @@ COUNTS = [
     ("cnn2", (32, 32, 3), 100, 924708 - 51300, 51300),
     ("cnn3", (32, 32, 3), 10, 106400, 1290),
     ("cnn2s", (28, 28, 1), 10, 115776, 1290),
+    ("resnet18", (32, 32, 3), 10, 11173962 - 5130, 5130),
 ]
 
 
@@ -57,17 +59,19 @@ def test_a_model_is_its_extractor_and_its_head(name):
 
     @jax.jit
     def parts(params, x):
-        z = model.features(params["extractor"], x)
-        maps = model.feature_maps(params["extractor"], x)
-        return model.apply(params, x), model.classify(params["head"], z), z, maps
+        z, maps = model.features_and_maps(params["extractor"], x)
+        alone = model.features(params["extractor"], x)
+        return model.apply(params, x), model.classify(params["head"], z), z, alone, maps
 
-    logits, joined, z, maps = parts(params, jnp.asarray(images()))
+    logits, joined, z, alone, maps = parts(params, jnp.asarray(images()))
     assert set(params) == {"extractor", "head"}
+    np.testing.assert_allclose(z, alone, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(logits, joined, rtol=1e-5, atol=1e-6)
     assert logits.shape == (3, 5) == (3, model.classes)
     assert z.shape == (3, model.dim)
     assert isinstance(maps, tuple)
-    assert all(leaf.ndim == 4 and len(leaf) == 3 for leaf in maps)
+    assert all(len(leaf) == 3 for leaf in maps)
+    assert tuple(leaf.shape[1:] for leaf in maps) == model.maps
     assert all(leaf.dtype == jnp.float32 and np.isfinite(leaf).all() for leaf in (logits, z, *maps))
     # The last layer is linear in the features: NumPy's matrix product gives the logits.
     head = to_numpy(params["head"])
@@ -146,8 +150,7 @@ def test_bias_activation_and_pooling_in_the_usual_order_give_the_same(name):
     dense = w["extractor"]["dense"]
     z = activation(x.reshape(len(x), -1) @ dense["kernel"] + dense["bias"])
     model, pixels = built(name), jnp.asarray(images())
-    both = jax.jit(lambda theta, x: (model.features(theta, x), model.feature_maps(theta, x)))
-    found_z, found_maps = both(params["extractor"], pixels)
+    found_z, found_maps = jax.jit(model.features_and_maps)(params["extractor"], pixels)
     np.testing.assert_allclose(found_z, z, rtol=1e-3, atol=1e-5)
     for found, expected in zip(found_maps, maps, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)

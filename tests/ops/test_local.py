@@ -269,6 +269,25 @@ def test_what_is_not_passed_is_frozen(model, trainer, federation):
     assert not any(jax.tree.leaves(jax.tree.map(np.allclose, theta, params["extractor"])))
 
 
+def test_running_statistics_take_their_gradient_as_it_is():
+    """Whatever lr, momentum, weight decay and clipping are; and what is trained does not notice the statistics."""
+    settings = SETTINGS["everything"]
+    trainer = Trainer(epochs=3, batch_size=4, **{k: v for k, v in settings.items() if k != "t"})
+    begin = {**start(), "norm": {"running_mean": jnp.full(2, 7.0), "running_var": jnp.full(2, 8.0)}}
+
+    def loss(params, batch, key):
+        handed_over = 5.0 * params["norm"]["running_mean"][0] - 0.25 * params["norm"]["running_var"][1]
+        return squared_error(params, batch, key) + handed_over
+
+    t = jnp.array(settings["t"], jnp.int32)
+    params, info = jax.jit(lambda: trainer(KEY, t, loss, begin, data_of(0)))()
+    assert int(info.steps) == 9
+    np.testing.assert_allclose(params["norm"]["running_mean"], [7 - 9 * 5, 7])
+    np.testing.assert_allclose(params["norm"]["running_var"], [8, 8 + 9 * 0.25])
+    for name, expected in expected_training(0, **settings).items():
+        np.testing.assert_allclose(params[name], expected, rtol=2e-5)
+
+
 # --- Training a head on cached features ------------------------------------------------------------------------------
 
 

@@ -53,3 +53,10 @@ def test_the_proximal_gradient_is_strength_times_the_distance():
     assert float(value) == pytest.approx(0.35 * squares, rel=1e-5)
     jax.tree.map(lambda g, d: np.testing.assert_allclose(g, 0.7 * d, rtol=1e-5), gradient, drift)
     assert float(proximal(w, w, 0.7)) == 0
+
+
+def test_the_proximal_term_leaves_running_statistics_out():
+    w = {"scale": jnp.array([1.0, 2.0]), "running_mean": jnp.array([3.0, 4.0]), "running_var": jnp.array([5.0, 6.0])}
+    value, gradient = jax.value_and_grad(proximal)(w, jax.tree.map(jnp.zeros_like, w), 2.0)
+    assert float(value) == 5
+    jax.tree.map(np.testing.assert_array_equal, gradient, {**jax.tree.map(jnp.zeros_like, w), "scale": [2.0, 4.0]})

@@ -1,0 +1,71 @@
+"""Batch normalisation for federated training: what its running statistics are, and how they are updated.
+
+The running mean and variance are part of theta (baselines, rule R10): uploaded, averaged and kept with it. A training
+pass (one with a mask) normalises with the mean and variance of the batch's samples, without the padding, and gradients
+flow through these; every other pass uses the running statistics, as constants. A batch of fewer than two samples is
+normalised with the running statistics and leaves them as they are.
+
+Losses are pure functions of theta, so a training pass hands the update over as the gradient of the statistics: what is
+to be subtracted from them. The trainer takes it as is, past learning rate, momentum, weight decay and clipping. (Flax
+does the same for the scales of 8-bit floats, in its collection ``_overwrite_with_gradient``.) A loss without a training
+pass leaves the statistics alone; one with several passes of a batch each adds up their updates.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from fedjax_pfl.models.base import Mask
+
+STATISTICS = ("running_mean", "running_var")
+# PyTorch's defaults.
+EPSILON = 1e-5
+MOMENTUM = 0.1
+
+
+def is_statistic(path: tuple) -> bool:
+    """Whether the leaf at this path of a tree of parameters is a running statistic, which no optimiser may touch."""
+    return any(getattr(step, "key", None) in STATISTICS for step in path[-1:])
+
+
+class BatchNorm(nn.Module):
+    """Normalises every channel of [batch, h, w, c] maps, then scales and shifts it; see the module's docstring."""
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch h w c"], mask: Mask = None) -> Float[Array, "batch h w c"]:
+        """Applies it; with a mask as in training, without as in evaluation."""
+        channels = x.shape[-1:]
+        scale = self.param("scale", nn.initializers.ones_init(), channels)
+        bias = self.param("bias", nn.initializers.zeros_init(), channels)
+        running = (
+            self.param("running_mean", nn.initializers.zeros_init(), channels),
+            self.param("running_var", nn.initializers.ones_init(), channels),
+        )
+        mean, var = lax.stop_gradient(running)
+        if mask is not None:
+            samples = jnp.sum(mask)
+            values = jnp.maximum(samples, 1.0) * x.shape[1] * x.shape[2]
+            valid = mask[:, None, None, None]
+            batch_mean = jnp.sum(valid * x, axis=(0, 1, 2)) / values
+            batch_var = jnp.sum(valid * (x - batch_mean) ** 2, axis=(0, 1, 2)) / values
+            enough = samples >= 2
+            # Stored without bias, used with it, as in PyTorch.
+            towards = batch_mean, batch_var * values / jnp.maximum(values - 1.0, 1.0)
+            update = jax.tree.map(lambda old, new: jnp.where(enough, MOMENTUM * (old - new), 0.0), (mean, var), towards)
+            x = _with_update(x, running, lax.stop_gradient(update))
+            mean, var = jnp.where(enough, batch_mean, mean), jnp.where(enough, batch_var, var)
+        return (x - mean) * (lax.rsqrt(var + EPSILON) * scale) + bias
+
+
+@jax.custom_vjp
+def _with_update(x: Array, statistics: PyTree, update: PyTree) -> Array:
+    """x itself; the gradient of the statistics is the update, whatever the loss."""
+    del statistics, update
+    return x
+
+
+_with_update.defvjp(
+    lambda x, statistics, update: (x, update), lambda update, dx: (dx, update, jax.tree.map(jnp.zeros_like, update))
+)
