@@ -100,7 +100,11 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
 def make_engine(config: Config, dataset: Dataset) -> Engine:
     """Model, trainer and method, joined; clients one by one on one device until :func:`place` decides."""
     trainer = Trainer(**config.training.model_dump(exclude={"rounds", "augment"}))
-    method = METHODS[config.method["name"]](_model(config, dataset), trainer, **_options(config.method, "name"))
+    name, model = config.method["name"], _model(config, dataset)
+    try:
+        method = METHODS[name](model, trainer, **_options(config.method, "name"))
+    except ValueError as error:
+        raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
     if config.training.augment is not None:
         method = method._replace(augment=config.training.augment)
     ratio = config.participation.ratio

@@ -35,12 +35,15 @@ def is_writable(folder):
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Compiling is what the tests spend their time on; JAX_DISABLE_MOST_OPTIMIZATIONS=0 runs them fully optimised.
+jax.config.update("jax_disable_most_optimizations", os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0")
 if is_writable(cache_folder()):
     jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # E402 below: what these modules compute when they are imported must see the settings above.
+import flax.linen as nn  # noqa: E402
 import jax.flatten_util  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -48,6 +51,7 @@ import pytest  # noqa: E402
 
 from fedjax_pfl.data.federated import Federation, pack  # noqa: E402
 from fedjax_pfl.models import MODELS, build  # noqa: E402
+from fedjax_pfl.models.cnn import CNN  # noqa: E402
 from fedjax_pfl.ops.local import Trainer  # noqa: E402
 
 CLASSES = 3
@@ -89,6 +93,14 @@ def model():
     flat, unravel = jax.flatten_util.ravel_pytree(jax.jit(built.init)(jax.random.key(0)))
     # One draw for all parameters: random numbers are most of what there is to compile here.
     return built._replace(init=lambda key: unravel(jax.random.uniform(key, flat.shape, minval=-0.35, maxval=0.35)))
+
+
+@pytest.fixture(scope="session")
+def model_with_maps():
+    """Two convolutions of four and eight channels, eight features, three classes; maps of 2x2 and 1x1 pixels."""
+    mean, std = jnp.array([0.45]), jnp.array([0.3])
+    extractor = CNN(((4, 3, 1), (8, 3, 1)), 8, nn.relu, "torch")
+    return build(extractor, (4, 4, 1), CLASSES, init="torch", mean=mean, std=std)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.engine import Engine, Participation, Placement, round_keys
+from fedjax_pfl.method import Static
 from fedjax_pfl.methods import METHODS
 from tests.conftest import TRAIN_SIZES
 from tests.reference import held
@@ -29,7 +30,7 @@ EVERYONE = Participation()
 SOME = Participation(0.2, 0.7, 0.4)
 
 # They sum over the padded row of samples (class means, FedPAC's variance), whose length decides the order of the sum.
-SUM_OVER_SAMPLES = {"fedpac", "fedecouple"}
+SUM_OVER_SAMPLES = {"fedpac", "fedecouple", "fedfcd", "pgfedsplit", "fedcpd"}
 
 every_method = pytest.mark.parametrize("name", METHODS)
 every_entry = pytest.mark.parametrize("name", ENTRIES)
@@ -72,7 +73,13 @@ class Program:
 
 
 @pytest.fixture(scope="module")
-def program(model, trainer, federation, mesh):
+def model_for(model, model_with_maps):
+    """name -> the model that a method is checked on: the one without convolutions, unless it asks for feature maps."""
+    return lambda name: model_with_maps if name == "fedcpd" else model
+
+
+@pytest.fixture(scope="module")
+def program(model_for, trainer, federation, mesh):
     """(name, who, where) -> the compiled program, one for each combination."""
     places = {
         "map": Placement(),
@@ -84,7 +91,7 @@ def program(model, trainer, federation, mesh):
 
     @functools.cache
     def cached(name, who=EVERYONE, where="map"):
-        return Program(ENTRIES[name](model, trainer), federation, who, places[where])
+        return Program(ENTRIES[name](model_for(name), trainer), federation, who, places[where])
 
     return cached
 
@@ -149,9 +156,9 @@ def test_a_round_that_everybody_drops_out_of_did_not_happen(name, program, four_
     assert int(after.traffic.down) > int(before.traffic.down)
 
 
-# One chunk on one device, and chunks on two devices; one method also without chunks and without devices.
-PLACES = [(name, where) for name in METHODS for where in ("vmap", "sharded chunks")]
-PLACES += [("witness", "sharded chunks"), ("fedavg", "chunks"), ("fedavg", "sharded")]
+# Chunks on two devices; one method also with either of the two alone, and with all clients in one chunk.
+PLACES = [(name, "sharded chunks") for name in ENTRIES]
+PLACES += [("fedavg", where) for where in ("vmap", "chunks", "sharded")]
 
 
 @pytest.mark.parametrize(("name", "where"), PLACES)
@@ -238,37 +245,38 @@ def test_accuracy_rises_clearly(name, program, start, federation):
 
 
 def is_numeric(hint):
-    """Whether a keyword takes a float, possibly annotated or optional."""
+    """Whether a keyword takes a float that may be traced, possibly annotated or optional."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(map(is_numeric, typing.get_args(hint)))
-    return hint is float or (typing.get_origin(hint) is typing.Annotated and is_numeric(hint.__origin__))
+    if typing.get_origin(hint) is typing.Annotated:
+        return is_numeric(hint.__origin__) and Static not in hint.__metadata__
+    return hint is float
 
 
 def numeric_hyperparameters(name, trainer):
-    """Every float keyword of a factory, with its default and another value."""
+    """Every float keyword of a factory, its default and another value; a learning rate of None is the local one."""
     hints = typing.get_type_hints(METHODS[name], include_extras=True)
     keywords = {
         k: p.default for k, p in inspect.signature(METHODS[name]).parameters.items() if p.kind == p.KEYWORD_ONLY
     }
-    first = {k: v for k, v in keywords.items() if is_numeric(hints[k])}
-    # Where None stands for another number, the learning rate is a possible one.
-    return first, {k: 0.5 * (v or trainer.lr) for k, v in first.items()}
+    values = {k: trainer.lr if v is None and k.endswith("lr") else v for k, v in keywords.items()}
+    first = {k: v for k, v in values.items() if is_numeric(hints[k]) and v is not None}
+    return first, {k: 0.5 * v for k, v in first.items()}
 
 
 @pytest.fixture(scope="module")
-def sweep(model, trainer, federation, start):
+def sweep(model_for, trainer, federation, start):
     """name -> runs and PRE scores of three (seed, hyperparameters) pairs after two rounds, as one vmapped program."""
 
     def play(name, key, run, hyper, lr):
-        engine = Engine(METHODS[name](model, replace(trainer, lr=lr), **hyper), N)
+        engine = Engine(METHODS[name](model_for(name), replace(trainer, lr=lr), **hyper), N)
         run = engine.rounds(key, run, at(0), at(2), jnp.array(True), federation)
         return run, engine.pre(key, at(2), run.state, federation)
 
     @functools.cache
     def cached(name):
         first, second = numeric_hyperparameters(name, trainer)
-        first = {k: jnp.array(trainer.lr if v is None else v) for k, v in first.items()}
-        hyper = jax.tree.map(lambda a, b: jnp.stack([a, a, jnp.array(b)]), first, second)
+        hyper = jax.tree.map(lambda a, b: jnp.array([a, a, b]), first, second)
         lr = jnp.array([trainer.lr, trainer.lr, 0.5 * trainer.lr])
         keys = jnp.stack([KEY, OTHER_KEY, KEY])
         runs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(start(name, key) for key in (0, 1, 0)))
@@ -289,9 +297,9 @@ def test_vmapped_seeds_equal_a_loop_over_seeds(name, program, start, sweep):
 
 
 @every_method
-def test_vmapped_hyperparameters_equal_a_loop_over_constants(name, model, trainer, federation, start, sweep):
+def test_vmapped_hyperparameters_equal_a_loop_over_constants(name, model_for, trainer, federation, start, sweep):
     constants = numeric_hyperparameters(name, trainer)[1]
-    method = METHODS[name](model, replace(trainer, lr=0.5 * trainer.lr), **constants)
+    method = METHODS[name](model_for(name), replace(trainer, lr=0.5 * trainer.lr), **constants)
     other = Program(method, federation, EVERYONE, Placement())
     run = other.rounds(start(name), 0, 2)
     nearly(one(sweep(name), 2), (run, other.pre(2, run)))

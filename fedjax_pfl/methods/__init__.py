@@ -7,7 +7,9 @@ from fedjax_pfl.methods.ditto import ditto
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
 from fedjax_pfl.methods.fedbabu import fedbabu
+from fedjax_pfl.methods.fedcpd import fedcpd
 from fedjax_pfl.methods.fedecouple import fedecouple
+from fedjax_pfl.methods.fedfcd import fedfcd
 from fedjax_pfl.methods.fedpac import fedpac
 from fedjax_pfl.methods.fedper import fedper
 from fedjax_pfl.methods.fedprox import fedprox
@@ -15,6 +17,7 @@ from fedjax_pfl.methods.fedprox_ft import fedprox_ft
 from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.methods.lg_fedavg import lg_fedavg
 from fedjax_pfl.methods.local import local
+from fedjax_pfl.methods.pgfedsplit import pgfedsplit
 
 METHODS: dict[str, Callable[..., Method]] = {
     "local": local,
@@ -29,6 +32,9 @@ METHODS: dict[str, Callable[..., Method]] = {
     "fedbabu": fedbabu,
     "fedpac": fedpac,
     "fedecouple": fedecouple,
+    "fedfcd": fedfcd,
+    "pgfedsplit": pgfedsplit,
+    "fedcpd": fedcpd,
 }
 
 __all__ = ["METHODS"]

@@ -13,7 +13,7 @@ from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import simplex_qp, weighted_mean
 from fedjax_pfl.ops.local import Trainer, cache_features, is_off
 from fedjax_pfl.ops.losses import cross_entropy
-from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, class_means, class_sums
+from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, class_means, class_sums, update_prototypes
 
 NEGLIGIBLE = 1e-3  # weights of other clients' heads up to this are dropped (official code)
 
@@ -111,7 +111,7 @@ def fedpac(
 
         def loss(extractor, batch, key):
             del key
-            z = model.features(extractor, batch.x)
+            z = model.features(extractor, batch.x, batch.mask)
             ce = cross_entropy(model.classify(head, z), batch.y, batch.mask)
             return ce if is_off(lam) else ce + strength * centre_loss(z, batch.y, batch.mask, targets)
 
@@ -125,9 +125,7 @@ def fedpac(
         h, sums = uploads.per_class.rows
         counts = jnp.sum(uploads.per_class.held, axis=0)
         new = class_means(jnp.sum(sums, axis=0), counts)
-        prototypes = Prototypes(
-            jnp.where(new.valid[:, None], new.mean, server.prototypes.mean), new.valid | server.prototypes.valid
-        )
+        prototypes = update_prototypes(server.prototypes, new)
         weights = head_weights(h, uploads.v, cohort.weight > 0)
         heads = jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1), uploads.head)
         return Server(weighted_mean(uploads.extractor, cohort.weight), prototypes), Client(heads)

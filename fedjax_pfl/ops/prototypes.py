@@ -45,6 +45,39 @@ def class_means(sums: Float[Array, "C K"], counts: Float[Array, " C"]) -> Protot
     return Prototypes(sums / jnp.maximum(counts, 1.0)[:, None], counts > 0)
 
 
+def update_prototypes(old: Prototypes, new: Prototypes) -> Prototypes:
+    """The prototype store after a round: a class without a new prototype keeps its old one (rule R8)."""
+    return Prototypes(jnp.where(new.valid[:, None], new.mean, old.mean), new.valid | old.valid)
+
+
+def prototype_contrast(
+    z: Float[Array, "batch K"],
+    y: Int[Array, " batch"],
+    mask: Float[Array, " batch"],
+    prototypes: Prototypes,
+    *,
+    temperature: float | Float[Array, ""],
+) -> Float[Array, ""]:
+    """-log softmax of the cosine to the own class's prototype, among all prototypes; mean over the batch (FedCPD).
+
+    Args:
+      z: features.
+      y: labels.
+      mask: 1 for a sample, 0 for padding.
+      prototypes: one per class; a class without one is no candidate, and its samples contribute zero.
+      temperature: tau; the cosines are divided by it.
+    """
+    similarity = jnp.matmul(_directions(z), _directions(prototypes.mean).T)
+    log_p = jax.nn.log_softmax(jnp.where(prototypes.valid, similarity / temperature, -1e9))
+    own = jnp.take_along_axis(log_p, y[:, None], axis=1)[:, 0]
+    return masked_mean(jnp.where(prototypes.valid[y], -own, 0.0), mask)
+
+
+def _directions(vectors: Float[Array, "rows K"]) -> Float[Array, "rows K"]:
+    """Rows of length 1; the root is safe, so that a dead feature has a gradient."""
+    return vectors * lax.rsqrt(jnp.sum(vectors**2, axis=1, keepdims=True) + 1e-12)
+
+
 def centre_loss(
     z: Float[Array, "batch K"],
     y: Int[Array, " batch"],
