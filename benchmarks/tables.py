@@ -2,11 +2,12 @@
 
     python benchmarks/fedecouple_tables.py table2 --settings cifar10_s20 --seeds 0,1,2
 
-``papers/<paper>.toml`` holds a paper's tables: settings, rows (methods, or the variants of an ablation) and figures. A
-cell is one run: a row in a setting with a seed. ``results/<name>.json`` is rewritten after every cell, and a cell in it
-is run again only if its resolved config has changed: a table can be filled by several calls, one after the other, and a
-call that was stopped goes on where it was. A change of the code goes unnoticed; take another ``--name`` after one.
-``results/<name>.md`` shows all cells that there are.
+``papers/<paper>.toml`` holds a paper's tables: settings, rows (methods, or the variants of an ablation) and figures;
+``headline`` says whether these are of the last round or of the best. A cell is one run: a row in a setting with a seed.
+``results/<name>.json`` is rewritten after every cell, and a cell in it is run again only if its resolved config has
+changed: a table can be filled by several calls, one after the other, and a call that was stopped goes on where it was.
+A change of the code goes unnoticed; take another ``--name`` after one. ``results/<name>.md`` shows all cells that there
+are.
 """
 
 import argparse
@@ -32,10 +33,15 @@ from fedjax_pfl.build import cores
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 NONE = "—"
+HEADLINES = {
+    "last": "of the last round",
+    "best": "of the round with the highest mean, which is chosen on the samples that are scored",
+}
 LEGEND = (
-    "Accuracy in %, unweighted mean over clients after the last round, mean over seeds ± sample standard deviation. "
-    "Ours and the worst 10 % of clients are at the point that the paper reports: PRE, after aggregation, or POST, "
-    "after local training. MB: all clients, up and down. p: two-sided paired t-test over seeds against {reference}."
+    "Accuracy in %, unweighted mean over clients, mean over seeds ± sample standard deviation. Ours, the worst 10 % of "
+    "clients and, where shown, the standard deviation over clients are {round}, at the point that the paper reports: "
+    "PRE, after aggregation, or POST, after local training. Columns PRE and POST: the last round. MB: all clients, up "
+    "and down. p: two-sided paired t-test over seeds against {reference}."
 )
 
 Key = tuple[str, str, int]
@@ -54,23 +60,30 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the rows are compared on, with the paper's figures by row: accuracies in %, and the cost of the target."""
+    """What the rows are compared on, with the paper's figures by row: accuracies in %, and the cost of the target.
+
+    ``paper_std`` holds standard deviations over the clients, in points; ``row_overrides`` what a row changes in this
+    setting only, after its own overrides.
+    """
 
     label: str
     overrides: list[str]
+    row_overrides: dict[str, list[str]] = field(default_factory=dict)
     paper: dict[str, float] = field(default_factory=dict)
+    paper_std: dict[str, float] = field(default_factory=dict)
     target: float | None = None
     paper_to_target: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a paper."""
+    """A table of a paper; ``headline``, ``last`` or ``best``, is the round whose figures the paper reports."""
 
     paper: str
     name: str
     title: str
     config: str
+    headline: str
     rows: dict[str, Row]
     settings: dict[str, Setting]
 
@@ -81,12 +94,18 @@ class Line:
 
     key: str
     row: Row
+    headline: str
     cells: dict[int, Cell]
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """Accuracy at the row's point after the last round, by seed."""
-        return {seed: cell["personal"][self.row.point]["last"] for seed, cell in self.cells.items()}
+        """Accuracy at the row's point in the headline's round, by seed."""
+        return {seed: spread(cell, self.row.point, self.headline)["accuracy"] for seed, cell in self.cells.items()}
+
+    def show_spread(self, name: str) -> str:
+        """The mean over seeds of a figure of `spread`, in %."""
+        figures = [spread(cell, self.row.point, self.headline)[name] for cell in self.cells.values()]
+        return f"{100 * np.mean(figures):.2f}" if figures else NONE
 
     def show(self, *path: str, digits: int = 2, scale: float = 1.0) -> str:
         """The mean over seeds of the figure that a path of keys leads to in a cell."""
@@ -148,17 +167,19 @@ def read_table(path: Path, name: str) -> Table:
     """Reads a table of a paper's file.
 
     Raises:
-      ConfigError: there is no such table, or a figure belongs to no row.
+      ConfigError: there is no such table or headline, or a figure belongs to no row.
     """
     paper = tomllib.loads(path.read_text(encoding="utf-8"))
     allow("TABLE", [name], paper["tables"])
     fields = dict(paper["tables"][name])
+    headline = fields.pop("headline", paper.get("headline", "last"))
+    allow(f"{name}.headline", [headline], HEADLINES)
     rows = {key: Row(**row) for key, row in fields.pop("rows", paper.get("methods", {})).items()}
     settings = {key: Setting(**setting) for key, setting in fields.pop("settings").items()}
     for key, setting in settings.items():
-        allow(f"{name}.{key}.paper", setting.paper, rows)
-        allow(f"{name}.{key}.paper_to_target", setting.paper_to_target, rows)
-    return Table(paper["paper"], name, rows=rows, settings=settings, **fields)
+        for what in ("row_overrides", "paper", "paper_std", "paper_to_target"):
+            allow(f"{name}.{key}.{what}", getattr(setting, what), rows)
+    return Table(paper["paper"], name, headline=headline, rows=rows, settings=settings, **fields)
 
 
 def allow(option: str, given: Iterable[str], allowed: Collection[str]) -> None:
@@ -234,7 +255,7 @@ def fill(
                 save()
                 outcome = "done"
             point = table.rows[row].point
-            outcome += f", {point} {100 * cells[key]['personal'][point]['last']:.2f} %"
+            outcome += f", {point} {100 * spread(cells[key], point, table.headline)['accuracy']:.2f} %"
         except ConfigError as error:
             missing[key] = str(error)
             outcome = f"missing, {error}"
@@ -247,8 +268,9 @@ def cell_overrides(table: Table, key: Key, options: argparse.Namespace) -> list[
     """What a cell changes in the table's config; later ones win."""
     setting, row, seed = key
     rounds = [] if options.rounds is None else [f"training.rounds={options.rounds}"]
-    chosen = [*table.settings[setting].overrides, *table.rows[row].overrides]
-    return [*chosen, *rounds, f"run.seed={seed}", *options.set]
+    chosen = table.settings[setting]
+    both = [*chosen.overrides, *table.rows[row].overrides, *chosen.row_overrides.get(row, ())]
+    return [*both, *rounds, f"run.seed={seed}", *options.set]
 
 
 def measures(result: Result) -> Cell:
@@ -259,6 +281,7 @@ def measures(result: Result) -> Cell:
         "machine": f"{cores()} {platform.machine()} cores, JAX on {environment['platform']} "
         f"(devices: {environment['device_count']}), jax {environment['jax']}, Python {platform.python_version()}",
         "personal": summary["personal"],
+        "best": {point: best_round(history, point) for point in ("pre", "post")},
         "global": summary["global"],
         "timing": summary["timing"],
         "megabytes_total": summary["traffic"]["megabytes_total"],
@@ -272,6 +295,26 @@ def measures(result: Result) -> Cell:
     }
 
 
+def best_round(history: Mapping[str, np.ndarray], point: str) -> dict[str, float]:
+    """How the clients fared in the round with the highest mean accuracy; see `spread`."""
+    at = np.argmax(history[f"{point}.accuracy"])
+    return {name: float(history[f"{point}.{name}"][at]) for name in ("accuracy", "std_clients", "worst_10_percent")}
+
+
+def spread(cell: Cell, point: str, headline: str) -> dict[str, float]:
+    """``accuracy``, the mean over clients, with its ``std_clients`` and ``worst_10_percent``.
+
+    Args:
+      cell: the run.
+      point: ``pre`` or ``post``.
+      headline: ``last`` or ``best``, the round.
+    """
+    if headline == "best":
+        return cell["best"][point]
+    last = cell["personal"][point]
+    return {"accuracy": last["last"], **{name: last[name] for name in ("std_clients", "worst_10_percent")}}
+
+
 def markdown(table: Table, cells: Mapping[Key, Cell], missing: Mapping[Key, str], reference: str) -> str:
     """The table as far as it is filled, with the paper's figures.
 
@@ -281,7 +324,8 @@ def markdown(table: Table, cells: Mapping[Key, Cell], missing: Mapping[Key, str]
       missing: why cells could not be run.
       reference: the row that the t-test compares with.
     """
-    parts = [f"# {table.paper}, {table.title}", LEGEND.format(reference=table.rows[reference].label)]
+    legend = LEGEND.format(round=HEADLINES[table.headline], reference=table.rows[reference].label)
+    parts = [f"# {table.paper}, {table.title}", legend]
     shown = [cell for key, cell in cells.items() if key[0] in table.settings and key[1] in table.rows]
     machines, commands = (dict.fromkeys(cell[what] for cell in shown) for what in ("machine", "command"))
     parts += [f"Machine: {machine}" for machine in machines]
@@ -302,7 +346,7 @@ def lines_of(table: Table, setting: str, cells: Mapping[Key, Cell], missing: Map
     """The rows of a setting that have been run, or tried, in the paper's order."""
     tried = {key[1] for key in (*cells, *missing) if key[0] == setting}
     return [
-        Line(name, row, {key[2]: cells[key] for key in sorted(cells) if key[:2] == (setting, name)})
+        Line(name, row, table.headline, {key[2]: cells[key] for key in sorted(cells) if key[:2] == (setting, name)})
         for name, row in table.rows.items()
         if name in tried
     ]
@@ -321,21 +365,25 @@ def comparison(setting: Setting, lines: Sequence[Line], reference: str) -> tuple
     rows = []
     for line in lines:
         paper = setting.paper.get(line.key)
+        std = setting.paper_std.get(line.key)
+        stds = [NONE if std is None else f"{std:g}", line.show_spread("std_clients")] if setting.paper_std else []
         p = None if line.key == reference else paired_p(line.accuracies, base)
         rows.append(
             [
                 line.row.label,
                 NONE if paper is None else f"{paper:g}",
                 f"**{ours(line)}**" if line is best else ours(line),
+                *stds,
                 line.show("personal", "pre", "last", scale=100),
                 line.show("personal", "post", "last", scale=100),
-                line.show("personal", line.row.point, "worst_10_percent", scale=100),
+                line.show_spread("worst_10_percent"),
                 line.show("megabytes_total", digits=1),
                 line.show("timing", "seconds_per_round", digits=3),
                 NONE if p is None else f"{p:.3g}",
             ]
         )
-    return ["method", "paper (%)", "ours (%)", "PRE", "POST", "worst 10 %", "MB", "s per round", "p"], rows
+    stds = ["paper's client std", "client std"] if setting.paper_std else []
+    return ["method", "paper (%)", "ours (%)", *stds, "PRE", "POST", "worst 10 %", "MB", "s per round", "p"], rows
 
 
 def mean_accuracy(line: Line) -> float:

@@ -1,0 +1,128 @@
+"""A round of ResNet-18 under FedAvg and FedeCouple: its time and memory, and how far the time is from the floor.
+
+    python benchmarks/resnet.py --clients 4 --samples 100 --json benchmarks/results/resnet.json
+
+Images are random, 32x32x3, ten classes; one local epoch, everything else is the method's default (FedeCouple: augmented
+copies, an epoch under the frozen head and one under the personal head, five head epochs on cached features). Each case
+runs in a process of its own, so that its peak memory is its own. The floor is FedAvg's arithmetic, three forward passes
+per sample, at the rate of a large float32 matrix product.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
+from fedjax_pfl.config import Config
+from fedjax_pfl.data.sources import from_arrays
+from fedjax_pfl.models import MODELS, build
+
+SHAPE = (32, 32, 3)
+CLASSES = 10
+CASES = [(method, norm) for norm in ("group", "batch") for method in ("fedavg", "fedecouple")]
+
+
+def forward_flops() -> float:
+    """Floating-point operations of one image's forward pass, as XLA counts them."""
+    model = build(MODELS["resnet18"](), SHAPE, CLASSES, init="torch", mean=jnp.zeros(3), std=jnp.ones(3))
+    image = jax.ShapeDtypeStruct((1, *SHAPE), jnp.uint8)
+    cost = jax.jit(model.apply).lower(jax.eval_shape(model.init, jax.random.key(0)), image).cost_analysis()
+    return float(cost["flops"])
+
+
+def matmul_rate() -> float:
+    """Floating-point operations per second of a large float32 matrix product on all cores."""
+    a = jnp.ones((4096, 4096))
+    product = jax.jit(jnp.matmul)
+    product(a, a).block_until_ready()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        product(a, a).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return 2 * 4096**3 / statistics.median(times)
+
+
+def measure(method: str, norm: str, clients: int, samples: int, batch_size: int, rounds: int) -> dict:
+    """Times rounds of one case, after one that does not count, and takes the peak memory of this process."""
+    prepare_devices("auto")
+    rng = np.random.default_rng(0)
+    total = clients * samples * 4 // 3
+    dataset = from_arrays(rng.integers(0, 256, (total, *SHAPE), dtype=np.uint8), np.arange(total) % CLASSES)
+    config = Config(
+        data={"source": "arrays", "clients": clients, "partition": {"kind": "iid"}},
+        model={"name": "resnet18", "norm": norm},
+        method={"name": method},
+        training={"batch_size": batch_size, "lr": 0.01},
+    )
+    key = jax.random.key(0)
+    federation, _ = divide(config, dataset)
+    engine, memory = place(make_engine(config, dataset), config, key, federation)
+    shared, _ = engine.placement.shardings(clients)
+    if shared is not None:
+        federation = jax.device_put(federation, shared)
+    run = jax.jit(engine.init)(key, federation)
+    program, times = jax.jit(engine.rounds, donate_argnums=1), []
+    for t in range(rounds + 1):
+        start = time.perf_counter()
+        run = program(key, run, np.int32(t), np.int32(t + 1), np.bool_(False), federation)
+        jax.block_until_ready(run)
+        times.append(time.perf_counter() - start)
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run.state.server)):
+        raise FloatingPointError(f"{method} with {norm} norm: the server's model is not finite")
+    side_by_side = engine.placement.devices * engine.placement.chunk
+    stats = jax.local_devices()[0].memory_stats() or {}
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "method": method,
+        "norm": norm,
+        "compile_and_first_round_seconds": times[0],
+        "seconds_per_round": statistics.median(times[1:]),
+        "peak_gigabytes": stats.get("peak_bytes_in_use", host) / 1e9,
+        "estimated_gigabytes": (memory.resident + side_by_side * memory.per_client) / 1e9,
+    }
+
+
+def main() -> None:
+    """Runs every case, prints a table and, if asked to, writes it down."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=100, help="training images per client")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--case", nargs=2, metavar=("METHOD", "NORM"), help="one case, as JSON on standard output")
+    options = parser.parse_args()
+    sizes = {"clients": options.clients, "samples": options.samples, "batch_size": options.batch_size}
+    if options.case:
+        print(json.dumps(measure(*options.case, **sizes, rounds=options.rounds)))
+        return
+    results = []
+    for method, norm in CASES:
+        command = [sys.executable, __file__, *sys.argv[1:], "--case", method, norm]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    floor = 3 * forward_flops() * options.clients * options.samples / matmul_rate()
+    print(f"floor of FedAvg: {floor:.2f} s\n")
+    print("| method | norm | s per round | peak GB | estimate GB |\n|---|---|---|---|---|")
+    for case in results:
+        figures = [case[name] for name in ("seconds_per_round", "peak_gigabytes", "estimated_gigabytes")]
+        print(f"| {case['method']} | {case['norm']} | {' | '.join(f'{figure:.2f}' for figure in figures)} |")
+    if options.json:
+        machine = f"{cores()} {platform.machine()} cores, JAX {jax.__version__} on {jax.default_backend()}"
+        report = {"machine": machine, **sizes, "rounds": options.rounds, "floor_seconds": floor, "cases": results}
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
