@@ -145,6 +145,18 @@ def flags_set(tree: PyTree, kind: type[Part]) -> Int[Array, ""]:
     return jnp.zeros((), jnp.int32) if part is None else jnp.sum(part[0].astype(bool), dtype=jnp.int32)
 
 
+def traffic_of(down: Int[Array, ""], view: PyTree, up: Int[Array, ""], uploads: PyTree) -> Traffic:
+    """What a round sends: the view to so many clients, and the uploads of so many, stacked."""
+    return Traffic(
+        down=down,
+        up=up,
+        rows_down=down * flags_set(view, PerClass),
+        rows_up=flags_set(uploads, PerClass),
+        sometimes_down=down * flags_set(view, Sometimes),
+        sometimes_up=flags_set(uploads, Sometimes),
+    )
+
+
 class Run(NamedTuple):
     """What is carried from round to round.
 
@@ -196,15 +208,15 @@ class Engine:
         key_init, key_setup, key_score = jax.random.split(key, 3)
         server, client = self.method.init(key_init)
         clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.clients, *jnp.shape(leaf))), client)
-        state = State(server, clients)
+        state, none = State(server, clients), jnp.zeros((), jnp.int32)
+        traffic = Traffic(*[none] * len(Traffic._fields))
         if self.method.setup is not None:
-            state = self._setup(self.method.setup, key_setup, state, data)
-        none = jnp.zeros((), jnp.int32)
+            state, traffic = self._setup(self.method.setup, key_setup, state, data)
         if self.participation.full:  # the first evaluation will set all POST scores
             post = Scores(*(jnp.zeros((self.clients,), jnp.float32) for _ in Scores._fields))
         else:  # a client that is never selected keeps the score of its initial model (protocol.md)
             post = self._score_all(lambda key, t, view, client, data: (view, client), key_score, none, state, data)
-        return Run(state, post, jnp.zeros((), jnp.float32), Traffic(*[none] * len(Traffic._fields)))
+        return Run(state, post, jnp.zeros((), jnp.float32), traffic)
 
     def rounds(
         self,
@@ -257,14 +269,7 @@ class Engine:
 
         count = jnp.sum(present)
         loss = jnp.sum(jnp.where(present, info.loss, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
-        sent = Traffic(
-            down=selected,
-            up=count,
-            rows_down=selected * flags_set(view, PerClass),
-            rows_up=flags_set(uploads, PerClass),
-            sometimes_down=selected * flags_set(view, Sometimes),
-            sometimes_up=flags_set(uploads, Sometimes),
-        )
+        sent = traffic_of(selected, view, count, uploads)
         return Run(State(server, clients), post, loss, jax.tree.map(jnp.add, run.traffic, sent))
 
     def local(self, shared: tuple, row: tuple) -> tuple[PyTree, PyTree, TrainInfo]:
@@ -367,8 +372,8 @@ class Engine:
         scores = map_clients(one, shared, (ids, clients, train, test), self.placement)
         return put_rows(jax.tree.map(lambda leaf: jnp.zeros((self.clients,), leaf.dtype), scores), ids, scores)
 
-    def _setup(self, setup: Callable, key: Key[Array, ""], state: State, data: Federation) -> State:
-        """Round -1: every client prepares an upload, and the server combines all of them."""
+    def _setup(self, setup: Callable, key: Key[Array, ""], state: State, data: Federation) -> tuple[State, Traffic]:
+        """Round -1: every client prepares an upload, and the server combines all of them; nothing is sent down."""
         method = self.method
         key_clients, key_aggregate = jax.random.split(key)
         ids = self._order(jnp.arange(self.clients), data.train.count)
@@ -378,9 +383,11 @@ class Engine:
             (key, view, x, y), (client_id, client, train) = shared, row
             return setup(jax.random.fold_in(key, client_id), view, client, client_data(x, y, train))
 
-        shared = key_clients, method.broadcast(state.server), data.x, data.y
-        new, uploads = map_clients(one, shared, (ids, old, train), self.placement)
+        view = method.broadcast(state.server)
+        new, uploads = map_clients(one, (key_clients, view, data.x, data.y), (ids, old, train), self.placement)
         uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
         cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients)
         server, new = method.aggregate(key_aggregate, jnp.array(-1, jnp.int32), state.server, new, uploads, cohort)
-        return State(server, put_rows(state.clients, ids, new))
+        none = jnp.zeros((), jnp.int32)
+        sent = traffic_of(none, view, jnp.sum(present), uploads)
+        return State(server, put_rows(state.clients, ids, new)), sent
