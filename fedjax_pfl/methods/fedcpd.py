@@ -114,8 +114,8 @@ def fedcpd(
         prototypes = server.prototypes
         return Shared(server.params, None if prototypes is None else PerClass(prototypes.valid, prototypes.mean))
 
-    def whole(view, client):
-        return view.params if base == "fedavg" else {**view.params, "head": client.head}
+    def whole(params, head):
+        return params if base == "fedavg" else {**params, "head": head}
 
     def train_head(key, t, view, client, data):
         def head_loss(head, batch, key):
@@ -126,14 +126,13 @@ def fedcpd(
         return train(key, t, head_loss, client.head, features, phase="head", epochs=head_epochs)[0]
 
     def local(key, t, view, client, data):
-        if base == "fedrep":
-            client = client._replace(head=train_head(key, t, view, client, data))
+        head = client.head if base == "fedavg" else train_head(key, t, view, client, data)
         prototypes = Prototypes(view.per_class.rows, view.per_class.held) if uses_prototypes else None
+        teacher = client.teacher
 
         def loss(trained, batch, key):
             del key
-            params, distiller = trained
-            params = whole(Shared(params, None), client)
+            params, distiller = whole(trained[0], head), trained[1]
             z, maps = model.features_and_maps(params["extractor"], batch.x, batch.mask)
             total = cross_entropy(model.classify(params["head"], z), batch.y, batch.mask)
             if not is_off(alpha):
@@ -141,15 +140,14 @@ def fedcpd(
             if not is_off(beta):
                 total += beta * prototype_contrast(z, batch.y, batch.mask, prototypes, temperature=tau)
             if uses_teacher:
-                _, taught = model.features_and_maps(client.teacher.extractor, batch.x)
+                _, taught = model.features_and_maps(teacher.extractor, batch.x)
                 distance = feature_distillation(distiller, maps, taught, batch.mask)
-                total += gamma * jnp.where(client.teacher.exists, distance, 0.0)
+                total += gamma * jnp.where(teacher.exists, distance, 0.0)
             return total
 
-        distiller = client.teacher.distiller if uses_teacher else None
+        distiller = teacher.distiller if uses_teacher else None
         (params, distiller), info = train(key, t, loss, (view.params, distiller), data)
-        if uses_teacher:
-            client = client._replace(teacher=Teacher(params["extractor"], jnp.array(True), distiller))
+        client = Client(head, Teacher(params["extractor"], jnp.array(True), distiller) if uses_teacher else None)
         return client, Shared(params, class_part(params["extractor"], data) if uses_prototypes else None), info
 
     def class_part(extractor, data):
@@ -165,7 +163,7 @@ def fedcpd(
         return Server(weighted_mean(uploads.params, cohort.weight), prototypes), clients
 
     def predict(view, client, x):
-        return model.apply(whole(view, client), x)
+        return model.apply(whole(view.params, client.head), x)
 
     def trained(view, client, upload):
         return view._replace(params=upload.params), client

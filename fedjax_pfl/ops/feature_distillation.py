@@ -26,7 +26,8 @@ def init_distiller(key: Key[Array, ""], shapes: Sequence[tuple[int, int, int]]) 
 
     The fusion starts as the identity: teacher = student gives a loss of zero. No layer has a bias.
     """
-    middle = shapes[-1][2]
+    # That of the deepest level in all networks here. With less, a wider level could not start as the identity.
+    middle = max(channels for _, _, channels in shapes)
 
     def gates(key: Key[Array, ""], channels: int) -> Params:
         key_reduce, key_expand, key_spatial = jax.random.split(key, 3)

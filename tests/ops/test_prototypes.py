@@ -1,4 +1,4 @@
-"""Class sums, class means and the centre loss, against NumPy."""
+"""Class sums, class means, their store, the centre loss and the contrast of prototypes, against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, class_means, class_sums
+from fedjax_pfl.ops.prototypes import (
+    Prototypes,
+    centre_loss,
+    class_means,
+    class_sums,
+    prototype_contrast,
+    update_prototypes,
+)
 from tests.data.labels import fixed
 
 RNG = np.random.default_rng(0)
@@ -93,3 +100,109 @@ def test_features_at_their_own_means_cost_their_variance(reduction):
     within = sum(np.sum(c == Y) * np.var(Z[c == Y], axis=0).sum() for c in range(4)) / N
     expected = within / K if reduction == "mse" else within
     assert float(centre_loss(z, y, mask, means, reduction=reduction)) == pytest.approx(expected, rel=1e-5)
+
+
+# --- The store of prototypes (rule R8) -------------------------------------------------------------------------------
+
+
+def test_a_class_without_a_new_prototype_keeps_its_old_one():
+    old = Prototypes(jnp.asarray(CENTRES), jnp.array([True, True, False, False, True]))
+    new = Prototypes(-2 * jnp.asarray(CENTRES), jnp.array([True, False, True, False, False]))
+    found = update_prototypes(old, new)
+    np.testing.assert_array_equal(found.valid, [True, True, True, False, True])
+    np.testing.assert_array_equal(found.mean, CENTRES * np.array([-2, 1, -2, 1, 1], np.float32)[:, None])
+
+
+# --- The contrast of prototypes --------------------------------------------------------------------------------------
+
+TAU = 0.5
+
+
+@jax.jit
+@jax.value_and_grad
+def contrast(z, mask, prototypes, valid, tau):
+    store = Prototypes(prototypes, valid)
+    return prototype_contrast(z, jnp.asarray(Y), mask, store, temperature=tau)
+
+
+def found_contrast(z, mask, valid, prototypes=CENTRES, tau=TAU):
+    return contrast(*(jnp.asarray(a, jnp.float32) for a in (z, mask, prototypes)), jnp.asarray(valid), jnp.float32(tau))
+
+
+def cosine(a, b):
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+def expected_contrast(z, mask, valid, tau=TAU):
+    """Sample by sample, from the definition."""
+    z, total = np.asarray(z, np.float64), 0.0
+    for row in np.flatnonzero(mask):
+        if valid[Y[row]]:
+            closeness = {c: np.exp(cosine(z[row], CENTRES[c].astype(float)) / tau) for c in np.flatnonzero(valid)}
+            total -= np.log(closeness[Y[row]] / sum(closeness.values()))
+    return total / mask.sum()
+
+
+@every_mask
+def test_the_contrast_and_its_gradient(mask):
+    valid = np.array([True, False, True, True, True])
+    value, gradient = found_contrast(Z, mask, valid)
+    assert float(value) == pytest.approx(expected_contrast(Z, mask, valid), rel=1e-5)
+    slopes, step = np.zeros(Z.shape), 1e-5
+    for at in np.ndindex(Z.shape):
+        ends = np.stack([Z, Z]).astype(np.float64)
+        ends[0][at] += step
+        ends[1][at] -= step
+        slopes[at] = (expected_contrast(ends[0], mask, valid) - expected_contrast(ends[1], mask, valid)) / (2 * step)
+    np.testing.assert_allclose(gradient, slopes, rtol=1e-3, atol=1e-6)
+    counted = (mask == 1) & valid[Y]
+    assert not gradient[~counted].any()  # padding, and class 1
+    assert gradient[counted].any(axis=1).all()
+
+
+@pytest.mark.parametrize("tau", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize("classes", [1, 2, 3])
+def test_a_sample_at_its_prototype_and_orthogonal_to_the_others_has_a_closed_form(classes, tau):
+    prototypes = np.zeros((C, K))
+    prototypes[:classes] = np.diag([0.2, 1.0, 30.0])[:classes]  # of any length: it is the direction that counts
+    valid, y = np.arange(C) < classes, np.minimum(Y, classes - 1)
+    store = Prototypes(jnp.asarray(prototypes, jnp.float32), jnp.asarray(valid))
+    z = jnp.asarray(7 * prototypes[y], jnp.float32)
+    found = prototype_contrast(z, jnp.asarray(y), jnp.ones(N), store, temperature=tau)
+    own = np.exp(1 / tau)
+    assert float(found) == pytest.approx(-np.log(own / (own + classes - 1)), rel=1e-5, abs=1e-6)
+
+
+def test_the_length_of_features_and_prototypes_does_not_matter():
+    lengths = np.linspace(0.1, 9, N)[:, None]
+    value, gradient = found_contrast(lengths * Z, np.ones(N), np.ones(C, bool), 5 * CENTRES)
+    expected = found_contrast(Z, np.ones(N), np.ones(C, bool))
+    assert float(value) == pytest.approx(float(expected[0]), rel=1e-5)
+    np.testing.assert_allclose(gradient, expected[1] / lengths, rtol=1e-3, atol=1e-6)
+
+
+def test_without_prototypes_or_samples_there_is_nothing_to_contrast():
+    for mask, valid in ((np.zeros(N), np.ones(C, bool)), (np.ones(N), np.zeros(C, bool))):
+        value, gradient = found_contrast(Z, mask, valid)
+        assert float(value) == 0
+        assert not gradient.any()  # nor NaN, which counts as true
+
+
+def test_the_row_of_a_class_without_a_prototype_is_not_read():
+    valid = np.array([True, False, True, True, False])
+    other = np.where(valid[:, None], CENTRES, np.float32(1e6))
+    jax.tree.map(
+        np.testing.assert_array_equal, found_contrast(Z, np.ones(N), valid, other), found_contrast(Z, np.ones(N), valid)
+    )
+
+
+def test_a_dead_feature_and_a_dead_prototype_are_as_near_to_all_as_to_none():
+    z, prototypes = Z.copy(), CENTRES.copy()
+    z[2] = 0  # of class 1
+    prototypes[3] = 0
+    value, gradient = found_contrast(z, np.arange(N) == 2, np.ones(C, bool), prototypes)
+    assert float(value) == pytest.approx(np.log(C), rel=1e-6)
+    assert np.isfinite(gradient).all()
+    value, gradient = found_contrast(z, np.ones(N), np.ones(C, bool), prototypes)
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()

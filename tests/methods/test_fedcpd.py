@@ -1,0 +1,484 @@
+"""FedCPD against rounds in NumPy and in plain loops, its limits, its teacher, and what it exchanges."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import softmax
+
+from fedjax_pfl import Config, ConfigError, simulate
+from fedjax_pfl.data.federated import Batch, client_data
+from fedjax_pfl.engine import Engine, Participation, Run, round_keys
+from fedjax_pfl.memory import count, exchange
+from fedjax_pfl.methods.fedavg import fedavg
+from fedjax_pfl.methods.fedcpd import fedcpd
+from fedjax_pfl.methods.fedrep import fedrep
+from fedjax_pfl.ops.feature_distillation import feature_distillation
+from fedjax_pfl.ops.local import TrainInfo
+from fedjax_pfl.ops.losses import cross_entropy
+from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, prototype_contrast
+from tests.conftest import CLASSES, TRAIN_SIZES
+from tests.reference import (
+    MLP,
+    class_means,
+    client_key,
+    held,
+    linear,
+    linear_gradient,
+    softmax_loss,
+    to_numpy,
+    train,
+    weighted_mean,
+)
+
+N, ROUNDS = 7, 5
+# In this draw of SOME, class 2 has no prototype before round 1, classes 0 and 1 keep an old one in round 2, and three
+# clients take part more than once.
+KEY = jax.random.key(15)
+EVERYONE, SOME = Participation(), Participation(0.2, 0.6, 0.3)
+TAU, HEAD_EPOCHS = 0.4, 3
+OFF = {"alpha": 0.0, "beta": 0.0, "gamma": 0.0}
+
+near = partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5)
+same = np.testing.assert_array_equal
+
+
+def client(rows, i):
+    return jax.tree.map(lambda leaf: leaf[i], rows)
+
+
+def at(t):
+    return jnp.array(t, jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def trainer(trainer):
+    return replace(trainer, weight_decay=0.01, lr_decay=0.9)
+
+
+@pytest.fixture(scope="module")
+def play(federation):
+    """(method, who) -> the engine, and the runs before round 0 and after the last."""
+
+    def play(method, who):
+        engine = Engine(method, N, who)
+        # Without the scores of models that nobody has trained yet.
+        start = jax.jit(Engine(method, N).init)(KEY, federation)
+        return engine, start, jax.jit(engine.rounds)(KEY, start, at(0), at(ROUNDS), jnp.array(True), federation)
+
+    return play
+
+
+def cohort(engine, t, federation):
+    """Who takes part in round t, and how many were selected."""
+    ids, selected = engine._select(round_keys(KEY, at(t)), federation.train.count)
+    return [int(i) for i in ids if i < N], int(selected)
+
+
+# --- Limits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", [EVERYONE, SOME], ids=["everyone", "some"])
+def test_without_its_terms_it_is_fedrep_bit_for_bit(who, play, model, trainer, federation):
+    method, rep = (
+        fedcpd(model, trainer, **OFF, head_epochs=HEAD_EPOCHS),
+        fedrep(model, trainer, head_epochs=HEAD_EPOCHS),
+    )
+    (_, _, found), (_, start, expected) = play(method, who), play(rep, who)
+    server, clients = found.state
+    jax.tree.map(same, (server.params["extractor"], clients.head), tuple(expected.state))
+    jax.tree.map(same, (found.post, found.loss), (expected.post, expected.loss))
+    view = method.broadcast(server)
+    for i in range(N):  # PRE
+        logits = rep.predict(expected.state.server, client(expected.state.clients, i), federation.x)
+        same(method.predict(view, client(clients, i), federation.x), logits)
+    assert server.prototypes is None
+    assert clients.teacher is None
+    assert not np.allclose(expected.state.server["hidden_layer"]["bias"], start.state.server["hidden_layer"]["bias"])
+
+
+def test_without_its_terms_and_on_fedavg_it_is_fedavg_bit_for_bit(play, model, trainer, federation):
+    method, avg = fedcpd(model, trainer, **OFF, base="fedavg"), fedavg(model, trainer)
+    (_, _, found), (_, _, expected) = play(method, SOME), play(avg, SOME)
+    jax.tree.map(same, found.state.server.params, expected.state.server)
+    jax.tree.map(same, (found.post, found.loss, found.traffic), (expected.post, expected.loss, expected.traffic))
+    logits = avg.global_predict(expected.state.server, federation.x)
+    same(method.global_predict(found.state.server, federation.x), logits)
+    same(method.predict(method.broadcast(found.state.server), client(found.state.clients, 2), federation.x), logits)
+    assert not jax.tree.leaves(found.state.clients)
+
+
+def test_only_on_fedavg_there_is_a_global_model(model, trainer):
+    assert fedcpd(model, trainer, **OFF).global_predict is None
+
+
+# --- Rounds in NumPy, without distillation (fedcpd.md) ---------------------------------------------------------------
+
+
+class Server(NamedTuple):
+    params: dict
+    prototypes: np.ndarray
+    valid: np.ndarray
+
+
+class Case(NamedTuple):
+    who: Participation
+    base: str
+    reduction: str
+    alpha: float
+    beta: float
+
+
+CASES = {
+    "some, on FedRep, means": Case(SOME, "fedrep", "mse", 1.5, 0.7),
+    "everyone, on FedAvg, sums": Case(EVERYONE, "fedavg", "mean_l2", 0.2, 0.7),
+}
+
+
+def alignment_gradient(z, y, server, reduction):
+    """By z, of the mean distance to the own class's prototype."""
+    apart = (z - server.prototypes[y]) * server.valid[y][:, None]
+    return 2 * apart / len(z) / (z.shape[1] if reduction == "mse" else 1)
+
+
+def contrast_gradient(z, y, server):
+    """By z, of -log softmax of the cosines: first by the cosines, then by their argument."""
+    held = np.flatnonzero(server.valid)
+    length = np.sqrt(np.sum(z**2, axis=1, keepdims=True) + 1e-12)
+    towards = server.prototypes[held] / np.linalg.norm(server.prototypes[held], axis=1, keepdims=True)
+    cosines = z @ towards.T / length
+    d = softmax(cosines / TAU, axis=1) - (y[:, None] == held) if len(held) else cosines
+    d = d * server.valid[y][:, None] / TAU / len(z)
+    return (d @ towards - np.sum(d * cosines, axis=1, keepdims=True) * z / length) / length
+
+
+def fedcpd_client(mlp, key, t, server, phi, rows, trainer, case):
+    """The trained extractor, head, and class means under the trained extractor."""
+    theta = server.params["extractor"]
+
+    def head_gradient(phi, rows):
+        z = mlp.extract(theta, rows)
+        return linear_gradient(z, softmax_loss(linear(phi, z), mlp.y[rows])[1])
+
+    def gradient(w, rows):
+        head = w.get("head", phi)
+        z, y = mlp.extract(w["extractor"], rows), mlp.y[rows]
+        d = softmax_loss(linear(head, z), y)[1]
+        d_z = d @ head["kernel"].T + case.alpha * alignment_gradient(z, y, server, case.reduction)
+        d_z = d_z + case.beta * contrast_gradient(z, y, server)
+        found = {"extractor": mlp.extract_gradient(w["extractor"], rows, d_z)}
+        return {**found, "head": linear_gradient(z, d)} if "head" in w else found
+
+    if case.base == "fedrep":
+        phi = train(phi, head_gradient, key, t, rows, trainer, phase="head", epochs=HEAD_EPOCHS)
+    w = train(server.params, gradient, key, t, rows, trainer)
+    return w, phi, class_means(mlp.extract(w["extractor"], rows), mlp.y[rows], CLASSES)
+
+
+def fedcpd_server(server, uploads, means, sizes):
+    of_class = sum(counts for _, counts in means)
+    mean = sum(mean * counts[:, None] for mean, counts in means) / np.maximum(of_class, 1)[:, None]
+    seen = of_class > 0
+    prototypes = np.where(seen[:, None], mean, server.prototypes)
+    return Server(weighted_mean(uploads, sizes), prototypes, seen | server.valid)
+
+
+class Both(NamedTuple):
+    """The engine's run and NumPy's."""
+
+    case: Case
+    engine: Engine
+    end: Run
+    server: Server
+    heads: list
+    post: dict  # the last model that each client trained
+    sent: list  # of each round: how many were selected, which classes had a prototype, whose upload came back
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def both(request, play, model, trainer, federation):
+    case = request.param
+    terms = {"alpha": case.alpha, "beta": case.beta, "gamma": 0.0, "tau": TAU, "reduction": case.reduction}
+    engine, start, end = play(fedcpd(model, trainer, **terms, head_epochs=HEAD_EPOCHS, base=case.base), case.who)
+    mlp, rows = MLP(federation.x, federation.y), [held(federation.train, i) for i in range(N)]
+    params = to_numpy(start.state.server.params)
+    server = Server(params, np.zeros((CLASSES, model.dim)), np.zeros(CLASSES, bool))
+    heads = [params["head"] if case.base == "fedavg" else to_numpy(client(start.state.clients.head, 0))] * N
+    post, sent = {}, []
+    for t in range(ROUNDS):
+        present, selected = cohort(engine, t, federation)
+        sent.append((selected, server.valid, present))
+        uploads, means = [], []
+        for i in present:
+            arguments = client_key(KEY, t, i), t, server, heads[i], rows[i], trainer, case
+            w, heads[i], of_class = fedcpd_client(mlp, *arguments)
+            post[i] = {"head": heads[i], **w}
+            uploads.append(w)
+            means.append(of_class)
+        server = fedcpd_server(server, uploads, means, [len(rows[i]) for i in present])
+    return Both(case, engine, end, server, heads, post, sent)
+
+
+def test_rounds_are_numpys(both, federation):
+    server, clients = both.end.state
+    jax.tree.map(near, server.params, both.server.params)
+    near(server.prototypes.mean, both.server.prototypes)
+    same(server.prototypes.valid, both.server.valid)
+    assert clients.teacher is None
+    if both.case.base == "fedrep":
+        for i in range(N):
+            jax.tree.map(near, client(clients.head, i), both.heads[i])
+    mlp = MLP(federation.x, federation.y)
+    for i, w in both.post.items():
+        near([float(leaf[i]) for leaf in both.end.post], mlp.scores(w, held(federation.test, i)))
+
+
+def test_the_model_before_training_is_what_is_shared_under_what_is_personal(both, federation):
+    server, clients = both.end.state
+    found = both.engine.method.predict(both.engine.method.broadcast(server), client(clients, 4), federation.x)
+    w, rows = {"head": both.heads[4], **both.server.params}, np.arange(len(federation.y))
+    near(found, MLP(federation.x, federation.y).logits(w, rows))
+
+
+def test_some_rounds_lack_clients_and_classes(both, federation):
+    """Otherwise the comparison above would say nothing of drop-outs and of rule R8."""
+    if both.case.who == EVERYONE:
+        assert len(both.post) == N
+        return
+    counts = np.asarray(federation.train.class_counts)
+    assert any(selected > len(present) for selected, _, present in both.sent)
+    assert len(both.post) < N
+    assert any(np.any(valid & (counts[present].sum(axis=0) == 0)) for _, valid, present in both.sent)
+    assert any(np.any(~valid & (counts[present].sum(axis=0) > 0)) for _, valid, present in both.sent[1:])
+
+
+def test_bytes_are_a_hand_count_without_the_classes_not_held(both, model, federation):
+    shapes = exchange(both.engine, KEY, federation)
+    params = jax.eval_shape(model.init, KEY)
+    parameters = count(params if both.case.base == "fedavg" else params["extractor"])
+    assert count(shapes.up) == count(shapes.down) == parameters + CLASSES * model.dim + CLASSES
+    assert not both.sent[0][1].any(), "no prototype is sent before there is one"
+    row = 4 * model.dim
+    down = sum(selected * (4 * parameters + CLASSES + row * valid.sum()) for selected, valid, _ in both.sent)
+    classes = np.count_nonzero(federation.train.class_counts, axis=1)
+    up = sum(4 * (parameters + CLASSES) + row * classes[i] for *_, present in both.sent for i in present)
+    assert shapes.sent_bytes(both.end.traffic) == down + up < shapes.dense_bytes(both.end.traffic)
+
+
+# --- The teacher -----------------------------------------------------------------------------------------------------
+
+GAMMA = 2.0
+TERMS = {"alpha": 1.5, "beta": 0.7, "tau": TAU, "head_epochs": HEAD_EPOCHS}
+
+
+class Taught(NamedTuple):
+    """Rounds of SOME with distillation."""
+
+    runs: list[Run]  # before round 0, and after each
+    untaught: list[Run]  # after each round, had gamma been 0 in it
+    cohorts: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def taught(model_with_maps, trainer, federation):
+    def engine(gamma):
+        method = fedcpd(model_with_maps, trainer, **TERMS, gamma=gamma)
+        return Engine(method, N, SOME)
+
+    @jax.jit
+    def one_round(gamma, t, run):
+        return engine(gamma).round(KEY, t, run, jnp.array(False), federation)
+
+    runs = [jax.jit(replace(engine(GAMMA), participation=EVERYONE).init)(KEY, federation)]
+    untaught = []
+    for t in range(ROUNDS):
+        run, without = (one_round(jnp.float32(gamma), at(t), runs[-1]) for gamma in (GAMMA, 0.0))
+        runs.append(run)
+        untaught.append(without)
+    runs, untaught = jax.tree.map(np.asarray, (runs, untaught))
+    return Taught(runs, untaught, [cohort(engine(0.0), t, federation)[0] for t in range(ROUNDS)])
+
+
+def test_a_client_has_a_teacher_from_its_own_first_participation_on(taught):
+    taught_before = np.zeros(N, bool)
+    same(taught.runs[0].state.clients.teacher.exists, taught_before)
+    for run, present in zip(taught.runs[1:], taught.cohorts, strict=True):
+        taught_before[present] = True
+        same(run.state.clients.teacher.exists, taught_before)
+    assert 0 < taught_before.sum() < N
+
+
+def test_in_its_first_participation_nobody_teaches_a_client(taught):
+    """Bit for bit as without distillation, which from the second on makes a difference."""
+    seen, differ = set(), 0
+    for run, without, present in zip(taught.runs[1:], taught.untaught, taught.cohorts, strict=True):
+        for i in present:
+            found, expected = (client(r.state.clients, i) for r in (run, without))
+            if i in seen:
+                kernels = [
+                    (c.teacher.extractor["conv1"]["kernel"], c.teacher.distiller[1]["plain"]["cv2"])
+                    for c in (found, expected)
+                ]
+                assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(*kernels, strict=True))
+                differ += 1
+            else:
+                jax.tree.map(same, found, expected)
+        seen.update(present)
+    assert differ > 2
+    assert len(set(taught.cohorts[1]) - set(taught.cohorts[0])) > 0, "the first participation is not round 0"
+
+
+@pytest.fixture(scope="module")
+def gradients(model_with_maps, trainer, federation):
+    """Of what the two phases minimise: constants -> a function (what is trained, rows of a batch) -> its gradient."""
+    model = model_with_maps
+
+    def entropies(phi, z, y):
+        return -jnp.take_along_axis(jax.nn.log_softmax(model.classify(phi, z)), y[:, None], axis=1)[:, 0]
+
+    def head_loss(phi, theta, x, y, mask):
+        return mask @ entropies(phi, model.features(theta, x), y) / mask.sum()
+
+    def unit(rows):
+        return rows / jnp.sqrt(jnp.sum(rows**2, axis=1, keepdims=True) + 1e-12)
+
+    def loss(trained, phi, prototypes, teacher, gamma, x, y, mask):
+        params, psi = trained
+        z, maps = model.features_and_maps(params["extractor"], x)
+        _, targets = model.features_and_maps(teacher, x)
+        cosines = jnp.where(prototypes.valid, unit(z) @ unit(prototypes.mean).T / TAU, -1e9)
+        contrast = -jnp.take_along_axis(jax.nn.log_softmax(cosines), y[:, None], axis=1)[:, 0]
+        align = jnp.mean((z - prototypes.mean[y]) ** 2, axis=1)
+        pull = jnp.where(prototypes.valid[y], TERMS["alpha"] * align + TERMS["beta"] * contrast, 0.0)
+        supervised = mask @ (entropies(phi, z, y) + pull) / mask.sum()
+        return supervised + gamma * feature_distillation(psi, maps, targets, mask)
+
+    def of(loss):
+        gradient, x, y = jax.jit(jax.grad(loss)), np.asarray(federation.x), np.asarray(federation.y)
+
+        def with_constants(*constants):
+            def on_rows(trained, rows):
+                padded = np.resize(rows, trainer.batch_size)
+                mask = np.float32(np.arange(trainer.batch_size) < len(rows))
+                return to_numpy(gradient(trained, *constants, x[padded], y[padded], mask))
+
+            return on_rows
+
+        return with_constants
+
+    return of(head_loss), of(loss)
+
+
+def test_every_participation_matches_a_plain_loop(taught, gradients, model_with_maps, trainer, federation):
+    """And the server's part in the round. A teacher is the extractor that this client left when it last took part."""
+    by_head, by_rest = gradients
+    features, y = jax.jit(model_with_maps.features), np.asarray(federation.y)
+    teachers = {}
+    for t, present in enumerate(taught.cohorts):
+        before, after = taught.runs[t].state, taught.runs[t + 1].state
+        params, prototypes = before.server
+        uploads, means, sizes = [], [], [TRAIN_SIZES[i] for i in present]
+        for i in present:
+            rows, key = held(federation.train, i), client_key(KEY, t, i)
+            old, new = client(before.clients, i), client(after.clients, i)
+            gradient = by_head(params["extractor"])
+            phi = train(to_numpy(old.head), gradient, key, t, rows, trainer, phase="head", epochs=HEAD_EPOCHS)
+            jax.tree.map(near, new.head, phi)
+            teacher, gamma = (teachers[i], GAMMA) if i in teachers else (params["extractor"], 0.0)
+            gradient = by_rest(phi, prototypes, teacher, gamma)
+            w, psi = train(to_numpy((params, old.teacher.distiller)), gradient, key, t, rows, trainer)
+            jax.tree.map(near, new.teacher.extractor, w["extractor"])
+            jax.tree.map(near, new.teacher.distiller, psi)
+            teachers[i] = new.teacher.extractor
+            uploads.append(w)
+            z = to_numpy(features(new.teacher.extractor, federation.x))[rows]
+            means.append(class_means(z, y[rows], CLASSES))
+        expected = fedcpd_server(Server(None, prototypes.mean, prototypes.valid), uploads, means, sizes)
+        jax.tree.map(near, after.server.params, expected.params)
+        near(after.server.prototypes.mean, expected.prototypes)
+        same(after.server.prototypes.valid, expected.valid)
+
+
+def test_any_terms_add_up_on_fedavg_and_the_teacher_stays_with_the_client(model_with_maps, federation):
+    """By the loss of a batch, in a participation whose training just adds 1 to everything."""
+    model, losses = model_with_maps, []
+    batch = Batch(federation.x[:8], federation.y[:8], jnp.ones(8))
+    data = client_data(federation.x, federation.y, client(federation.train, 4))
+    params = jax.jit(model.init)(KEY)
+    prototypes = Prototypes(jnp.eye(CLASSES, model.dim), jnp.array([True, False, True]))
+    subsets = list(product((0.0, 1.5), (0.0, 0.7), (0.0, GAMMA)))
+
+    def add_one(key, t, loss, trained, data):
+        losses.append(loss(trained, batch, key))
+        return jax.tree.map(lambda leaf: leaf + 1, trained), TrainInfo(losses[-1], t)
+
+    @jax.jit
+    def participate(teacher, exists):
+        found = []
+        for alpha, beta, gamma in subsets:
+            method = fedcpd(model, add_one, alpha=alpha, beta=beta, gamma=gamma, tau=TAU, base="fedavg")
+            server, personal = method.init(KEY)
+            server = server._replace(params=params, prototypes=prototypes if alpha or beta else None)
+            if gamma:
+                personal = personal._replace(teacher=personal.teacher._replace(extractor=teacher, exists=exists))
+            after, upload, _ = method.local(KEY, at(1), method.broadcast(server), personal, data)
+            assert (upload.per_class is not None, after.teacher is not None) == (alpha + beta > 0, gamma > 0)
+            found.append((losses.pop(), upload.params, after.teacher))
+        z, maps = model.features_and_maps(params["extractor"], batch.x)
+        _, targets = model.features_and_maps(teacher, batch.x)
+        distiller = personal.teacher.distiller
+        terms = (
+            centre_loss(z, batch.y, batch.mask, prototypes),
+            prototype_contrast(z, batch.y, batch.mask, prototypes, temperature=TAU),
+            feature_distillation(distiller, maps, targets, batch.mask),
+        )
+        return found, cross_entropy(model.classify(params["head"], z), batch.y, batch.mask), terms, distiller
+
+    opposite = jax.tree.map(lambda leaf: -leaf, params["extractor"])
+    for exists in (False, True):
+        found, supervised, terms, distiller = participate(opposite, jnp.array(exists))
+        assert min(terms) > 0.01
+        more, distiller = jax.tree.map(lambda leaf: leaf + 1, (params, distiller))
+        for (alpha, beta, gamma), (loss, upload, teacher) in zip(subsets, found, strict=True):
+            expected = supervised + np.dot([alpha, beta, gamma * exists], terms)
+            assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+            jax.tree.map(same, upload, more)
+            if gamma:
+                jax.tree.map(same, tuple(teacher), (more["extractor"], True, distiller))
+
+
+@pytest.mark.parametrize("base", ["fedrep", "fedavg"])
+def test_neither_teacher_nor_distiller_is_ever_exchanged(base, model_with_maps, trainer, federation):
+    with_teacher, without = (
+        exchange(Engine(fedcpd(model_with_maps, trainer, gamma=gamma, base=base), N), KEY, federation)
+        for gamma in (GAMMA, 0.0)
+    )
+    assert (with_teacher.view, with_teacher.upload) == (without.view, without.upload)
+    params, (channels, deepest) = jax.eval_shape(model_with_maps.init, KEY), (c for *_, c in model_with_maps.maps)
+    shared = count(params if base == "fedavg" else params["extractor"])
+    assert count(with_teacher.up) == count(with_teacher.down) == shared + CLASSES * model_with_maps.dim + CLASSES
+    head = 0 if base == "fedavg" else count(params["head"])
+    assert count(without.client) == head
+    # With one hidden unit of the channel gate, and two fusions, of F and of A.
+    psi = sum(2 * c + 2 * 7 * 7 + 2 * (1 + 9 + 9) * c * deepest for c in (channels, deepest))
+    assert count(with_teacher.client) == head + count(params["extractor"]) + 1 + psi
+
+
+# --- What it cannot run on -------------------------------------------------------------------------------------------
+
+
+def test_distillation_needs_feature_maps(model, trainer):
+    with pytest.raises(ValueError, match="feature maps"):
+        fedcpd(model, trainer)
+    with pytest.raises(ValueError, match="feature maps"):
+        fedcpd(model, trainer, gamma=1e-6, base="fedavg")
+    fedcpd(model, trainer, gamma=0.0)
+    fields = {"data": {"source": "digits"}, "model": {"name": "mlp"}, "method": {"name": "fedcpd"}}
+    with pytest.raises(ConfigError, match="feature maps") as caught:
+        simulate(Config(**fields))
+    assert caught.value.field == "method.name"
