@@ -1,10 +1,10 @@
 """PGFedSplit (Algorithms 1, 2): heads combined now and then, and trained on features drawn around global prototypes."""
 
-import math
 from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
@@ -20,6 +20,9 @@ from fedjax_pfl.ops.prototypes import Prototypes, Reduction, centre_loss, class_
 
 Covariance = Literal["diagonal", "full"]
 Scale = Literal["max", "proportion", "mean", "one"]
+
+BISECTIONS = 20
+RESOLUTION = 2.0**-BISECTIONS  # of a coefficient; means of equal ones differ by rounding, and count as equal
 
 
 class Gaussians(NamedTuple):
@@ -208,7 +211,8 @@ def pgfedsplit(
         counter = server.counter + 1
         if not adaptive:
             return server.interval, counter, server.alpha
-        change = (mean_alpha < server.alpha).astype(jnp.int32) - (mean_alpha > server.alpha).astype(jnp.int32)
+        rise = mean_alpha - server.alpha
+        change = (rise < -RESOLUTION).astype(jnp.int32) - (rise > RESOLUTION).astype(jnp.int32)
         changed = jnp.clip(server.interval + change, interval_min, interval_max)
         mixed = server.head.sent
         return jnp.where(mixed, changed, server.interval), counter, jnp.where(mixed, mean_alpha, server.alpha)
@@ -229,7 +233,7 @@ def mixing_coefficient(
     mask: Float[Array, " samples"],
     penalty: Float[Array, ""],
 ) -> Float[Array, ""]:
-    """The alpha in [0, 1] that minimises ce(alpha own + (1 - alpha) received) + penalty alpha^2 (Eq. 13), to 1e-6.
+    """The alpha in [0, 1] that minimises ce(alpha own + (1 - alpha) received) + penalty alpha^2 (Eq. 13), to 2^-20.
 
     The objective is convex: its slope has one sign change, which is bisected. Where it is flat, as between equal heads,
     the client keeps its own.
@@ -254,7 +258,7 @@ def mixing_coefficient(
         falling = slope(middle) <= 0
         return jnp.where(falling, middle, low), jnp.where(falling, high, middle)
 
-    return lax.fori_loop(0, 20, halve, (jnp.zeros(()), jnp.ones(())))[1]
+    return lax.fori_loop(0, BISECTIONS, halve, (jnp.zeros(()), jnp.ones(())))[1]
 
 
 def mix(key: Key[Array, ""], features: ClientData, gaussians: Gaussians, *, r: float, scale: Scale) -> ClientData:
@@ -273,16 +277,17 @@ def mix(key: Key[Array, ""], features: ClientData, gaussians: Gaussians, *, r: f
     (means, known), spread = gaussians
     assert spread is not None
     counts = features.class_counts
-    ratio, real = r / (1 - r), features.count
-    wanted = jnp.ceil(ratio * real.astype(jnp.float32) - 1e-6).astype(jnp.int32)
+    real = features.count
+    # For each possible n_i: single precision, on the device, would round some of them up once more.
+    wanted = np.ceil(r / (1 - r) * np.arange(features.capacity + 1) - 1e-6).astype(np.int32)
     share = counts / jnp.maximum(jnp.sum(counts), 1.0)
     unit = {"max": jnp.max(share), "proportion": jnp.ones(()), "mean": jnp.mean(share)}
     gamma = jnp.ones_like(share) if scale == "one" else share / jnp.maximum(unit[scale], 1e-12)
     drawable = jnp.where(known, share, 0.0)
-    capacity = features.capacity + math.ceil(ratio * features.capacity - 1e-6)
+    capacity = features.capacity + int(wanted[-1])
     longer = features._replace(
         index=jnp.pad(features.index, (0, capacity - features.capacity)),
-        count=real + jnp.where(jnp.any(drawable > 0), wanted, 0),
+        count=real + jnp.where(jnp.any(drawable > 0), jnp.asarray(wanted)[real], 0),
     )
     key_class, key_noise = jax.random.split(phase_key(key, "synthetic"))
 
