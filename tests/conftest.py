@@ -65,6 +65,13 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", f"ignore:Error {what} persistent compilation cache entry")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def release_programs():
+    """Frees what a module has compiled: a program takes hundreds of memory mappings, and Linux allows 65,530."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def federation():
     """Seven clients of very unequal sizes and label shares; one has a single sample, one nothing to be tested on."""

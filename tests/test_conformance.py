@@ -32,8 +32,9 @@ SOME = Participation(0.2, 0.7, 0.4)
 # They sum over the padded row of samples (class means, FedPAC's variance), whose length decides the order of the sum.
 SUM_OVER_SAMPLES = {"fedpac", "fedecouple", "fedfcd", "pgfedsplit", "fedcpd"}
 
-every_method = pytest.mark.parametrize("name", METHODS)
-every_entry = pytest.mark.parametrize("name", ENTRIES)
+# Method by method: what is compiled for one is released before the next (see conftest.py).
+every_method = pytest.mark.parametrize("name", METHODS, indirect=True, scope="module")
+every_entry = pytest.mark.parametrize("name", ENTRIES, indirect=True, scope="module")
 bitwise = chex.assert_trees_all_equal
 
 
@@ -70,6 +71,13 @@ class Program:
 
     def pre(self, t, run, *, key=KEY, federation=None):
         return self._pre(key, at(t), run.state, federation or self.federation)
+
+
+@pytest.fixture(scope="module")
+def name(request):
+    """The entry that is checked."""
+    yield request.param
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +169,7 @@ PLACES = [(name, "sharded chunks") for name in ENTRIES]
 PLACES += [("fedavg", where) for where in ("vmap", "chunks", "sharded")]
 
 
-@pytest.mark.parametrize(("name", "where"), PLACES)
+@pytest.mark.parametrize(("name", "where"), PLACES, indirect=["name"], scope="module")
 def test_the_placement_changes_nothing(name, where, program, start, four_rounds):
     nearly(program(name, SOME, where).rounds(start(name), 0, 4), four_rounds(name, SOME))
 

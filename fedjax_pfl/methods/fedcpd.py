@@ -10,6 +10,7 @@ from fedjax_pfl.method import Method, PerClass
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import weighted_mean
 from fedjax_pfl.ops.feature_distillation import feature_distillation, init_distiller
+from fedjax_pfl.ops.heads import train_head
 from fedjax_pfl.ops.local import Trainer, cache_features, is_off, phase_key
 from fedjax_pfl.ops.losses import cross_entropy
 from fedjax_pfl.ops.prototypes import (
@@ -17,7 +18,7 @@ from fedjax_pfl.ops.prototypes import (
     Reduction,
     centre_loss,
     class_means,
-    class_sums,
+    class_sums_under,
     prototype_contrast,
     update_prototypes,
 )
@@ -117,16 +118,11 @@ def fedcpd(
     def whole(params, head):
         return params if base == "fedavg" else {**params, "head": head}
 
-    def train_head(key, t, view, client, data):
-        def head_loss(head, batch, key):
-            del key
-            return cross_entropy(model.classify(head, batch.x), batch.y, batch.mask)
-
-        features = cache_features(lambda x: model.features(view.params["extractor"], x), data)
-        return train(key, t, head_loss, client.head, features, phase="head", epochs=head_epochs)[0]
-
     def local(key, t, view, client, data):
-        head = client.head if base == "fedavg" else train_head(key, t, view, client, data)
+        head = client.head
+        if base == "fedrep":
+            features = cache_features(lambda x: model.features(view.params["extractor"], x), data)
+            head = train_head(key, t, model, train, head, features, epochs=head_epochs)
         prototypes = Prototypes(view.per_class.rows, view.per_class.held) if uses_prototypes else None
         teacher = client.teacher
 
@@ -148,11 +144,10 @@ def fedcpd(
         distiller = teacher.distiller if uses_teacher else None
         (params, distiller), info = train(key, t, loss, (view.params, distiller), data)
         client = Client(head, Teacher(params["extractor"], jnp.array(True), distiller) if uses_teacher else None)
-        return client, Shared(params, class_part(params["extractor"], data) if uses_prototypes else None), info
-
-    def class_part(extractor, data):
-        features = cache_features(lambda x: model.features(extractor, x), data)
-        return PerClass(data.class_counts, class_sums(features.x, features.y, data.valid, model.classes))
+        if not uses_prototypes:
+            return client, Shared(params, None), info
+        sums = class_sums_under(model, params["extractor"], data)
+        return client, Shared(params, PerClass(data.class_counts, sums)), info
 
     def aggregate(key, t, server, clients, uploads, cohort):
         del key, t

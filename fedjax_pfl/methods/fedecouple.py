@@ -13,7 +13,7 @@ from fedjax_pfl.ops.aggregate import cosine_weights, weighted_mean
 from fedjax_pfl.ops.distill import distillation
 from fedjax_pfl.ops.local import Trainer, cache_features, is_off, phase_key
 from fedjax_pfl.ops.losses import cross_entropy
-from fedjax_pfl.ops.prototypes import Reduction, centre_loss, class_means, class_sums
+from fedjax_pfl.ops.prototypes import Reduction, centre_loss, class_means, class_sums_under
 
 
 class Heads(NamedTuple):
@@ -105,8 +105,7 @@ def fedecouple(
 
     def compute_anchors(key, extractor, data):
         held = data.original if anchor_on == "original" and data.original is not None else data
-        features = cache_features(lambda x: model.features(extractor, x), held)
-        anchors = class_means(class_sums(features.x, features.y, held.valid, model.classes), held.class_counts)
+        anchors = class_means(class_sums_under(model, extractor, held), held.class_counts)
         if is_off(anchor_coverage - 1):
             return anchors
         draws = jnp.where(anchors.valid, jax.random.uniform(phase_key(key, "anchors"), (model.classes,)), jnp.inf)

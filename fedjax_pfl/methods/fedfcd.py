@@ -12,7 +12,14 @@ from fedjax_pfl.method import Method, PerClass
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.local import Trainer, TrainInfo, cache_features, is_off
 from fedjax_pfl.ops.losses import cross_entropy
-from fedjax_pfl.ops.prototypes import Prototypes, Reduction, centre_loss, class_means, class_sums, update_prototypes
+from fedjax_pfl.ops.prototypes import (
+    Prototypes,
+    Reduction,
+    centre_loss,
+    class_means,
+    class_sums_under,
+    update_prototypes,
+)
 
 
 class Server(NamedTuple):
@@ -78,9 +85,7 @@ def fedfcd(
         return own + model.classify(view.head, z) if fused else own
 
     def class_features(extractor, data):
-        features = cache_features(lambda x: model.features(extractor, x), data)
-        sums = class_sums(features.x, features.y, data.valid, model.classes)
-        return PerClass(data.class_counts > 0, (sums, data.class_counts))
+        return PerClass(data.class_counts > 0, (class_sums_under(model, extractor, data), data.class_counts))
 
     def setup(key, view, client, data):
         del key, view

@@ -11,9 +11,17 @@ from jaxtyping import Array, Bool, Float
 from fedjax_pfl.method import Method, PerClass
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import simplex_qp, weighted_mean
+from fedjax_pfl.ops.heads import train_head
 from fedjax_pfl.ops.local import Trainer, cache_features, is_off
 from fedjax_pfl.ops.losses import cross_entropy
-from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, class_means, class_sums, update_prototypes
+from fedjax_pfl.ops.prototypes import (
+    Prototypes,
+    centre_loss,
+    class_means,
+    class_sums,
+    class_sums_under,
+    update_prototypes,
+)
 
 NEGLIGIBLE = 1e-3  # weights of other clients' heads up to this are dropped (official code)
 
@@ -94,16 +102,12 @@ def fedpac(
     def broadcast(server):
         return View(server.extractor, PerClass(server.prototypes.valid, server.prototypes.mean))
 
-    def head_loss(head, batch, key):
-        del key
-        return cross_entropy(model.classify(head, batch.x), batch.y, batch.mask)
-
     def local(key, t, view, client, data):
         features = cache_features(lambda x: model.features(view.extractor, x), data)
         means = class_means(class_sums(features.x, features.y, data.valid, model.classes), data.class_counts)
         h, v = _statistics(features.x, features.y, data.valid, means, data.class_counts)
 
-        head, _ = train(key, t, head_loss, client.inbox, features, phase="head", epochs=head_epochs, lr=head_lr)
+        head = train_head(key, t, model, train, client.inbox, features, epochs=head_epochs, lr=head_lr)
 
         known = view.prototypes.held
         targets = Prototypes(jnp.where(known[:, None], view.prototypes.rows, means.mean), known | means.valid)
@@ -116,8 +120,7 @@ def fedpac(
             return ce if is_off(lam) else ce + strength * centre_loss(z, batch.y, batch.mask, targets)
 
         extractor, info = train(key, t, loss, view.extractor, data)
-        trained = cache_features(lambda x: model.features(extractor, x), data)
-        sums = class_sums(trained.x, trained.y, data.valid, model.classes)
+        sums = class_sums_under(model, extractor, data)
         return client, Upload(extractor, head, PerClass(data.class_counts, (h, sums)), v), info
 
     def aggregate(key, t, server, clients, uploads, cohort):

@@ -7,6 +7,7 @@ from annotated_types import Ge
 from fedjax_pfl.method import Method
 from fedjax_pfl.methods.fedper import fedper
 from fedjax_pfl.models.base import Model
+from fedjax_pfl.ops.heads import train_head
 from fedjax_pfl.ops.local import Trainer, cache_features
 from fedjax_pfl.ops.losses import cross_entropy
 
@@ -35,16 +36,9 @@ def fedrep(
       Learning. ICML 2021. arXiv:2102.07078.
     """
 
-    def head_loss(head, batch, key):
-        del key
-        return cross_entropy(model.classify(head, batch.x), batch.y, batch.mask)
-
-    def train_head(key, t, extractor, head, data, phase, epochs):
-        features = cache_features(lambda x: model.features(extractor, x), data)
-        return train(key, t, head_loss, head, features, phase=phase, epochs=epochs)[0]
-
     def local(key, t, view, client, data):
-        head = train_head(key, t, view, client, data, "head", head_epochs)
+        features = cache_features(lambda x: model.features(view, x), data)
+        head = train_head(key, t, model, train, client, features, epochs=head_epochs)
 
         def loss(extractor, batch, key):
             del key
@@ -57,6 +51,8 @@ def fedrep(
     def personalize(key, t, view, client, data):
         if final_head_epochs == 0:
             return view, client
-        return view, train_head(key, t, view, client, data, "final head", final_head_epochs)
+        features = cache_features(lambda x: model.features(view, x), data)
+        head = train_head(key, t, model, train, client, features, phase="final head", epochs=final_head_epochs)
+        return view, head
 
     return fedper(model, train)._replace(local=local, personalize=personalize)

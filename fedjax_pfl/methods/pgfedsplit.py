@@ -14,9 +14,10 @@ from fedjax_pfl.method import Method, PerClass, Sometimes, Static
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import weighted_mean
 from fedjax_pfl.ops.distill import distillation
+from fedjax_pfl.ops.heads import train_head
 from fedjax_pfl.ops.local import Trainer, cache_features, is_off, phase_key
 from fedjax_pfl.ops.losses import cross_entropy, masked_mean
-from fedjax_pfl.ops.prototypes import Prototypes, Reduction, centre_loss, class_sums, update_prototypes
+from fedjax_pfl.ops.prototypes import Prototypes, Reduction, centre_loss, class_sums_under, update_prototypes
 
 Covariance = Literal["diagonal", "full"]
 Scale = Literal["max", "proportion", "mean", "one"]
@@ -144,10 +145,6 @@ def pgfedsplit(
         prototypes, spread = server.gaussians
         return View(server.extractor, PerClass(prototypes.valid, (prototypes.mean, spread)), server.head)
 
-    def head_loss(head, batch, key):
-        del key
-        return cross_entropy(model.classify(head, batch.x), batch.y, batch.mask)
-
     def adapt(t, received, client, mixed):
         """Eqs. 8 and 13: the mixture of the client's head and the received one, and the coefficient alpha_i."""
         if alpha is None:
@@ -174,7 +171,7 @@ def pgfedsplit(
             lambda: (client.head, jnp.zeros(())),
         )
         adapted = jnp.where(view.head.sent, t, client.adapted)
-        head, _ = train(key, t, head_loss, head, mixed, phase="head")
+        head = train_head(key, t, model, train, head, mixed)
 
         def loss(extractor, batch, key):
             del key
@@ -185,8 +182,7 @@ def pgfedsplit(
             )
 
         extractor, info = train(key, t, loss, view.extractor, data)
-        trained = cache_features(lambda x: model.features(extractor, x), data)
-        sums = class_sums(trained.x, trained.y, data.valid, model.classes)
+        sums = class_sums_under(model, extractor, data)
         upload = Upload(extractor, head, PerClass(data.class_counts, sums), Sometimes(view.head.sent, coefficient))
         return Client(head, adapted), upload, info
 

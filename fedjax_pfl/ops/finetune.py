@@ -6,6 +6,7 @@ from jaxtyping import Array, Int, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.heads import train_head
 from fedjax_pfl.ops.local import Scalar, Trainer, cache_features
 from fedjax_pfl.ops.losses import cross_entropy
 
@@ -39,10 +40,6 @@ def finetune(
         cached features.
     """
 
-    def head_loss(phi: Params, batch: Batch, key: Key[Array, ""]) -> Array:
-        del key
-        return cross_entropy(model.classify(phi, batch.x), batch.y, batch.mask)
-
     def full_loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Array:
         del key
         return cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
@@ -52,7 +49,7 @@ def finetune(
 
     if scope == "head":
         cached = cache_features(lambda x: model.features(params["extractor"], x), data)
-        head, _ = train(key, t, head_loss, params["head"], cached, phase="finetune", epochs=epochs, lr=lr)
+        head = train_head(key, t, model, train, params["head"], cached, phase="finetune", epochs=epochs, lr=lr)
         return {**params, "head": head}
     if scope == "extractor":
         theta, _ = train(key, t, extractor_loss, params["extractor"], data, phase="finetune", epochs=epochs, lr=lr)

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.local import cache_features
 from fedjax_pfl.ops.losses import masked_mean
 
 Reduction = Literal["mse", "mean_l2"]
@@ -38,6 +41,12 @@ def class_sums(
     held = jax.nn.one_hot(y, classes) * mask[:, None]
     # Full precision: the means are compared and subtracted, not only multiplied by weights.
     return jnp.matmul(held.T, z, precision=lax.Precision.HIGHEST)
+
+
+def class_sums_under(model: Model, extractor: Params, data: ClientData) -> Float[Array, "C K"]:
+    """The sums of one client's features under an extractor, of each class."""
+    features = cache_features(lambda x: model.features(extractor, x), data)
+    return class_sums(features.x, features.y, data.valid, model.classes)
 
 
 def class_means(sums: Float[Array, "C K"], counts: Float[Array, " C"]) -> Prototypes:

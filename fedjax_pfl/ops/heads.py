@@ -1,0 +1,41 @@
+"""Training of a head alone, on features."""
+
+from jaxtyping import Array, Int, Key
+
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.local import Scalar, Trainer
+from fedjax_pfl.ops.losses import cross_entropy
+
+
+def train_head(
+    key: Key[Array, ""],
+    t: Int[Array, ""],
+    model: Model,
+    train: Trainer,
+    head: Params,
+    features: ClientData,
+    *,
+    phase: str = "head",
+    epochs: int | None = None,
+    lr: Scalar | None = None,
+) -> Params:
+    """Trains a head with plain cross-entropy.
+
+    Args:
+      key: the client's key of this round.
+      t: the round, for the learning-rate decay.
+      model: classifies features with a head.
+      train: the local trainer.
+      head: phi, to start from.
+      features: samples as an extractor sees them, from :func:`~fedjax_pfl.ops.local.cache_features`.
+      phase: name of this phase.
+      epochs: instead of the trainer's number.
+      lr: instead of the trainer's rate.
+    """
+
+    def loss(phi: Params, batch: Batch, key: Key[Array, ""]) -> Array:
+        del key
+        return cross_entropy(model.classify(phi, batch.x), batch.y, batch.mask)
+
+    return train(key, t, loss, head, features, phase=phase, epochs=epochs, lr=lr)[0]
