@@ -92,7 +92,8 @@ def fedcpd(
       ValueError: gamma > 0 and the model has no feature maps.
 
     Reference:
-      FedCPD. Its numbers are in benchmarks/papers/; it states neither the coefficients nor tau.
+      FedCPD. Its numbers are in benchmarks/papers/; it states neither the coefficients nor tau, which were chosen on
+      validation samples (benchmarks/README.md).
     """
     uses_prototypes = not (is_off(alpha) and is_off(beta))
     uses_teacher = not is_off(gamma)

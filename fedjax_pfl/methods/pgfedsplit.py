@@ -88,7 +88,7 @@ def pgfedsplit(
     *,
     lam: Annotated[float, Ge(0)] = 5.0,
     r: Annotated[float, Ge(0), Lt(1), Static] = 0.5,
-    beta: Annotated[float, Ge(0)] = 0.1,
+    beta: Annotated[float, Ge(0)] = 0.01,
     temperature: Annotated[float, Gt(0)] = 1.0,
     alpha: Annotated[float, Ge(0), Le(1)] | None = None,
     interval: Annotated[int, Ge(1)] = 5,
@@ -102,8 +102,8 @@ def pgfedsplit(
     """PGFedSplit: the extractor is averaged in every round, the heads once per interval, which adapts itself.
 
     Shared: theta, prototypes, their dispersion. Personal: phi_i. Headline: PRE, the aggregated extractor under phi_i.
-    ``training.epochs`` is E, of the head phase and of the extractor phase. The paper states neither beta nor the bounds
-    of the interval.
+    ``training.epochs`` is E, of the head phase and of the extractor phase. The paper states neither beta, which we chose
+    on validation samples (benchmarks/README.md), nor the bounds of the interval.
 
     Args:
       model: extractor and head.
