@@ -102,8 +102,8 @@ def pgfedsplit(
     """PGFedSplit: the extractor is averaged in every round, the heads once per interval, which adapts itself.
 
     Shared: theta, prototypes, their dispersion. Personal: phi_i. Headline: PRE, the aggregated extractor under phi_i.
-    ``training.epochs`` is E, of the head phase and of the extractor phase. The paper states neither beta, which we chose
-    on validation samples (benchmarks/README.md), nor the bounds of the interval.
+    ``training.epochs`` is E, of the head phase and of the extractor phase. The paper states neither beta, which was
+    chosen on validation samples (benchmarks/README.md), nor the bounds of the interval.
 
     Args:
       model: extractor and head.
