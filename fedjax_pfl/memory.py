@@ -43,7 +43,7 @@ class Exchange(NamedTuple):
         return int(traffic.down) * size(self.down) + int(traffic.up) * size(self.up)
 
     def sent_bytes(self, traffic: Traffic) -> int:
-        """Bytes exchanged: of a per-class part, the rows of the classes that are held; of a part, when it is sent."""
+        """Bytes exchanged: only the class rows that are held, and no part in rounds that leave it out."""
         left_out = 0
         for tree, times, rows, sometimes in (
             (self.view, traffic.down, traffic.rows_down, traffic.sometimes_down),

@@ -4,12 +4,23 @@ import zlib
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from sklearn.metrics import f1_score
 
 
 def to_numpy(tree):
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
+
+
+def at(t):
+    """A round, as the engine hands it on."""
+    return jnp.array(t, jnp.int32)
+
+
+def client(rows, i):
+    """Client i of a tree whose leaves have a row per client."""
+    return jax.tree.map(lambda leaf: leaf[i], rows)
 
 
 def held(clients, i):

@@ -20,7 +20,7 @@ from fedjax_pfl.engine import Engine, Participation, Placement, round_keys
 from fedjax_pfl.method import Static
 from fedjax_pfl.methods import METHODS
 from tests.conftest import TRAIN_SIZES
-from tests.reference import held
+from tests.reference import at, held
 from tests.toys import witness
 
 ENTRIES = {**METHODS, "witness": witness}
@@ -40,10 +40,6 @@ bitwise = chex.assert_trees_all_equal
 
 def nearly(tree, expected, tolerance=1e-5):
     chex.assert_trees_all_close(tree, expected, rtol=tolerance, atol=tolerance)
-
-
-def at(t):
-    return jnp.array(t, jnp.int32)
 
 
 class Program:

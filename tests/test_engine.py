@@ -18,14 +18,10 @@ from fedjax_pfl.method import Method, PerClass, Sometimes, part_of
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.ops.local import TrainInfo
 from tests.conftest import TRAIN_SIZES
-from tests.reference import MLP, client_key, held, to_numpy, weighted_mean
+from tests.reference import MLP, at, client_key, held, to_numpy, weighted_mean
 from tests.toys import witness
 
 KEY = jax.random.key(11)
-
-
-def at(t):
-    return jnp.array(t, jnp.int32)
 
 
 # --- Selection -------------------------------------------------------------------------------------------------------

@@ -103,10 +103,8 @@ def fedcpd(
     def init(key):
         params = model.init(key)
         nothing = Prototypes(jnp.zeros((model.classes, model.dim)), jnp.zeros(model.classes, bool))
-        server = Server(
-            params if base == "fedavg" else {"extractor": params["extractor"]}, nothing if uses_prototypes else None
-        )
-        head = None if base == "fedavg" else params["head"]
+        shared, head = (params, None) if base == "fedavg" else ({"extractor": params["extractor"]}, params["head"])
+        server = Server(shared, nothing if uses_prototypes else None)
         if not uses_teacher:
             return server, Client(head, None)
         distiller = init_distiller(phase_key(key, "distiller"), model.maps)

@@ -161,13 +161,12 @@ def _class_mean_pairs(sums, counts, ids) -> ClientData:
       ids: of the clients; they order the pairs, which the placement must not.
     """
     clients, classes = counts.shape
-    means = sums / jnp.maximum(counts, 1.0)[..., None]
-    held = counts.reshape(-1) > 0
+    means, held = jax.vmap(class_means)(sums, counts)
     rank = (ids[:, None] * classes + jnp.arange(classes)).reshape(-1)
     return ClientData(
         x=means.reshape(clients * classes, -1),
         y=jnp.tile(jnp.arange(classes), clients),
-        index=jnp.argsort(jnp.where(held, rank, jnp.iinfo(rank.dtype).max)),
+        index=jnp.argsort(jnp.where(held.reshape(-1), rank, jnp.iinfo(rank.dtype).max)),
         count=jnp.sum(held, dtype=jnp.int32),
-        class_counts=jnp.sum(counts > 0, axis=0, dtype=jnp.float32),
+        class_counts=jnp.sum(held, axis=0, dtype=jnp.float32),
     )

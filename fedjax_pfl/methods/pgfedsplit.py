@@ -17,7 +17,14 @@ from fedjax_pfl.ops.distill import distillation
 from fedjax_pfl.ops.heads import train_head
 from fedjax_pfl.ops.local import Trainer, cache_features, is_off, phase_key
 from fedjax_pfl.ops.losses import cross_entropy, masked_mean
-from fedjax_pfl.ops.prototypes import Prototypes, Reduction, centre_loss, class_sums_under, update_prototypes
+from fedjax_pfl.ops.prototypes import (
+    Prototypes,
+    Reduction,
+    centre_loss,
+    class_means,
+    class_sums_under,
+    update_prototypes,
+)
 
 Covariance = Literal["diagonal", "full"]
 Scale = Literal["max", "proportion", "mean", "one"]
@@ -293,7 +300,7 @@ def mix(key: Key[Array, ""], features: ClientData, gaussians: Gaussians, *, r: f
     def label(z: Array, positions: Int[Array, " batch"]) -> Int[Array, " batch"]:
         del z
         drawn = jax.vmap(lambda key: jax.random.categorical(key, jnp.log(drawable)))(keys(key_class, positions))
-        return jnp.where(positions < real, features.y[features.index[jnp.minimum(positions, real - 1)]], drawn)
+        return jnp.where(positions < real, longer.labels[positions], drawn)
 
     y = longer.map(label)
 
@@ -305,12 +312,11 @@ def mix(key: Key[Array, ""], features: ClientData, gaussians: Gaussians, *, r: f
 
     # With full covariance a block gathers a matrix for each of its samples.
     x = longer.map(feature, batch_size=128 if spread.ndim == 2 else 8)
-    valid = (jnp.arange(capacity) < longer.count).astype(jnp.float32)
     return longer._replace(
         x=x,
         y=y,
         index=jnp.arange(capacity, dtype=jnp.int32),
-        class_counts=jnp.zeros_like(counts).at[y].add(valid),
+        class_counts=jnp.zeros_like(counts).at[y].add(longer.valid),
     )
 
 
@@ -323,9 +329,9 @@ def update_gaussians(old: Gaussians, uploaded: PerClass, ids: Int[Array, " K"]) 
       ids: of the clients.
     """
     counts, sums = uploaded
-    held = (counts > 0).astype(jnp.float32)
+    local, valid = jax.vmap(class_means)(sums, counts)
+    held = valid.astype(jnp.float32)
     holders = jnp.sum(held, axis=0)
-    local = sums / jnp.maximum(counts, 1.0)[..., None]
     new = Prototypes(jnp.sum(local, axis=0) / jnp.maximum(holders, 1.0)[:, None], holders > 0)
     prototypes = update_prototypes(old.prototypes, new)
     if old.spread is None:

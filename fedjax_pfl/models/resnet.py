@@ -96,7 +96,7 @@ def resnet18(
         max-pooling with stride 2, for 64x64 and more.
       norm: group normalisation, or batch normalisation with running statistics that are part of the extractor
         (``norm.py``; 9,600 numbers more).
-      groups: channels are normalised in this many groups, or in the largest number below that divides both.
+      groups: channels are normalised in this many groups, or in as many as divide both this and their number.
       init: ``"torch"`` as torchvision's ResNet, kernels from N(0, 2 / fan_out); ``"flax"``: its default, Lecun normal.
     """
     return ResNet((64, 128, 256, 512), (2, 2, 2, 2), stem, norm, groups, init)

@@ -25,7 +25,9 @@ from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, prototype_contras
 from tests.conftest import CLASSES, TRAIN_SIZES
 from tests.reference import (
     MLP,
+    at,
     class_means,
+    client,
     client_key,
     held,
     linear,
@@ -46,14 +48,6 @@ OFF = {"alpha": 0.0, "beta": 0.0, "gamma": 0.0}
 
 near = partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5)
 same = np.testing.assert_array_equal
-
-
-def client(rows, i):
-    return jax.tree.map(lambda leaf: leaf[i], rows)
-
-
-def at(t):
-    return jnp.array(t, jnp.int32)
 
 
 @pytest.fixture(scope="module")

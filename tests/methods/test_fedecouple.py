@@ -25,7 +25,9 @@ from fedjax_pfl.ops.prototypes import centre_loss
 from tests.conftest import CLASSES, TRAIN_SIZES
 from tests.reference import (
     MLP,
+    at,
     class_means,
+    client,
     client_key,
     held,
     linear,
@@ -41,14 +43,6 @@ KEY, OTHER_KEY = jax.random.key(21), jax.random.key(22)
 
 near = partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5)
 close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-
-
-def client(rows, i):
-    return jax.tree.map(lambda leaf: leaf[i], rows)
-
-
-def at(t):
-    return jnp.array(t, jnp.int32)
 
 
 @pytest.fixture(scope="module")

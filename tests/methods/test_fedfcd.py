@@ -19,7 +19,9 @@ from fedjax_pfl.ops.local import Trainer
 from tests.conftest import CLASSES
 from tests.reference import (
     MLP,
+    at,
     class_means,
+    client,
     client_key,
     held,
     linear,
@@ -37,14 +39,6 @@ ALONE = {"lam": 0.0, "fusion": False}
 SERVER = {"server_lr": 0.3, "server_epochs": 2, "server_batch_size": 4}
 
 near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-
-
-def client(rows, i):
-    return jax.tree.map(lambda leaf: leaf[i], rows)
-
-
-def at(t):
-    return jnp.array(t, jnp.int32)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from tests.conftest import CLASSES
 from tests.reference import (
     MLP,
     class_means,
+    client,
     client_key,
     held,
     linear,
@@ -36,10 +37,6 @@ EVERYONE, SOME = Participation(), Participation(0.2, 0.6, 0.3)
 LAM, HEAD_LR, HEAD_EPOCHS = 0.7, 0.2, 2
 
 near = partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5)
-
-
-def client(rows, i):
-    return jax.tree.map(lambda leaf: leaf[i], rows)
 
 
 @pytest.fixture(scope="module")

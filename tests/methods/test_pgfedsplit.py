@@ -29,7 +29,9 @@ from fedjax_pfl.ops.prototypes import Prototypes
 from tests.conftest import CLASSES
 from tests.reference import (
     MLP,
+    at,
     class_means,
+    client,
     client_key,
     held,
     linear,
@@ -47,14 +49,6 @@ EVERYONE, SOME = Participation(), Participation(0.2, 0.6, 0.3)
 
 near = partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5)
 close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-
-
-def client(rows, i):
-    return jax.tree.map(lambda leaf: leaf[i], rows)
-
-
-def at(t):
-    return jnp.array(t, jnp.int32)
 
 
 @pytest.fixture(scope="module")
