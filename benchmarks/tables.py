@@ -3,7 +3,8 @@
     python benchmarks/fedecouple_tables.py table2 --settings cifar10_s20 --seeds 0,1,2
 
 ``papers/<paper>.toml`` holds a paper's tables: settings, rows (methods, or the variants of an ablation) and figures;
-``headline`` says whether these are of the last round or of the best. A cell is one run: a row in a setting with a seed.
+``headline`` says whether these are of the last round or of the best, ``columns`` what they measure (see `COLUMNS`; by
+default the accuracy of the personal models). A cell is one run: a row in a setting with a seed.
 ``results/<name>.json`` is rewritten after every cell, and a cell in it is run again only if its resolved config has
 changed: a table can be filled by several calls, one after the other, and a call that was stopped goes on where it was.
 A change of the code goes unnoticed; take another ``--name`` after one. ``results/<name>.md`` shows all cells that there
@@ -22,27 +23,71 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
-from fedjax_pfl import ConfigError, Result, load_config, simulate
+from fedjax_pfl import Config, ConfigError, Result, load_config, simulate
 from fedjax_pfl.build import cores
+from fedjax_pfl.evaluate import harmonic_mean
+from fedjax_pfl.simulation import first_reached
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 NONE = "—"
 HEADLINES = {
     "last": "of the last round",
-    "best": "of the round with the highest mean, which is chosen on the samples that are scored",
+    "best": "of the round with the highest {title}, which is chosen on the samples that are scored",
 }
+POINT = "at the point that the paper reports: PRE, after aggregation, or POST, after local training"
+SEEDS = "mean over seeds ± sample standard deviation"
 LEGEND = (
-    "Accuracy in %, unweighted mean over clients, mean over seeds ± sample standard deviation. Ours, the worst 10 % of "
-    "clients and, where shown, the standard deviation over clients are {round}, at the point that the paper reports: "
-    "PRE, after aggregation, or POST, after local training. Columns PRE and POST: the last round. MB: all clients, up "
-    "and down. p: two-sided paired t-test over seeds against {reference}."
+    "Columns PRE and POST: {clients}the last round. MB: all clients, up and down. p: two-sided paired t-test over "
+    "seeds against {reference}."
 )
+
+
+class Columns(NamedTuple):
+    """The figures that a table sets beside the paper's.
+
+    Attributes:
+      figures: their names; rows are ranked and tested by the last one, and a target is one of it.
+      title: what the last one is called in the text.
+      legend: what they mean.
+    """
+
+    figures: tuple[str, ...]
+    title: str
+    legend: str
+
+
+COLUMNS = {
+    "accuracy": Columns(
+        ("accuracy",),
+        "mean",
+        f"Accuracy in %, unweighted mean over clients, {SEEDS}. Ours, the worst 10 % of clients and, where shown, the "
+        f"standard deviation over clients are {{round}}, {POINT}.",
+    ),
+    "global": Columns(
+        ("global",),
+        "global accuracy",
+        f"Accuracy in % of the global model on the pooled test set, {SEEDS}. Ours is {{round}}.",
+    ),
+    "i_local": Columns(
+        ("local",),
+        "local figure",
+        f"Harmonic mean in % of a client's accuracy and macro-F1, unweighted mean over clients, {SEEDS}. Ours is "
+        f"{{round}}, {POINT}.",
+    ),
+    "global_local_hm": Columns(
+        ("global", "local", "hm"),
+        "HM",
+        f"Figures in %, {SEEDS}. Ours are {{round}}. Global: accuracy of the global model on the pooled test set. "
+        f"Local: harmonic mean of a client's accuracy and macro-F1, unweighted mean over clients, {POINT}. HM: "
+        "harmonic mean of the two; rows are ranked and tested by it. The paper's HM is that of its two columns.",
+    ),
+}
 
 Key = tuple[str, str, int]
 """Setting, row, seed."""
@@ -60,7 +105,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the rows are compared on, with the paper's figures by row: accuracies in %, and the cost of the target.
+    """What the rows are compared on, with the paper's figures by row and name, in %, and the cost of the target.
 
     ``paper_std`` holds standard deviations over the clients, in points; ``row_overrides`` what a row changes in this
     setting only, after its own overrides.
@@ -69,7 +114,7 @@ class Setting:
     label: str
     overrides: list[str]
     row_overrides: dict[str, list[str]] = field(default_factory=dict)
-    paper: dict[str, float] = field(default_factory=dict)
+    paper: dict[str, dict[str, float]] = field(default_factory=dict)
     paper_std: dict[str, float] = field(default_factory=dict)
     target: float | None = None
     paper_to_target: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -77,15 +122,24 @@ class Setting:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a paper; ``headline``, ``last`` or ``best``, is the round whose figures the paper reports."""
+    """A table of a paper; ``headline``, ``last`` or ``best``, is the round whose figures the paper reports.
+
+    ``columns``, a key of `COLUMNS`, says which figures these are.
+    """
 
     paper: str
     name: str
     title: str
     config: str
     headline: str
+    columns: str
     rows: dict[str, Row]
     settings: dict[str, Setting]
+
+    @property
+    def ranked(self) -> str:
+        """The figure that rows are ranked and tested by."""
+        return COLUMNS[self.columns].figures[-1]
 
 
 @dataclass(frozen=True)
@@ -94,17 +148,22 @@ class Line:
 
     key: str
     row: Row
-    headline: str
+    table: Table
     cells: dict[int, Cell]
 
     @property
-    def accuracies(self) -> dict[int, float]:
-        """Accuracy at the row's point in the headline's round, by seed."""
-        return {seed: spread(cell, self.row.point, self.headline)["accuracy"] for seed, cell in self.cells.items()}
+    def ranked(self) -> dict[int, float]:
+        """The figure that rows are ranked and tested by, by seed."""
+        return self.by_seed(self.table.ranked)
+
+    def by_seed(self, name: str) -> dict[int, float]:
+        """A figure of the table's columns, of the runs that have it."""
+        found = {seed: figures_of(cell, self.row.point, self.table) for seed, cell in self.cells.items()}
+        return {seed: figures[name] for seed, figures in found.items() if name in figures}
 
     def show_spread(self, name: str) -> str:
         """The mean over seeds of a figure of `spread`, in %."""
-        figures = [spread(cell, self.row.point, self.headline)[name] for cell in self.cells.values()]
+        figures = [spread(cell, self.row.point, self.table.headline)[name] for cell in self.cells.values()]
         return f"{100 * np.mean(figures):.2f}" if figures else NONE
 
     def show(self, *path: str, digits: int = 2, scale: float = 1.0) -> str:
@@ -167,19 +226,32 @@ def read_table(path: Path, name: str) -> Table:
     """Reads a table of a paper's file.
 
     Raises:
-      ConfigError: there is no such table or headline, or a figure belongs to no row.
+      ConfigError: there is no such table, headline or columns, or a figure belongs to no row or column.
     """
     paper = tomllib.loads(path.read_text(encoding="utf-8"))
     allow("TABLE", [name], paper["tables"])
     fields = dict(paper["tables"][name])
     headline = fields.pop("headline", paper.get("headline", "last"))
     allow(f"{name}.headline", [headline], HEADLINES)
+    columns = fields.pop("columns", "accuracy")
+    allow(f"{name}.columns", [columns], COLUMNS)
+    figures = COLUMNS[columns].figures
     rows = {key: Row(**row) for key, row in fields.pop("rows", paper.get("methods", {})).items()}
-    settings = {key: Setting(**setting) for key, setting in fields.pop("settings").items()}
+    settings = {key: read_setting(setting, figures) for key, setting in fields.pop("settings").items()}
     for key, setting in settings.items():
-        for what in ("row_overrides", "paper", "paper_std", "paper_to_target"):
+        for what in ("row_overrides", "paper", "paper_to_target"):
             allow(f"{name}.{key}.{what}", getattr(setting, what), rows)
-    return Table(paper["paper"], name, headline=headline, rows=rows, settings=settings, **fields)
+        allow(f"{name}.{key}.paper_std", setting.paper_std, rows if columns == "accuracy" else ())
+        for row, given in setting.paper.items():
+            allow(f"{name}.{key}.paper.{row}", given, figures)
+    return Table(paper["paper"], name, headline=headline, columns=columns, rows=rows, settings=settings, **fields)
+
+
+def read_setting(fields: Mapping[str, Any], figures: Sequence[str]) -> Setting:
+    """A setting; where the paper has a number alone for a row, it is the last of the figures."""
+    given = fields.get("paper", {})
+    paper = {row: found if isinstance(found, dict) else {figures[-1]: found} for row, found in given.items()}
+    return Setting(**{**fields, "paper": paper})
 
 
 def allow(option: str, given: Iterable[str], allowed: Collection[str]) -> None:
@@ -246,22 +318,31 @@ def fill(
         try:
             overrides = cell_overrides(table, key, options)
             config = load_config(ROOT / table.config, overrides)
-            resolved = config.model_dump(mode="json")
-            if key in cells and cells[key]["config"] == resolved:
+            if key in cells and is_of(cells[key], config):
                 outcome = "kept"
             else:
+                resolved = config.model_dump(mode="json")
                 asked = {"setting": setting, "row": row, "seed": seed, "overrides": overrides, "set": options.set}
                 cells[key] = {**asked, "command": command, "config": resolved, **measures(simulate(config))}
                 save()
                 outcome = "done"
             point = table.rows[row].point
-            outcome += f", {point} {100 * spread(cells[key], point, table.headline)['accuracy']:.2f} %"
+            for name, figure in figures_of(cells[key], point, table).items():
+                outcome += f", {point if name == 'accuracy' else name} {100 * figure:.2f} %"
         except ConfigError as error:
             missing[key] = str(error)
             outcome = f"missing, {error}"
         elapsed = time.perf_counter() - began
         print(f"{elapsed:8.1f} s  {number}/{len(plan)}  {setting} {row} seed {seed}: {outcome}", file=sys.stderr)
     return missing
+
+
+def is_of(cell: Cell, config: Config) -> bool:
+    """Whether a cell was run with this config; of a field that was added to configs since then it has the default."""
+    try:
+        return Config(**cell["config"]) == config
+    except ConfigError:
+        return False
 
 
 def cell_overrides(table: Table, key: Key, options: argparse.Namespace) -> list[str]:
@@ -287,12 +368,19 @@ def measures(result: Result) -> Cell:
         "megabytes_total": summary["traffic"]["megabytes_total"],
         "curve": {
             "round": history["round"].tolist(),
-            "pre": history["pre.accuracy"].round(6).tolist(),
-            "post": history["post.accuracy"].round(6).tolist(),
-            "megabytes": history["megabytes"].round(3).tolist(),
-            "seconds": history["seconds"].round(3).tolist(),
+            "pre": rounded(history["pre.accuracy"], 6),
+            "post": rounded(history["post.accuracy"], 6),
+            "i_local": {point: rounded(history[f"{point}.i_local"], 6) for point in ("pre", "post")},
+            "global": rounded(history["global"], 6),
+            "megabytes": rounded(history["megabytes"], 3),
+            "seconds": rounded(history["seconds"], 3),
         },
     }
+
+
+def rounded(values: np.ndarray, digits: int) -> list[float | None]:
+    """A metric for JSON, which has no NaN."""
+    return [None if np.isnan(value) else value for value in values.round(digits).tolist()]
 
 
 def best_round(history: Mapping[str, np.ndarray], point: str) -> dict[str, float]:
@@ -315,6 +403,36 @@ def spread(cell: Cell, point: str, headline: str) -> dict[str, float]:
     return {"accuracy": last["last"], **{name: last[name] for name in ("std_clients", "worst_10_percent")}}
 
 
+def curve_of(cell: Cell, name: str, point: str) -> np.ndarray:
+    """A figure of `COLUMNS` in the evaluated rounds; NaN where it takes a global model and the run has none."""
+    if name == "hm":
+        return harmonic_mean(curve_of(cell, "global", point), curve_of(cell, "local", point))
+    path = {"accuracy": [point], "local": ["i_local", point], "global": ["global"]}[name]
+    return np.array(reduce(getitem, path, cell["curve"]), np.float64)
+
+
+def figures_of(cell: Cell, point: str, table: Table) -> dict[str, float]:
+    """A run's figures for the columns of a table, in the headline's round, without those that the run does not have."""
+    if table.columns == "accuracy":
+        return {"accuracy": spread(cell, point, table.headline)["accuracy"]}
+    curves = {name: curve_of(cell, name, point) for name in COLUMNS[table.columns].figures}
+    known = {name: curve for name, curve in curves.items() if not np.isnan(curve).any()}
+    if not known:
+        return {}
+    *_, ranked = known.values()
+    at = np.argmax(ranked) if table.headline == "best" else -1
+    return {name: float(curve[at]) for name, curve in known.items()}
+
+
+def paper_figures(setting: Setting, row: str) -> dict[str, float]:
+    """The paper's figures of a row, by name; HM is that of the two others where there are both, whatever is printed."""
+    given = setting.paper.get(row, {})
+    if {"global", "local"} <= given.keys():
+        hm = harmonic_mean(float(given["global"]), float(given["local"]))
+        return {**given, "hm": round(float(hm), 2)}
+    return given
+
+
 def markdown(table: Table, cells: Mapping[Key, Cell], missing: Mapping[Key, str], reference: str) -> str:
     """The table as far as it is filled, with the paper's figures.
 
@@ -324,8 +442,11 @@ def markdown(table: Table, cells: Mapping[Key, Cell], missing: Mapping[Key, str]
       missing: why cells could not be run.
       reference: the row that the t-test compares with.
     """
-    legend = LEGEND.format(round=HEADLINES[table.headline], reference=table.rows[reference].label)
-    parts = [f"# {table.paper}, {table.title}", legend]
+    columns = COLUMNS[table.columns]
+    legend = columns.legend.format(round=HEADLINES[table.headline].format(title=columns.title))
+    clients = "" if table.columns == "accuracy" else "mean accuracy over clients, "
+    common = LEGEND.format(clients=clients, reference=table.rows[reference].label)
+    parts = [f"# {table.paper}, {table.title}", f"{legend} {common}"]
     shown = [cell for key, cell in cells.items() if key[0] in table.settings and key[1] in table.rows]
     machines, commands = (dict.fromkeys(cell[what] for cell in shown) for what in ("machine", "command"))
     parts += [f"Machine: {machine}" for machine in machines]
@@ -334,11 +455,12 @@ def markdown(table: Table, cells: Mapping[Key, Cell], missing: Mapping[Key, str]
     for key, setting in table.settings.items():
         lines = lines_of(table, key, cells, missing)
         if lines:
-            parts += [f"## {setting.label}", grid(*comparison(setting, lines, reference))]
-            parts += notes(setting, lines, reference)
+            parts += [f"## {setting.label}", grid(*comparison(table, setting, lines, reference))]
+            parts += notes(table, setting, lines, reference)
             parts += reasons(table, {at: why for at, why in missing.items() if at[0] == key})
             if setting.target is not None:
-                parts += [f"To {setting.target:g} %:", grid(*to_target(setting, setting.target, lines))]
+                of = "" if table.columns == "accuracy" else f" {columns.title}"
+                parts += [f"To {setting.target:g} %{of}:", grid(*to_target(setting, setting.target, lines))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -346,7 +468,7 @@ def lines_of(table: Table, setting: str, cells: Mapping[Key, Cell], missing: Map
     """The rows of a setting that have been run, or tried, in the paper's order."""
     tried = {key[1] for key in (*cells, *missing) if key[0] == setting}
     return [
-        Line(name, row, table.headline, {key[2]: cells[key] for key in sorted(cells) if key[:2] == (setting, name)})
+        Line(name, row, table, {key[2]: cells[key] for key in sorted(cells) if key[:2] == (setting, name)})
         for name, row in table.rows.items()
         if name in tried
     ]
@@ -358,44 +480,53 @@ def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (headings, marks, *rows))
 
 
-def comparison(setting: Setting, lines: Sequence[Line], reference: str) -> tuple[list[str], list[list[str]]]:
+def comparison(
+    table: Table, setting: Setting, lines: Sequence[Line], reference: str
+) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of a setting's main table."""
-    best = max((line for line in lines if line.cells), key=mean_accuracy, default=None)
-    base = next((line.accuracies for line in lines if line.key == reference), {})
+    names = COLUMNS[table.columns].figures
+    best = max((line for line in lines if line.ranked), key=mean_ranked, default=None)
+    base = next((line.ranked for line in lines if line.key == reference), {})
     rows = []
     for line in lines:
-        paper = setting.paper.get(line.key)
-        std = setting.paper_std.get(line.key)
-        stds = [NONE if std is None else f"{std:g}", line.show_spread("std_clients")] if setting.paper_std else []
-        p = None if line.key == reference else paired_p(line.accuracies, base)
-        rows.append(
-            [
-                line.row.label,
-                NONE if paper is None else f"{paper:g}",
-                f"**{ours(line)}**" if line is best else ours(line),
-                *stds,
-                line.show("personal", "pre", "last", scale=100),
-                line.show("personal", "post", "last", scale=100),
-                line.show_spread("worst_10_percent"),
-                line.show("megabytes_total", digits=1),
-                line.show("timing", "seconds_per_round", digits=3),
-                NONE if p is None else f"{p:.3g}",
-            ]
-        )
-    stds = ["paper's client std", "client std"] if setting.paper_std else []
-    return ["method", "paper (%)", "ours (%)", *stds, "PRE", "POST", "worst 10 %", "MB", "s per round", "p"], rows
+        paper = paper_figures(setting, line.key)
+        row = {"method": line.row.label}
+        for name in names:
+            row[heading("paper", name, names)] = f"{paper[name]:g}" if name in paper else NONE
+        for name in names:
+            bold = "**" if line is best and name == table.ranked else ""
+            row[heading("ours", name, names)] = f"{bold}{ours(line, name)}{bold}"
+        if setting.paper_std:
+            std = setting.paper_std.get(line.key)
+            row["paper's client std"] = NONE if std is None else f"{std:g}"
+            row["client std"] = line.show_spread("std_clients")
+        for point in ("pre", "post"):
+            row[point.upper()] = line.show("personal", point, "last", scale=100)
+        if table.columns == "accuracy":
+            row["worst 10 %"] = line.show_spread("worst_10_percent")
+        row["MB"] = line.show("megabytes_total", digits=1)
+        row["s per round"] = line.show("timing", "seconds_per_round", digits=3)
+        p = None if line.key == reference else paired_p(line.ranked, base)
+        row["p"] = NONE if p is None else f"{p:.3g}"
+        rows.append(row)
+    return list(rows[0]), [list(row.values()) for row in rows]
 
 
-def mean_accuracy(line: Line) -> float:
+def heading(whose: str, name: str, names: Sequence[str]) -> str:
+    """What stands above the paper's figures of that name, or above ours."""
+    return f"{whose}: {name.replace('hm', 'HM')}" if len(names) > 1 else f"{whose} (%)"
+
+
+def mean_ranked(line: Line) -> float:
     """Mean over seeds."""
-    return float(np.mean(list(line.accuracies.values())))
+    return float(np.mean(list(line.ranked.values())))
 
 
-def ours(line: Line) -> str:
+def ours(line: Line, name: str) -> str:
     """Our figure in %: the mean over seeds, with the sample standard deviation if there are two or more."""
-    if not line.cells:
+    percent = 100 * np.array(list(line.by_seed(name).values()))
+    if not len(percent):
         return NONE
-    percent = 100 * np.array(list(line.accuracies.values()))
     spread = f" ± {percent.std(ddof=1):.2f}" if len(percent) > 1 else ""
     return f"{percent.mean():.2f}{spread}"
 
@@ -419,19 +550,26 @@ def rank_correlation(paper: Sequence[float], ours: Sequence[float]) -> float | N
     return float(stats.spearmanr(paper, ours).statistic)
 
 
-def notes(setting: Setting, lines: Sequence[Line], reference: str) -> list[str]:
+def notes(table: Table, setting: Setting, lines: Sequence[Line], reference: str) -> list[str]:
     """What stands below a setting's main table: what was run, the test against the best other row, the ranking."""
-    run = [line for line in lines if line.cells]
-    found = runs(run)
+    found = runs([line for line in lines if line.cells])
+    run = [line for line in lines if line.ranked]
     base = next((line for line in run if line.key == reference), None)
-    best = max((line for line in run if line.key != reference), key=mean_accuracy, default=None)
-    p = paired_p(base.accuracies, best.accuracies) if base and best else None
+    best = max((line for line in run if line.key != reference), key=mean_ranked, default=None)
+    p = paired_p(base.ranked, best.ranked) if base and best else None
     if base and best and p is not None:
         found.append(f"{base.row.label} against the best other row, {best.row.label}: p = {p:.3g}.")
-    ranked = [line for line in run if line.key in setting.paper]
-    rho = rank_correlation([setting.paper[line.key] for line in ranked], [mean_accuracy(line) for line in ranked])
+    paper = {line.key: paper_figures(setting, line.key) for line in lines}
+    ranked = [line for line in run if table.ranked in paper[line.key]]
+    rho = rank_correlation([paper[line.key][table.ranked] for line in ranked], [mean_ranked(line) for line in ranked])
     if rho is not None:
         found.append(f"Rank correlation (Spearman) with the paper's figures over {len(ranked)} rows: {rho:.2f}.")
+    for line in lines:
+        printed, computed = setting.paper.get(line.key, {}).get("hm"), paper[line.key].get("hm")
+        if printed is not None and computed is not None and abs(printed - computed) > 0.05:
+            found.append(
+                f"The paper prints an HM of {printed:g} for {line.row.label}; that of its columns is {computed:g}."
+            )
     return found
 
 
@@ -459,33 +597,32 @@ def reasons(table: Table, missing: Mapping[Key, str]) -> list[str]:
 
 
 def to_target(setting: Setting, target: float, lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of the table of costs until the target accuracy is reached."""
+    """Headings and rows of the table of costs until the target is reached."""
     rows = []
     for line in lines:
-        costs = [cost for cell in line.cells.values() if (cost := cost_to(cell, line.row.point, target))]
+        found = [(cell, curve_of(cell, line.table.ranked, line.row.point)) for cell in line.cells.values()]
+        costs = [cost for cell, curve in found if (cost := cost_to(cell, curve, target))]
         paper = show_paper_costs(setting.paper_to_target.get(line.key, {}))
         rows.append([line.row.label, *show_costs(costs, line), paper])
     ours = ["rounds", "seconds", "of which compilation", "MB", "MB per client"]
     return ["method", *ours, "paper: rounds / minutes / MB"], rows
 
 
-def cost_to(cell: Cell, point: str, target: float) -> tuple[float, ...] | None:
-    """What a run cost up to the first evaluated round whose accuracy is the target or more.
+def cost_to(cell: Cell, values: np.ndarray, target: float) -> tuple[float, ...] | None:
+    """What a run cost up to the first evaluated round whose figure is the target or more.
 
     Args:
       cell: the run.
-      point: ``pre`` or ``post``.
-      target: accuracy in %.
+      values: the figure in the evaluated rounds.
+      target: the target in %.
 
     Returns:
       Rounds; seconds since the run began, compilation and evaluation included; seconds of compilation; megabytes of all
       clients, and per client. None where the target is never reached.
     """
-    curve = cell["curve"]
-    reached = [at for at, accuracy in enumerate(curve[point]) if accuracy >= target / 100]
-    if not reached:
+    curve, at = cell["curve"], first_reached(values, target / 100)
+    if at is None:
         return None
-    at = reached[0]
     traffic = curve["megabytes"][at]
     per_client = traffic / cell["config"]["data"]["clients"]
     return curve["round"][at], curve["seconds"][at], cell["timing"]["compile_seconds"], traffic, per_client

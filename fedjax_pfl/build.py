@@ -14,9 +14,9 @@ from jaxtyping import Array, Key
 
 from fedjax_pfl.config import Config
 from fedjax_pfl.data.federated import Clients, Federation, pack
-from fedjax_pfl.data.partition import PARTITIONS
+from fedjax_pfl.data.partition import PARTITIONS, Rows
 from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.data.split import draw_test, manifest, split_rows
+from fedjax_pfl.data.split import draw_test, manifest, set_aside, split_rows
 from fedjax_pfl.engine import Engine, Participation, Placement
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.memory import Memory, available, estimate
@@ -60,10 +60,9 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
     wanted = spec.samples_per_client
     held_out = {"test_share": spec.test_share, "validation_share": spec.validation_share}
     if spec.split == "official":
-        if dataset.train_rows is None:
-            raise ConfigError("data.split", spec.split, f'{dataset.name} has no test part of its own; use "merge"')
-        partition = kind(dataset.labels[: dataset.train_rows], clients, seed, wanted, **options)
-        pooled = np.arange(dataset.train_rows, len(dataset.labels))
+        train, pooled = _official_parts(dataset, spec.test_part_share, seed)
+        partition = kind(dataset.labels[train], clients, seed, wanted, **options)
+        partition = partition._replace(parts=[train[part] for part in partition.parts])
         splits = draw_test(dataset.labels, partition.parts, pooled, seed, **held_out)
     else:
         # samples_per_client counts training samples; the test share comes on top.
@@ -95,6 +94,18 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
         pooled=pack(blocks, dataset.labels, dataset.classes),
     )
     return federation, manifest(dataset.labels, dataset.classes, partition, splits)
+
+
+def _official_parts(dataset: Dataset, share: float | None, seed: int) -> tuple[Rows, Rows]:
+    """The rows of the training part and of the test part, which is the source's own or the given share."""
+    if dataset.train_rows is None:
+        if share is None:
+            allowed = f'{dataset.name} has no test part of its own; use "merge", or give data.test_part_share'
+            raise ConfigError("data.split", "official", allowed)
+        return set_aside(dataset.labels, share, seed)
+    if share is not None:
+        raise ConfigError("data.test_part_share", share, f"{dataset.name} has a test part of its own; leave it out")
+    return np.arange(dataset.train_rows), np.arange(dataset.train_rows, len(dataset.labels))
 
 
 def make_engine(config: Config, dataset: Dataset) -> Engine:

@@ -229,7 +229,14 @@ def _print_summary(summary: dict[str, Any]) -> None:
     console.print(table)
     if summary["global"] is not None:
         scored = f"{100 * summary['global']:.2f} %"
-        console.print(f"global model on the pooled {summary['evaluated_on']} set: {scored}", highlight=False)
+        hm = ", ".join(
+            f"{point.upper()} {100 * summary['personal'][point]['hm_last']:.2f}" for point in ("pre", "post")
+        )
+        console.print(
+            f"global model on the pooled {summary['evaluated_on']} set: {scored}\n"
+            f"harmonic mean of it and I_local (accuracy and macro-F1 of the clients): {hm}",
+            highlight=False,
+        )
     timing, traffic = summary["timing"], summary["traffic"]
     console.print(
         f"{timing['seconds_per_round']:.3f} s per round, {timing['compile_seconds']:.1f} s compilation, "

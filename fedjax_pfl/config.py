@@ -74,12 +74,14 @@ class Data(_Section):
       partition: {kind, ...}: how samples are shared out.
       split: ``merge`` (train and test part merged, then split per client) or ``official`` (the training part is shared
         out, test samples are drawn from the test part with each client's label proportions).
+      test_part_share: share of each class that is set aside at random as the test part, before the partition; for
+        ``official`` with a source that has no test part of its own.
       test_share: share of a client's samples that is held out for testing.
       validation_share: share of a client's training samples that methods may select on.
       evaluate_on: ``test``, or ``validation``: the validation share takes the place of the test samples, so that
         hyperparameters can be chosen without a look at these.
       samples_per_client: training samples (validation included) that each client gets; all of them, unless given.
-      seed: seed of partition and split; ``run.seed`` unless given.
+      seed: seed of test part, partition and split; ``run.seed`` unless given.
       mean: mean that pixels, scaled to [0, 1], are normalised with; one number or one per channel.
       std: standard deviation, likewise.
     """
@@ -90,6 +92,7 @@ class Data(_Section):
         {"kind": "dirichlet"}, validate_default=True
     )
     split: Literal["merge", "official"] = "merge"
+    test_part_share: Share | None = None
     test_share: Share = 0.25
     validation_share: float = Field(0.0, ge=0, lt=1)
     evaluate_on: Literal["test", "validation"] = "test"
@@ -97,6 +100,13 @@ class Data(_Section):
     seed: int | None = Field(None, ge=0, lt=2**32)
     mean: float | list[float] = 0.5
     std: Annotated[float, Field(gt=0)] | list[Annotated[float, Field(gt=0)]] = 0.5
+
+    @model_validator(mode="after")
+    def _a_test_part_is_for_the_official_split(self) -> "Data":
+        if self.test_part_share is not None and self.split != "official":
+            allowed = f'leave it out with data.split = "{self.split}": it is for "official"'
+            raise ConfigError("data.test_part_share", self.test_part_share, allowed)
+        return self
 
     @model_validator(mode="after")
     def _validation_needs_a_share(self) -> "Data":
@@ -119,7 +129,8 @@ class Training(_Section):
       clip_norm: largest global norm of a gradient; no clipping unless given.
       drop_last: leave out an epoch's last, short batch.
       augment: ``none``, ``concat`` or ``replace`` (FedeCouple's five operations, added to or instead of the originals),
-        ``crop_flip``; the method's own unless given (FedeCouple: ``concat``, all others: ``none``).
+        ``crop_flip``, ``crop_flip_rotate`` (by up to 15 degrees); the method's own unless given (FedeCouple:
+        ``concat``, all others: ``none``).
     """
 
     rounds: int = Field(100, ge=1)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from fedjax_pfl.data.augment import augment
 from fedjax_pfl.data.federated import ClientData, Clients, Federation, client_data
-from fedjax_pfl.evaluate import Scores, score
+from fedjax_pfl.evaluate import Scores, Tally, score, scores_of, tally
 from fedjax_pfl.method import Cohort, Method, Part, PerClass, Sometimes, State, part_of
 from fedjax_pfl.ops.local import TrainInfo, phase_key
 from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
@@ -290,19 +290,20 @@ class Engine:
         """PRE scores of all clients after t rounds: the newest shared parameters, personalised; every leaf [N]."""
         return self._score_all(self.method.personalize, round_keys(key, t).clients, t, state, data)
 
-    def global_accuracy(self, state: State, data: Federation) -> Float[Array, ""]:
-        """Accuracy of the global model, for methods that have one, on the pooled test set."""
+    def global_scores(self, state: State, data: Federation) -> Scores:
+        """Scores of the global model, for methods that have one, on the pooled test set as a whole."""
         predict = self.method.global_predict
         assert predict is not None
         ids = self._order(jnp.arange(len(data.pooled.count)), data.pooled.count)
         _, blocks = self._gather(ids, data.pooled)
 
-        def one(shared: tuple, block: Clients) -> Scores:
+        def one(shared: tuple, block: Clients) -> Tally:
             server, x, y = shared
-            return score(lambda images: predict(server, images), client_data(x, y, block))
+            return tally(lambda images: predict(server, images), client_data(x, y, block))
 
-        scores = map_clients(one, (state.server, data.x, data.y), blocks, self.placement)
-        return jnp.sum(scores.correct) / jnp.sum(data.pooled.count).astype(jnp.float32)
+        tallies = map_clients(one, (state.server, data.x, data.y), blocks, self.placement)
+        total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tallies)
+        return scores_of(total, jnp.sum(data.pooled.class_counts, axis=0))
 
     def _training_data(self, key: Key[Array, ""], x: Array, y: Array, train: Clients) -> ClientData:
         """What a client trains on in the round of this key."""

@@ -31,34 +31,64 @@ class Scores(NamedTuple):
     loss: Float[Array, "..."]
 
 
+class Tally(NamedTuple):
+    """What is counted on test samples; the tallies of parts of a test set add up to that of the whole.
+
+    Attributes:
+      hits: samples of each class classified correctly.
+      guesses: samples taken for each class.
+      loss: the sum of the cross-entropies.
+    """
+
+    hits: Float[Array, "... classes"]
+    guesses: Float[Array, "... classes"]
+    loss: Float[Array, "..."]
+
+
 def score(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch classes"]], data: ClientData) -> Scores:
-    """Evaluates one client on its test samples, in batches; all zeros where it has none.
+    """Evaluates one client on its test samples; all zeros where it has none.
 
     Args:
       predict: x -> logits.
       data: the client's test samples.
     """
+    return scores_of(tally(predict, data), data.class_counts)
+
+
+def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch classes"]], data: ClientData) -> Tally:
+    """Counts what `score` needs, in batches."""
     width = min(BATCH, data.capacity)
     classes = data.class_counts.shape[-1]
 
-    def block(number: Int[Array, ""], sums: tuple) -> tuple:
+    def block(number: Int[Array, ""], sums: Tally) -> Tally:
         slots = number * width + jnp.arange(width)
         batch = data.take(slots, slots < data.count)
         logits = predict(batch.x)
         loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch.y[:, None], axis=1)[:, 0]
         guess = jax.nn.one_hot(jnp.argmax(logits, axis=-1), classes) * batch.mask[:, None]
         hits = guess * jax.nn.one_hot(batch.y, classes)
-        return sums[0] + jnp.sum(hits, axis=0), sums[1] + jnp.sum(guess, axis=0), sums[2] + jnp.sum(loss * batch.mask)
+        new = Tally(jnp.sum(hits, axis=0), jnp.sum(guess, axis=0), jnp.sum(loss * batch.mask))
+        return jax.tree.map(jnp.add, sums, new)
 
     zeros = jnp.zeros((classes,), jnp.float32)
     blocks = (data.count + width - 1) // width
-    hits, guesses, loss = lax.fori_loop(0, blocks, block, (zeros, zeros, jnp.zeros((), jnp.float32)))
-    f1 = 2 * hits / jnp.maximum(guesses + data.class_counts, 1.0)
-    held = (data.class_counts > 0).astype(jnp.float32)
+    return lax.fori_loop(0, blocks, block, Tally(zeros, zeros, jnp.zeros((), jnp.float32)))
+
+
+def scores_of(counted: Tally, class_counts: Float[Array, " classes"]) -> Scores:
+    """The scores on a test set with so many samples of each class."""
+    f1 = 2 * counted.hits / jnp.maximum(counted.guesses + class_counts, 1.0)
+    held = (class_counts > 0).astype(jnp.float32)
     macro_f1 = jnp.sum(f1 * held) / jnp.maximum(jnp.sum(held), 1.0)
-    n = jnp.maximum(data.count, 1).astype(jnp.float32)
-    correct = jnp.sum(hits)
-    return Scores(correct, correct / n, macro_f1, loss / n)
+    n = jnp.maximum(jnp.sum(class_counts), 1.0)
+    correct = jnp.sum(counted.hits)
+    return Scores(correct, correct / n, macro_f1, counted.loss / n)
+
+
+def harmonic_mean(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:
+    """2 a b / (a + b), element by element; 0 where both are 0, NaN where one is."""
+    total = np.add(a, b)
+    return np.asarray(2 * np.multiply(a, b) / np.where(total == 0, 1, total))
 
 
 def summarize(scores: Scores, n_test: Int[np.ndarray, " N"]) -> dict[str, float]:
@@ -71,7 +101,8 @@ def summarize(scores: Scores, n_test: Int[np.ndarray, " N"]) -> dict[str, float]
     Returns:
       ``accuracy`` (unweighted mean over clients), ``weighted`` (by test samples: PFLlib's number), ``std_clients``
       (population standard deviation), ``worst_10_percent`` (mean over the tenth of the clients, at least one, that fare
-      worst), ``macro_f1`` and ``loss`` (unweighted means). Accuracies lie in [0, 1].
+      worst), ``macro_f1`` and ``loss`` (unweighted means), ``i_local`` (unweighted mean of the harmonic mean of
+      accuracy and macro-F1, pFedCSPC's measure of a personal model). Accuracies lie in [0, 1].
     """
     tested = n_test > 0
     accuracy, macro_f1, loss, correct = (
@@ -86,4 +117,5 @@ def summarize(scores: Scores, n_test: Int[np.ndarray, " N"]) -> dict[str, float]
         "worst_10_percent": float(worst.mean()),
         "macro_f1": float(macro_f1.mean()),
         "loss": float(loss.mean()),
+        "i_local": float(harmonic_mean(accuracy, macro_f1).mean()),
     }

@@ -52,6 +52,7 @@ import pytest  # noqa: E402
 from fedjax_pfl.data.federated import Federation, pack  # noqa: E402
 from fedjax_pfl.models import MODELS, build  # noqa: E402
 from fedjax_pfl.models.cnn import CNN  # noqa: E402
+from fedjax_pfl.models.projection import Projected  # noqa: E402
 from fedjax_pfl.ops.local import Trainer  # noqa: E402
 
 CLASSES = 3
@@ -92,14 +93,27 @@ def federation():
     return Federation(jnp.asarray(x), jnp.asarray(y), train, None, test, pooled)
 
 
+def built(extractor):
+    """A model of sixteen pixels and three classes, whose parameters are one draw.
+
+    Random numbers are most of what there is to compile here.
+    """
+    mean, std = jnp.array([0.45]), jnp.array([0.3])
+    model = build(extractor, (4, 4, 1), CLASSES, init="torch", mean=mean, std=std)
+    flat, unravel = jax.flatten_util.ravel_pytree(jax.jit(model.init)(jax.random.key(0)))
+    return model._replace(init=lambda key: unravel(jax.random.uniform(key, flat.shape, minval=-0.35, maxval=0.35)))
+
+
 @pytest.fixture(scope="session")
 def model():
     """Sixteen pixels, eight hidden units, three classes."""
-    mean, std = jnp.array([0.45]), jnp.array([0.3])
-    built = build(MODELS["mlp"](hidden=8), (4, 4, 1), CLASSES, init="torch", mean=mean, std=std)
-    flat, unravel = jax.flatten_util.ravel_pytree(jax.jit(built.init)(jax.random.key(0)))
-    # One draw for all parameters: random numbers are most of what there is to compile here.
-    return built._replace(init=lambda key: unravel(jax.random.uniform(key, flat.shape, minval=-0.35, maxval=0.35)))
+    return built(MODELS["mlp"](hidden=8))
+
+
+@pytest.fixture(scope="session")
+def model_with_projection():
+    """The same eight hidden units as an encoder, and a projection head of eight hidden units and six outputs."""
+    return built(Projected(MODELS["mlp"](hidden=8), 6, "torch"))
 
 
 @pytest.fixture(scope="session")

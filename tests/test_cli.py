@@ -63,11 +63,21 @@ def test_run_prints_plain_lines_and_a_table_and_writes_the_run_directory(quick, 
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["method"] == "local"
     assert summary["global"] is None
+    assert "harmonic mean" not in done.stdout
     refused = command("run", quick, "--out", tmp_path / "out")
     assert refused.returncode == 2
     assert refused.stdout == ""
     assert "--overwrite" in refused.stderr
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
+
+
+def test_a_global_models_accuracy_and_harmonic_means_stand_below_the_table(quick, tmp_path):
+    result = invoke("run", quick, "--out", tmp_path / "out")
+    assert result.exit_code == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    pre, post = (100 * summary["personal"][point]["hm_last"] for point in ("pre", "post"))
+    assert f"pooled test set: {100 * summary['global']:.2f} %\n" in result.output
+    assert f"PRE {pre:.2f}, POST {post:.2f}\n" in result.output
 
 
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(quick):

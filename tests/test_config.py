@@ -48,7 +48,7 @@ def test_overrides_are_toml_values_or_else_strings(tmp_path):
     assert config.run.out == "runs/a b"
 
 
-@pytest.mark.parametrize("augment", ["none", "concat", "replace", "crop_flip", None])
+@pytest.mark.parametrize("augment", ["none", "concat", "replace", "crop_flip", "crop_flip_rotate", None])
 def test_augmentation_is_the_methods_own_unless_given(augment):
     config = Config(data=DATA, method=METHOD, training={} if augment is None else {"augment": augment})
     assert config.training.augment == augment
@@ -71,6 +71,12 @@ def test_a_config_cannot_be_changed():
         ({"data": {**DATA, "clients": True}, "method": METHOD}, "data.clients", "integer"),
         ({"data": {**DATA, "split": "half"}, "method": METHOD}, "data.split", "'merge' or 'official'"),
         ({"data": {**DATA, "test_share": 1.0}, "method": METHOD}, "data.test_share", "less than 1"),
+        (
+            {"data": {**DATA, "split": "official", "test_part_share": 1.0}, "method": METHOD},
+            "data.test_part_share",
+            "less than 1",
+        ),
+        ({"data": {**DATA, "test_part_share": 0.2}, "method": METHOD}, "data.test_part_share", '"official"'),
         ({"data": {**DATA, "evaluate_on": "train"}, "method": METHOD}, "data.evaluate_on", "'test' or 'validation'"),
         ({"data": {**DATA, "evaluate_on": "validation"}, "method": METHOD}, "data.evaluate_on", "validation_share"),
         ({"data": {**DATA, "mean": "grey"}, "method": METHOD}, "data.mean", "number"),

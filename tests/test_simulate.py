@@ -7,10 +7,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from scipy.stats import hmean
 
 from fedjax_pfl import Config, ConfigError, simulate
 from fedjax_pfl.build import divide, make_engine
+from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import load
+from fedjax_pfl.data.split import draw_test, manifest
 from fedjax_pfl.memory import count, estimate, exchange, peak_bytes, size
 from tests.reference import MLP, held, to_numpy
 
@@ -57,6 +60,8 @@ def test_run_directory_holds_what_the_result_says(reference):
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [2, 4] == result.history["round"].tolist()
     assert [line["pre"]["accuracy"] for line in lines] == result.history["pre.accuracy"].tolist()
+    assert [line["post"]["hm"] for line in lines] == result.history["post.hm"].tolist()
+    assert [line["global_macro_f1"] for line in lines] == result.history["global_macro_f1"].tolist()
     rows = list(csv.DictReader((out / "clients.csv").read_text().splitlines()))
     assert [int(row["n_train"]) for row in rows] == result.partition["n_train"]
     np.testing.assert_allclose([float(row["post_accuracy"]) for row in rows], result.clients["post_accuracy"])
@@ -91,8 +96,46 @@ def test_summary_agrees_with_the_client_table(reference):
         weighted = np.average(accuracy, weights=result.clients["n_test"])
         np.testing.assert_allclose(shown["weighted_last"], weighted, rtol=1e-6)
         np.testing.assert_allclose(shown["best"], result.history[f"{point}.accuracy"].max())
+        clients = [result.clients[f"{point}_{metric}"] for metric in ("accuracy", "macro_f1")]
+        i_local = np.mean([hmean(pair) for pair in zip(*clients, strict=True)])
+        np.testing.assert_allclose([shown["i_local_last"], result.history[f"{point}.i_local"][-1]], i_local, rtol=1e-6)
+        np.testing.assert_allclose(shown["hm_last"], hmean([result.summary["global"], i_local]), rtol=1e-6)
+        assert shown["hm_last"] == result.history[f"{point}.hm"][-1]
     # FedAvg's PRE model is the global model, and the clients' test sets together are the pooled one.
     np.testing.assert_allclose(result.summary["global"], result.summary["personal"]["pre"]["weighted_last"], rtol=1e-6)
+
+
+def test_the_global_models_scores_are_those_on_all_test_samples(reference):
+    result = reference[0]
+    federation, _ = divide(config(), load("digits"))
+    pooled = np.concatenate([held(federation.test, i) for i in range(6)])
+    mlp = MLP(federation.x, federation.y, mean=0.5, std=0.5)
+    _, accuracy, macro_f1, _ = mlp.scores(to_numpy(result.state.server), pooled)
+    summary, curve = result.summary, result.history["global"]
+    assert [summary["global"], summary["global_macro_f1"]] == pytest.approx([accuracy, macro_f1], rel=1e-6)
+    assert [curve[-1], result.history["global_macro_f1"][-1]] == [summary["global"], summary["global_macro_f1"]]
+    assert (summary["global_best"], summary["global_best_round"]) == (curve.max(), 2 * (1 + curve.argmax()))
+
+
+def test_without_a_global_model_there_are_no_global_scores(tmp_path):
+    result = simulate(config("local", run={"out": str(tmp_path / "out")}))
+    line = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])
+    assert line["global"] is line["global_macro_f1"] is line["pre"]["hm"] is line["post"]["hm"] is None
+    assert {result.summary[key] for key in result.summary if key.startswith("global")} == {None}
+    assert result.summary["personal"]["post"]["hm_last"] is None
+    assert np.isnan([result.history[metric] for metric in ("global", "global_macro_f1", "pre.hm", "post.hm")]).all()
+    assert (result.history["post.i_local"] > 0).all()
+    assert result.rounds_to(0.0) is None
+
+
+def test_rounds_to_a_target_are_those_of_the_first_evaluated_round_that_reaches_it(reference):
+    curve = {"round": np.array([5, 10, 15, 20]), "global": np.array([0.3, np.float32(0.42), 0.41, 0.6])}
+    result = replace(reference[0], history={**curve, "pre.hm": np.array([np.nan, 0.1, np.nan, 0.2])})
+    # The second value is 0.41999998.
+    assert [result.rounds_to(target) for target in (0.0, 0.3, 0.42, 0.43, 0.6, 0.61)] == [5, 5, 10, 20, 20, None]
+    assert [result.rounds_to(target, "pre.hm") for target in (0.05, 0.2, 0.3)] == [10, 20, None]
+    with pytest.raises(ValueError, match=r"'pre\.auc' in the history; there are round, global, pre\.hm"):
+        result.rounds_to(0.5, "pre.auc")
 
 
 def test_traffic_counts_the_model_both_ways(reference):
@@ -207,6 +250,38 @@ def test_official_split_trains_on_one_part_and_tests_on_the_other():
     np.testing.assert_array_equal(counts.sum(axis=1), 80)
 
 
+def test_a_share_of_a_source_without_a_test_part_becomes_its_test_part():
+    digits = load("digits")
+    fields = {"split": "official", "test_part_share": 0.2, "validation_share": 0.1}
+    federation, shares = divide(config(data=fields), digits)
+    pooled = np.concatenate([held(federation.pooled, i) for i in range(len(federation.pooled.count))])
+    per_class = np.bincount(digits.labels)
+    np.testing.assert_array_equal(np.bincount(digits.labels[pooled]), np.rint(0.2 * per_class))
+    trained = np.concatenate([held(part, i) for part in (federation.train, federation.validation) for i in range(6)])
+    # The partition shares out each of the other rows once, and every client is tested on rows of the test part alone.
+    np.testing.assert_array_equal(np.sort(np.concatenate([trained, pooled])), np.arange(len(digits.labels)))
+    for i in range(6):
+        assert set(held(federation.test, i)) <= set(pooled)
+    np.testing.assert_array_equal(federation.x, digits.images)
+    np.testing.assert_array_equal(np.asarray(federation.train.class_counts).sum(axis=1), shares["n_train"])
+    again, larger, reseeded = (
+        divide(config(data={**fields, **more}), digits)[1] for more in ({}, {"test_part_share": 0.3}, {"seed": 1})
+    )
+    assert again == shares
+    assert len({record["hash"] for record in (shares, larger, reseeded)}) == 3
+
+
+def test_the_sources_own_test_part_is_divided_as_ever():
+    digits = load("digits")._replace(train_rows=1000)
+    partition = PARTITIONS["iid"](digits.labels[:1000], 6, 0, None)
+    splits = draw_test(digits.labels, partition.parts, np.arange(1000, 1797), 0, test_share=0.25)
+    wanted = config(data={"source": "arrays", "split": "official", "partition": {"kind": "iid"}})
+    assert divide(wanted, digits)[1] == manifest(digits.labels, 10, partition, splits)
+    with pytest.raises(ConfigError, match=r"data\.test_part_share = 0\.2 .* test part of its own") as caught:
+        divide(config(data={"source": "arrays", "split": "official", "test_part_share": 0.2}), digits)
+    assert caught.value.field == "data.test_part_share"
+
+
 @pytest.mark.parametrize(("wanted", "share"), [(5, 0.3), (600, 0.25), (7, 0.1), (100, 1 / 3)])
 def test_samples_per_client_counts_training_samples(wanted, share):
     data = {"samples_per_client": wanted, "test_share": share, "clients": 2, "partition": {"kind": "iid"}}
@@ -221,6 +296,7 @@ def test_samples_per_client_counts_training_samples(wanted, share):
         ({"data": {"source": "npz:/no/such/file.npz"}}, "data.source"),
         ({"data": {"clients": 2000}}, "data.clients"),
         ({"data": {"split": "official"}}, "data.split"),
+        ({"data": {"split": "official", "test_part_share": 0.2, "samples_per_client": 260}}, "data.samples_per_client"),
         ({"data": {"samples_per_client": 5000, "partition": {"kind": "iid"}}}, "data.samples_per_client"),
         (
             {"data": {"partition": {"kind": "pathological", "classes_per_client": 11}}},

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_rel
 
 from benchmarks import tables
 from fedjax_pfl import ConfigError, Result, load_config
@@ -54,6 +56,21 @@ label = "mild"
 point = "pre"
 overrides = ["method.name=fedprox", "method.mu=0.3"]
 """
+# What pFedCSPC's tables report: figures of the global model, of the personal models, and their harmonic mean.
+SCORES = """
+[tables.table3]
+title = "Table III: global and local"
+config = "CONFIG"
+columns = "global_local_hm"
+[tables.table3.settings.five]
+label = "5 clients"
+overrides = []
+target = 60.0
+[tables.table3.settings.five.paper]
+local = { local = 61.5, hm = 33 }
+fedavg = { global = 66.78, local = 64.13, hm = 65.43 }
+fedprox = { global = 47.81, local = 45.48, hm = 45.08 }
+"""
 CONFIG = """
 [data]
 source = "digits"
@@ -70,7 +87,8 @@ batch_size = 50
 lr = 0.1
 """
 # POST accuracy of two evaluated rounds, by method and seed; local's PRE is 0.2 lower, that of the others the same. The
-# worst 10 % of clients have half of it, and its standard deviation over clients is a tenth.
+# worst 10 % of clients have half of it, and its standard deviation over clients is a tenth. I_local is 0.1 lower than
+# accuracy, and a global model (Local has none) 0.05 better than POST.
 ACCURACY = {
     ("local", 0): (0.30, 0.60),
     ("local", 1): (0.30, 0.62),
@@ -104,6 +122,8 @@ class Fake:
             **{f"{point}.accuracy": curve for point, curve in curves.items()},
             **{f"{point}.worst_10_percent": curve / 2 for point, curve in curves.items()},
             **{f"{point}.std_clients": curve / 10 for point, curve in curves.items()},
+            **{f"{point}.i_local": curve - 0.1 for point, curve in curves.items()},
+            "global": post + (np.nan if config.method["name"] == "local" else 0.05),
             "megabytes": np.array([1.5, 3.0]),
             "seconds": np.array([8.0, 10.0 + config.run.seed]),
         }
@@ -134,6 +154,14 @@ def fake(monkeypatch):
     simulator = Fake()
     monkeypatch.setattr(tables, "simulate", simulator)
     return simulator
+
+
+@pytest.fixture
+def scores(paper, tmp_path):
+    """The paper with a table of global and local figures."""
+    text = paper.read_text() + SCORES.replace("CONFIG", str(tmp_path / "config.toml"))
+    paper.write_text(text, encoding="utf-8")
+    return paper
 
 
 def call(paper, arguments):
@@ -240,6 +268,21 @@ def test_a_cell_whose_config_has_changed_is_run_again_and_replaced(paper, fake):
     assert "**Not alike**, FedAvg: 2 rounds; seed 0." in markdown()
 
 
+def test_a_cell_from_before_a_field_of_the_config_is_kept_and_one_with_a_field_that_is_gone_run_again(paper, fake):
+    call(paper, "table1 --settings three --methods local,fedavg,fedprox")
+    path = tables.RESULTS / "toy_table1.json"
+    held = json.loads(path.read_text(encoding="utf-8"))
+    local, fedavg, fedprox = (cell["config"] for cell in held["cells"])
+    del local["training"]["momentum"], fedprox["method"]["mu"]
+    fedavg["training"]["momenta"] = 0.0
+    path.write_text(json.dumps(held), encoding="utf-8")
+    call(paper, "table1 --settings three --methods local,fedavg,fedprox")
+    assert fake.asked()[3:] == [("fedavg", 3, 0)]
+    call(paper, "table1 --settings three --methods local --set training.momentum=0.5")
+    call(paper, "table1 --settings three --methods fedprox --set method.mu=0.5")
+    assert fake.asked()[4:] == [("local", 3, 0), ("fedprox", 3, 0)]
+
+
 def test_later_overrides_win_and_set_wins_over_all(paper, fake):
     call(paper, "table1 --settings three --methods fedprox")
     call(paper, "table1 --settings three --methods fedprox --rounds 7 --set training.lr=0.9 training.rounds=8")
@@ -293,6 +336,114 @@ def test_the_spread_over_clients_is_shown_where_the_paper_has_it(paper, fake):
     assert "std" not in four
     assert rows(markdown(), "FedProx")[0][1:6] == ["70", "**68.00 ± 2.65**", "4.5", "6.80", "68.00"]
     assert rows(markdown(), "Local")[0][1:6] == ["50", "63.00 ± 3.61", "—", "6.30", "43.00"]
+
+
+def test_a_table_may_compare_global_and_local_figures_and_their_harmonic_mean(scores, fake, capsys):
+    call(scores, "table3 --seeds 0,1,2")
+    text = markdown("toy_table3")
+    local, fedavg, fedprox = (rows(text, label)[0] for label in ("Local", "FedAvg", "FedProx"))
+    headings = next(line for line in text.splitlines() if line.startswith("| method")).strip("| ").split(" | ")
+    assert headings[1:4] == ["paper: global", "paper: local", "paper: HM"]
+    assert headings[4:] == ["ours: global", "ours: local", "ours: HM", "PRE", "POST", "MB", "s per round", "p"]
+    # The paper's HM is that of its columns: 2 * 66.78 * 64.13 / 130.91 = 65.43, 2 * 47.81 * 45.48 / 93.29 = 46.62.
+    assert fedavg[1:4] == ["66.78", "64.13", "65.43"]
+    assert fedprox[1:4] == ["47.81", "45.48", "46.62"]
+    assert "The paper prints an HM of 45.08 for FedProx; that of its columns is 46.62." in text
+    assert text.count("The paper prints") == 1
+    # Ours is the mean of the seeds' harmonic means: 2 * .25 * .10 / .35, 2 * .26 * .11 / .37 and 2 * .30 * .15 / .45.
+    expected = {"FedAvg": [0.25, 0.26, 0.30], "FedProx": [0.70, 0.75, 0.74]}
+    shown = {}
+    for label, found in (("FedAvg", fedavg), ("FedProx", fedprox)):
+        accuracy = np.array(expected[label])
+        hms = shown[label] = 2 / (1 / accuracy + 1 / (accuracy - 0.15))
+        columns = [f"{100 * np.mean(figures):.2f}" for figures in (accuracy, accuracy - 0.15, hms)]
+        assert [cell.strip("*").split(" ± ")[0] for cell in found[4:7]] == columns
+        assert float(found[6].strip("*").split(" ± ")[1]) == pytest.approx(100 * hms.std(ddof=1), abs=0.005)
+    assert fedprox[6].startswith("**")
+    assert text.count("**") == 2
+    # Local has no global model: it is shown, but neither ranked nor tested.
+    assert local[1:7] == ["—", "61.5", "33", "—", "53.00 ± 3.61", "—"]
+    assert local[-1] == "—"
+    assert fedavg[-1] == f"{ttest_rel(shown['FedAvg'], shown['FedProx']).pvalue:.3g}"
+    assert f"FedProx against the best other row, FedAvg: p = {fedavg[-1]}." in text
+    assert "All rows: 2 rounds" in text
+    assert "of the last round" in text
+    assert "five local seed 2: done, local 57.00 %\n" in capsys.readouterr().err
+
+
+def test_ranks_are_those_of_the_harmonic_means(scores, fake):
+    row = '[methods.mild]\nlabel = "mild"\npoint = "post"\noverrides = ["method.name=fedprox", "method.mu=0.3"]\n'
+    text = scores.read_text().replace("[tables.table1]", row + "[tables.table1]", 1)
+    paper = """paper.local = { global = 1, local = 1 }
+    paper.fedavg = { global = 35, local = 28, hm = 50 }
+    paper.fedprox = { global = 30, local = 60, hm = 40 }
+    paper.mild = { global = 95, local = 25 }
+    """
+    scores.write_text(text[: text.index("[tables.table3.settings.five.paper]")] + paper)
+    call(scores, "table3")
+    # The paper's HM are 31.1, 40 and 39.6: ranks 1 3 2, ours 1 2.5 2.5. The global or the local figures have
+    # ranks 2 1 3 and 2 3 1: a correlation of 0. Local, which has no HM here, is none of the rows.
+    assert "over 3 rows: 0.87." in markdown("toy_table3")
+
+
+def test_the_best_round_is_that_of_the_figure_that_rows_are_ranked_by(scores, fake, monkeypatch):
+    monkeypatch.setitem(ACCURACY, ("fedprox", 0), (0.75, 0.65))
+    text = scores.read_text().replace('columns = "global_local_hm"', 'columns = "global_local_hm"\nheadline = "best"')
+    scores.write_text(text)
+    call(scores, "table3")
+    # 2 * .80 * .65 / 1.45; Local, without a global model, by its local figure.
+    assert rows(markdown("toy_table3"), "FedProx")[0][4:8] == ["80.00", "65.00", "**71.72**", "65.00"]
+    assert rows(markdown("toy_table3"), "Local")[0][4:7] == ["—", "50.00", "—"]
+    assert "of the round with the highest HM, which" in markdown("toy_table3")
+
+
+@pytest.mark.parametrize(("columns", "shown"), [("global", ("70.00", "—")), ("i_local", ("55.00", "50.00"))])
+def test_a_table_may_compare_one_figure_alone(scores, fake, columns, shown):
+    one = scores.read_text().replace('"global_local_hm"', f'"{columns}"')
+    scores.write_text(one[: one.index("[tables.table3.settings.five.paper]")] + "paper = { fedprox = 63.5 }\n")
+    call(scores, "table3")
+    text = markdown("toy_table3")
+    fedprox, local = (rows(text, label)[0] for label in ("FedProx", "Local"))
+    assert fedprox[1:4] == ["63.5", f"**{shown[0]}**", "65.00"]
+    assert local[1:3] == ["—", shown[1]]
+    assert "| method | paper (%) | ours (%) | PRE | POST | MB |" in text
+
+
+def test_a_target_is_one_of_the_figure_that_rows_are_ranked_by(scores, fake):
+    text = scores.read_text()
+    for columns, heading, rounds in (
+        # fedprox: global .65 in round 5; local .50, .55; HM .565, .616. Local's own is .20, .50.
+        ("global", "To 60 % global accuracy:", "5"),
+        ("i_local", "To 60 % local figure:", "— (not in 10 rounds)"),
+        ("global_local_hm", "To 60 % HM:", "10"),
+    ):
+        table = text.replace('"global_local_hm"', f'"{columns}"')
+        scores.write_text(table[: table.index("[tables.table3.settings.five.paper]")])
+        call(scores, f"table3 --name {columns}")
+        assert heading in markdown(columns)
+        assert rows(markdown(columns), "FedProx")[1][1] == rounds
+        assert rows(markdown(columns), "Local")[1][1] == "— (not in 10 rounds)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"global_local_hm"', '"hm"', "columns = 'hm' is not usable: allowed: accuracy, global, i_local"),
+        (
+            "{ local = 61.5, hm = 33 }",
+            "{ i_local = 61.5 }",
+            "paper.local = 'i_local' is not usable: allowed: global, lo",
+        ),
+        ("target = 60.0\n[tables.table3.", "paper_std.fedavg = 1.5\n[tables.table3.", "paper_std = 'fedavg'"),
+    ],
+)
+def test_columns_and_figures_that_there_are_not_are_errors(scores, old, new, message):
+    text = scores.read_text()
+    assert text.count(old) == 1
+    tables.read_table(scores, "table3")
+    scores.write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        tables.read_table(scores, "table3")
 
 
 def test_a_stopped_call_keeps_its_finished_cells_and_goes_on(paper, fake, monkeypatch):
@@ -394,10 +545,11 @@ def test_every_cell_of_every_paper_has_a_config_of_its_own(path):
         used.add(tables.ROOT / table.config)
         assert {row.point for row in table.rows.values()} <= {"pre", "post"}, name
         options = tables.parser(path).parse_args([name])
-        cells: dict[str, tuple] = {}
+        cells: dict[tuple, tuple] = {}
         for cell in itertools.product(table.settings, table.rows, [0]):
             config = load_config(tables.ROOT / table.config, tables.cell_overrides(table, cell, options))
-            twin = cells.setdefault(config.model_dump_json(), cell)
+            # One run may stand for two rows at two points: pFedCSPC's FedAvg with and without local adaptation.
+            twin = cells.setdefault((config.model_dump_json(), table.rows[cell[1]].point), cell)
             # Rows of FedeCouple's Table IX are the same run by our reading, as its comment says.
             assert twin == cell or (path.stem, name) == ("fedecouple", "table9"), (name, twin, cell)
     # A config per experiment: none is left over.
@@ -425,6 +577,11 @@ def test_a_real_run_fills_the_table(paper):
     assert cell["curve"]["megabytes"][-1] == pytest.approx(cell["megabytes_total"], abs=1e-3)
     assert 0 < cell["timing"]["compile_seconds"] < cell["curve"]["seconds"][0] < cell["curve"]["seconds"][1]
     assert cell["global"] == pytest.approx(cell["personal"]["pre"]["weighted_last"], abs=1e-6)
+    assert cell["curve"]["global"][-1] == pytest.approx(cell["global"], abs=1e-6)
+    for point, name in itertools.product(("pre", "post"), ("i_local", "hm")):
+        curve = tables.curve_of(cell, name.removeprefix("i_"), point)
+        assert curve[-1] == pytest.approx(cell["personal"][point][f"{name}_last"], abs=2e-6)
+    assert cells()["three", "local", 1]["curve"]["global"] == [None, None]
     assert {"last", "best", "mean_last_10", "std_clients", "worst_10_percent"} <= cell["personal"]["post"].keys()
     for point in ("pre", "post"):
         last, best = (tables.spread(cell, point, headline) for headline in ("last", "best"))

@@ -13,10 +13,11 @@ from jaxtyping import Array, Float, Int, Key, UInt8
 
 from fedjax_pfl.data.federated import ClientData
 
-Augment = Literal["none", "concat", "replace", "crop_flip"]
+Augment = Literal["none", "concat", "replace", "crop_flip", "crop_flip_rotate"]
 
 MAX_SHIFT = 4  # pixels per axis
 MAX_ROTATION = jnp.pi / 6  # 30 degrees
+MAX_TILT = jnp.pi / 12  # 15 degrees
 BRIGHTNESS = (0.5, 1.5)
 
 
@@ -76,6 +77,21 @@ def crop_flip(keys: Key[Array, " batch"]) -> Transform:
     return jax.vmap(draw)(keys)
 
 
+def crop_flip_rotate(keys: Key[Array, " batch"]) -> Transform:
+    """Crop and flip as in :func:`crop_flip`, then a rotation by -15 ... 15 degrees.
+
+    All in one move: what the crop has cut off may come back into view at the corners.
+    """
+    key_crop, key_angle = jax.vmap(jax.random.split, out_axes=1)(keys)
+    cropped = crop_flip(key_crop)
+    angle = jax.vmap(lambda key: jax.random.uniform(key, minval=-MAX_TILT, maxval=MAX_TILT))(key_angle)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    rotation = jnp.stack([jnp.stack([cos, -sin], axis=-1), jnp.stack([sin, cos], axis=-1)], axis=-2)
+    # The flip is a diagonal matrix on the left; see below on matrix products.
+    mirrors = jnp.diagonal(cropped.turn, axis1=-2, axis2=-1)
+    return cropped._replace(turn=mirrors[..., None] * rotation)
+
+
 def apply_transform(transform: Transform, x: UInt8[Array, "batch h w c"]) -> UInt8[Array, "batch h w c"]:
     """Moves the pixels (bilinear between them, black from outside) and maps their values, rounded and clipped."""
     height, width = x.shape[1:3]
@@ -107,6 +123,14 @@ def _pixels(x: UInt8[Array, "h w c"], row: Int[Array, "h w"], column: Int[Array,
     return jnp.where(inside[..., None], pixels, 0).astype(jnp.float32)
 
 
+_DRAWS = {
+    "concat": five_operations,
+    "replace": five_operations,
+    "crop_flip": crop_flip,
+    "crop_flip_rotate": crop_flip_rotate,
+}
+
+
 def augment(key: Key[Array, ""], data: ClientData, kind: Augment) -> ClientData:
     """A client's samples with augmentation, drawn once: every pass over the result sees the same images.
 
@@ -115,14 +139,14 @@ def augment(key: Key[Array, ""], data: ClientData, kind: Augment) -> ClientData:
       data: the client's images, uint8.
       kind: ``"none"``; ``"concat"`` adds a copy of each sample under one of FedeCouple's five operations (the client
         doubles in size, originals first); ``"replace"`` puts the copy in the sample's place; ``"crop_flip"`` likewise,
-        with a random crop and flip.
+        with a random crop and flip; ``"crop_flip_rotate"`` with a rotation by up to 15 degrees besides.
 
     Returns:
       The client with a pool of its own; ``original`` is the client that was given.
     """
     if kind == "none":
         return data
-    draw = crop_flip if kind == "crop_flip" else five_operations
+    draw = _DRAWS[kind]
 
     def transformed(x: Array, positions: Int[Array, " batch"]) -> Array:
         # A sample's draw depends on its position alone, not on the capacity: more padding changes nothing.

@@ -61,6 +61,34 @@ def split_rows(
     return splits
 
 
+def set_aside(labels: Int[np.ndarray, "samples"], share: float, seed: int) -> tuple[Rows, Rows]:
+    """Sets a share of each class aside at random, as the test part of a source that has none.
+
+    A class of two samples or more has at least one on either side; a lone sample stays in the training part.
+
+    Args:
+      labels: int ``[samples]``.
+      share: above 0 and below 1; a class of n samples gives ``share * n``, rounded.
+      seed: seed of the draw, whose stream is neither that of the partition nor a client's with the same seed.
+
+    Returns:
+      The row numbers of the training part and of the test part, each in ascending order.
+
+    Raises:
+      ConfigError: for a seed or a share out of range.
+    """
+    check_seed(seed)
+    if not 0 < share < 1:
+        raise ConfigError("data.test_part_share", share, "a number above 0 and below 1")
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0, 0)))
+    in_test = np.zeros(len(labels), bool)
+    for k in np.unique(labels):
+        rows = np.flatnonzero(labels == k)
+        count = min(max(round(share * len(rows)), 1), len(rows) - 1)
+        in_test[rng.choice(rows, count, replace=False)] = True
+    return np.flatnonzero(~in_test), np.flatnonzero(in_test)
+
+
 def draw_test(
     labels: Int[np.ndarray, "samples"],
     parts: Sequence[Rows],

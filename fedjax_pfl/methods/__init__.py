@@ -17,6 +17,7 @@ from fedjax_pfl.methods.fedprox_ft import fedprox_ft
 from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.methods.lg_fedavg import lg_fedavg
 from fedjax_pfl.methods.local import local
+from fedjax_pfl.methods.pfedcspc import pfedcspc
 from fedjax_pfl.methods.pgfedsplit import pgfedsplit
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -35,6 +36,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "fedfcd": fedfcd,
     "pgfedsplit": pgfedsplit,
     "fedcpd": fedcpd,
+    "pfedcspc": pfedcspc,
 }
 
 __all__ = ["METHODS"]

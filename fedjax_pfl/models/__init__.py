@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import flax.linen as nn
 
-from fedjax_pfl.models.base import Model, build
+from fedjax_pfl.models.base import Model, Projection, build
 from fedjax_pfl.models.cnn import cnn2, cnn2s, cnn3
 from fedjax_pfl.models.mlp import mlp
+from fedjax_pfl.models.projection import cnn_proj, resnet18_proj
 from fedjax_pfl.models.resnet import resnet18
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -15,6 +16,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn3": cnn3,
     "cnn2s": cnn2s,
     "resnet18": resnet18,
+    "cnn_proj": cnn_proj,
+    "resnet18_proj": resnet18_proj,
 }
 
-__all__ = ["MODELS", "Model", "build"]
+__all__ = ["MODELS", "Model", "Projection", "build"]

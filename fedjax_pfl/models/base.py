@@ -14,6 +14,22 @@ Maps = tuple[Float[Array, "batch _ _ _"], ...]
 Init = Literal["torch", "flax"]
 
 
+class Projection(NamedTuple):
+    """An extractor in two parts, z = project(theta, encode(theta, x)), where a method works on both levels.
+
+    Such a theta is ``{"encoder": ..., "projection": ...}``; each function reads its own part alone.
+
+    Attributes:
+      encode: theta, x, mask=None -> f, the output of the encoder, [batch, dim].
+      project: theta, f -> z, the output of the projection head: the features of the model.
+      dim: the width of f.
+    """
+
+    encode: Callable[..., Float[Array, "batch dim"]]
+    project: Callable[[Params, Float[Array, "batch dim"]], Float[Array, "batch K"]]
+    dim: int
+
+
 class Model(NamedTuple):
     """An extractor and a head as pure functions; params are ``{"extractor": theta, "head": phi}``.
 
@@ -33,6 +49,7 @@ class Model(NamedTuple):
       dim: K, the feature dimension.
       classes: C, the number of classes.
       maps: (h, w, c) of each feature map.
+      projection: the extractor's two parts, where it ends in a projection head; the maps are then the encoder's.
     """
 
     init: Callable[[Key[Array, ""]], Params]
@@ -43,6 +60,7 @@ class Model(NamedTuple):
     dim: int
     classes: int
     maps: tuple[tuple[int, int, int], ...]
+    projection: Projection | None = None
 
 
 class Initializers(NamedTuple):
@@ -82,7 +100,8 @@ def build(
     """Joins a Linen extractor, ``x, mask -> (z, maps)``, with a linear head.
 
     Args:
-      extractor: maps normalised float32 images to features z [batch, dim] and a tuple of feature maps.
+      extractor: maps normalised float32 images to features z [batch, dim] and a tuple of feature maps. One with a
+        projection head has the methods ``encode``, x, mask -> f, and ``project``, f -> z, on parameters of these names.
       shape: (h, w, c) of one sample.
       classes: number of classes.
       init: initialisation of the head.
@@ -119,5 +138,22 @@ def build(
     def apply(params: Any, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch classes"]:
         return classify(params["head"], features(params["extractor"], x, mask))
 
+    projection = _projection(extractor, example, normalise) if hasattr(extractor, "project") else None
     shapes = tuple(leaf.shape[1:] for leaf in maps)
-    return Model(init_params, features, features_and_maps, classify, apply, dim, classes, shapes)
+    return Model(init_params, features, features_and_maps, classify, apply, dim, classes, shapes, projection)
+
+
+def _projection(extractor: nn.Module, example: jax.ShapeDtypeStruct, normalise: Callable[[Array], Array]) -> Projection:
+    """The two parts of an extractor with a projection head."""
+
+    def encode(theta: Params, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch dim"]:
+        f: Any = extractor.apply({"params": theta}, normalise(x), mask, method="encode")
+        return f
+
+    def project(theta: Params, f: Float[Array, "batch dim"]) -> Float[Array, "batch K"]:
+        z: Any = extractor.apply({"params": theta}, f, method="project")
+        return z
+
+    key = jax.random.key(0)
+    f, _ = jax.eval_shape(lambda x: extractor.init_with_output(key, x, method="encode"), example)
+    return Projection(encode, project, f.shape[-1])

@@ -41,12 +41,13 @@ class ConvPool(nn.Module):
 
 
 class CNN(nn.Module):
-    """Convolution blocks (channels, kernel size, padding), then one dense layer whose output is the feature."""
+    """Convolution blocks (channels, kernel size, padding), then dense layers; the output of the last is the feature."""
 
     blocks: tuple[tuple[int, int, int], ...]
     dim: int
     activation: Callable[[Array], Array]
     init_style: Init
+    hidden: tuple[int, ...] = ()  # widths of the dense layers before the last
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch h w c"], mask: Mask = None) -> tuple[Float[Array, "batch dim"], Maps]:
@@ -57,6 +58,8 @@ class CNN(nn.Module):
             x = ConvPool(channels, size, padding, self.activation, self.init_style, name=f"conv{layer + 1}")(x)
             maps.append(x)
         x = x.reshape(x.shape[0], -1)
+        for layer, width in enumerate(self.hidden):
+            x = self.activation(dense(width, self.init_style, x.shape[-1], f"hidden{layer + 1}")(x))
         return self.activation(dense(self.dim, self.init_style, x.shape[-1], "dense")(x)), tuple(maps)
 
 

@@ -36,9 +36,11 @@ Kernel = Float[Array, "kh kw inputs outputs"]
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 # Up to this many input channels, a CPU's direct convolution gains from turning rows into channels ...
-_FEW_CHANNELS = 4
+_FEW_CHANNELS = 8
 # ... filled up with zeros to a multiple of this.
 _CHANNEL_MULTIPLE = 8
+# The kernel's gradient has the outputs as columns: with fewer than these, lanes of the processor would idle.
+_LANES = 16
 
 
 def conv2d(x: Images, kernel: Kernel, *, strides: tuple[int, int] = (1, 1), padding: Padding = "VALID") -> Maps:
@@ -170,10 +172,12 @@ def _kernel_gradient_op(
     def direct(x: Images, dy: Maps) -> Kernel:
         if strides != (1, 1) or size == (1, 1):
             return _kernel_gradient_by_patches(x, dy, strides, pads, size)
+        outputs = dy.shape[-1]
+        dy = jnp.pad(dy, ((0, 0), (0, 0), (0, 0), (0, max(0, _LANES - outputs))))
         d_kernel = lax.conv_general_dilated(
             x.transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3), (1, 1), pads, dimension_numbers=_LAYOUT
         )
-        return d_kernel.transpose(1, 2, 0, 3)
+        return d_kernel.transpose(1, 2, 0, 3)[..., :outputs]
 
     batched = custom_vmap(direct)
 

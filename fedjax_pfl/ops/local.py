@@ -59,7 +59,7 @@ def scan_batches(
     carry: Carry,
     data: ClientData,
     *,
-    epochs: int,
+    epochs: int | Int[Array, ""],
     batch_size: int,
     drop_last: bool = False,
 ) -> Carry:
@@ -131,7 +131,7 @@ class Trainer:
         data: ClientData,
         *,
         phase: str = "local",
-        epochs: int | None = None,
+        epochs: int | Int[Array, ""] | None = None,
         lr: Scalar | None = None,
     ) -> tuple[Params, TrainInfo]:
         """Trains ``params`` on one client's samples.

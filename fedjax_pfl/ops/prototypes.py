@@ -59,6 +59,11 @@ def update_prototypes(old: Prototypes, new: Prototypes) -> Prototypes:
     return Prototypes(jnp.where(new.valid[:, None], new.mean, old.mean), new.valid | old.valid)
 
 
+def directions(vectors: Float[Array, "rows K"]) -> Float[Array, "rows K"]:
+    """Rows of length 1; the root is safe, so that a dead feature, which stays 0, has a gradient."""
+    return vectors * lax.rsqrt(jnp.sum(vectors**2, axis=1, keepdims=True) + 1e-12)
+
+
 def prototype_contrast(
     z: Float[Array, "batch K"],
     y: Int[Array, " batch"],
@@ -76,15 +81,10 @@ def prototype_contrast(
       prototypes: one per class; a class without one is no candidate, and its samples contribute zero.
       temperature: tau; the cosines are divided by it.
     """
-    similarity = jnp.matmul(_directions(z), _directions(prototypes.mean).T)
+    similarity = jnp.matmul(directions(z), directions(prototypes.mean).T)
     log_p = jax.nn.log_softmax(jnp.where(prototypes.valid, similarity / temperature, -1e9))
     own = jnp.take_along_axis(log_p, y[:, None], axis=1)[:, 0]
     return masked_mean(jnp.where(prototypes.valid[y], -own, 0.0), mask)
-
-
-def _directions(vectors: Float[Array, "rows K"]) -> Float[Array, "rows K"]:
-    """Rows of length 1; the root is safe, so that a dead feature has a gradient."""
-    return vectors * lax.rsqrt(jnp.sum(vectors**2, axis=1, keepdims=True) + 1e-12)
 
 
 def centre_loss(

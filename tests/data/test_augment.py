@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import ndimage, stats
 
-from fedjax_pfl.data.augment import apply_transform, augment, crop_flip, five_operations
+from fedjax_pfl.data.augment import apply_transform, augment, crop_flip, crop_flip_rotate, five_operations
 from fedjax_pfl.data.federated import ClientData
 
 KEY = jax.random.key(3)
@@ -140,6 +140,45 @@ def test_crop_and_flip(shape):
     np.testing.assert_array_equal(found, np.where(mirror[:, None, None, None] == -1, moved[:, :, ::-1], moved))
 
 
+@pytest.fixture(scope="module")
+def tilted():
+    """Draws of ``crop_flip_rotate``, with the mirror (-1 for a flip) and the angle in degrees of each."""
+    transform = jax.tree.map(np.asarray, jax.jit(crop_flip_rotate)(jax.random.split(KEY, DRAWS)))
+    mirror = np.where(transform.turn[:, 1, 1] < 0, -1, 1)  # the cosine is positive
+    angle = np.degrees(np.arctan2(-transform.turn[:, 0, 1], transform.turn[:, 0, 0]))
+    return transform, mirror, angle
+
+
+def test_crop_flip_and_rotation_are_drawn_uniformly_and_independently(tilted):
+    transform, mirror, angle = tilted
+    assert abs(np.mean(mirror == -1) - 0.5) < 4.5 * np.sqrt(0.25 / DRAWS)
+    values, counts = np.unique(transform.shift, return_counts=True)
+    assert values.tolist() == list(range(-4, 5))
+    assert (np.abs(counts / (2 * DRAWS) - 1 / 9) < 4.5 * np.sqrt(8 / 81 / (2 * DRAWS))).all()
+    assert -15 <= angle.min() < -14.5
+    assert 14.5 < angle.max() <= 15
+    assert stats.kstest(angle, stats.uniform(-15, 30).cdf).pvalue > 0.01
+    drawn = np.corrcoef(np.stack([mirror, angle, *transform.shift.T]))
+    assert (np.abs(drawn - np.eye(4)) < 4.5 / np.sqrt(DRAWS)).all()
+    assert (transform.gain == 1).all()
+    assert not transform.offset.any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_crop_flip_and_rotation_one_after_another(shape, tilted):
+    """On a canvas so wide that nothing is cut off on the way, shifted and flipped in NumPy, then turned by SciPy."""
+    transform, mirror, angle = tilted
+    x = images(shape)
+    found = np.asarray(jax.jit(apply_transform)(jax.tree.map(jnp.asarray, transform), jnp.asarray(x)))
+    border = 16
+    moved = shifted(np.pad(x[:300], ((0, 0), (border, border), (border, border), (0, 0))), transform.shift[:300])
+    for i, image in enumerate(moved):
+        image = (image[:, ::-1] if mirror[i] == -1 else image).astype(np.float64)
+        # SciPy turns from the first axis to the second.
+        image = ndimage.rotate(image, -angle[i], axes=(1, 0), reshape=False, order=1, mode="grid-constant")
+        assert np.abs(found[i] - image[border:-border, border:-border]).max() < 0.5 + 1e-2
+
+
 # --- The augmented client --------------------------------------------------------------------------------------------
 
 POOL, CLASSES, LARGEST = 140, 4, 130
@@ -152,7 +191,7 @@ COUNTS, CAPACITY = (0, 1, 4, 9), 9
 # Also more padding, and more than one block of samples.
 CASES = [*((count, CAPACITY) for count in COUNTS), (4, LARGEST + 1), (LARGEST, LARGEST + 1)]
 
-every_kind = pytest.mark.parametrize("kind", ["concat", "replace", "crop_flip"])
+every_kind = pytest.mark.parametrize("kind", ["concat", "replace", "crop_flip", "crop_flip_rotate"])
 every_case = pytest.mark.parametrize(("count", "capacity"), CASES)
 
 
@@ -181,7 +220,8 @@ def contents(data):
 def copies(kind):
     """The copy of each of ``ROWS``: a draw depends on key and position alone."""
     keys = jax.vmap(lambda position: jax.random.fold_in(KEY, position))(jnp.arange(LARGEST))
-    transform = jax.jit(crop_flip if kind == "crop_flip" else five_operations)(keys)
+    draw = {"crop_flip": crop_flip, "crop_flip_rotate": crop_flip_rotate}.get(kind, five_operations)
+    transform = jax.jit(draw)(keys)
     return np.asarray(jax.jit(apply_transform)(transform, jnp.asarray(PIXELS[ROWS])))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedjax_pfl.data.partition import Partition
-from fedjax_pfl.data.split import Split, draw_test, manifest, split_rows
+from fedjax_pfl.data.split import Split, draw_test, manifest, set_aside, split_rows
 from fedjax_pfl.errors import ConfigError
 from tests.data.labels import TEN, fixed, labels_of
 
@@ -68,6 +68,45 @@ def test_splits_are_random_and_independent_of_other_clients():
         assert set(rows) != set(different)
     assert set(splits[0].test) != {row - 100 for row in splits[1].test}
     assert max(splits[0].train) > 90  # no leading block
+
+
+# --- set_aside -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share", "expected"),
+    [
+        ([600, 600], 1 / 6, [100, 100]),
+        ([10, 11, 14, 16], 0.25, [2, 3, 4, 4]),  # exactly 2.5 (to even), 2.75, 3.5 (to even), 4
+        ([2, 1, 0, 3], 0.01, [1, 0, 0, 1]),  # one of each class that can spare it
+        ([2, 1, 0, 3], 0.99, [1, 0, 0, 2]),  # and one is left to train on
+    ],
+)
+def test_a_share_of_each_class_is_set_aside(sizes, share, expected):
+    labels = labels_of(*sizes)
+    train, test = set_aside(labels, share, 0)
+    np.testing.assert_array_equal(np.bincount(labels[test], minlength=len(sizes)), expected)
+    np.testing.assert_array_equal(np.sort(np.concatenate([train, test])), np.arange(sum(sizes)))
+    assert (np.diff(train) > 0).all()
+    assert (np.diff(test) > 0).all()
+
+
+def test_what_is_set_aside_is_random_and_follows_from_the_seed():
+    counts = np.zeros(200)
+    for seed in range(400):
+        test = set_aside(TEN, 0.25, seed)[1]
+        np.testing.assert_array_equal(test, set_aside(TEN, 0.25, seed)[1])
+        counts[test] += 1
+    # Each row is drawn in a quarter of the draws, within six standard deviations.
+    assert np.abs(counts / 400 - 0.25).max() < 6 * np.sqrt(0.25 * 0.75 / 400)
+
+
+def test_the_test_part_is_drawn_from_a_stream_of_its_own():
+    one_class = np.zeros(200, np.int32)
+    test = set_aside(one_class, 0.25, 3)[1]
+    clients = [np.random.SeedSequence(3, spawn_key=(client,)) for client in range(5)]
+    for stream in map(np.random.default_rng, [3, *clients]):
+        assert set(test) != set(stream.choice(200, 50, replace=False))
 
 
 # --- draw_test -------------------------------------------------------------------------------------------------------
@@ -175,6 +214,16 @@ def test_manifest_hash_does_not_depend_on_integer_types():
 
 
 # --- Errors ---
+
+
+@pytest.mark.parametrize(
+    ("share", "seed", "field"),
+    [(0.0, 0, "data.test_part_share"), (1.0, 0, "data.test_part_share"), (0.5, -1, "data.seed")],
+)
+def test_a_bad_test_part_names_its_field(share, seed, field):
+    with pytest.raises(ConfigError) as caught:
+        set_aside(TEN, share, seed)
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(

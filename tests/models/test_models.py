@@ -14,7 +14,7 @@ KEY = jax.random.key(0)
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 SHAPE = (16, 17, 3)
 # ResNet-18 takes long to compile; test_resnet.py has small ones.
-every_model = pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet18"])
+every_model = pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("resnet18")])
 
 
 @functools.cache
@@ -88,10 +88,17 @@ def test_pixels_are_scaled_to_one_and_standardised_per_channel():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_the_names_of_layers_stay_because_initial_values_are_drawn_by_them():
+    cnns = ["conv1", "conv2", "dense"]
+    for name, layers in {"mlp": ["hidden_layer"], "cnn2": cnns, "cnn2s": cnns, "cnn3": [*cnns, "conv3"]}.items():
+        assert sorted(params_of(name)["extractor"]) == sorted(layers)
+
+
 @every_model
 def test_torch_weights_and_biases_are_uniform_within_one_over_the_root_of_the_fan_in(name):
-    params = params_of(name)
-    for layer in [*params["extractor"].values(), params["head"]]:
+    layers = jax.tree.leaves(params_of(name), is_leaf=lambda node: "kernel" in node)
+    assert len(layers) >= 2
+    for layer in layers:
         kernel = np.asarray(layer["kernel"])
         bound = np.prod(kernel.shape[:-1]) ** -0.5
         assert 0.93 * bound < np.abs(kernel).max() <= bound

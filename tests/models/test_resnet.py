@@ -12,6 +12,7 @@ from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.models import MODELS, build
 from fedjax_pfl.models.norm import is_statistic
+from fedjax_pfl.models.projection import Projected
 from fedjax_pfl.models.resnet import ResNet
 from fedjax_pfl.ops.local import Trainer
 from tests.models.test_models import convolution
@@ -210,9 +211,12 @@ def test_every_method_trains_them_in_passes_with_a_mask(name, norm, federation):
 
         return call
 
-    model = join(MODELS["resnet18"]() if norm == "group" else small("batch"), (4, 4, 1))
+    extractor = MODELS["resnet18"]() if norm == "group" else small("batch")
+    model = join(Projected(extractor, 5, "torch") if name == "pfedcspc" else extractor, (4, 4, 1))
     names = ("features", "features_and_maps", "apply")
     model = model._replace(**{name: recorded(getattr(model, name)) for name in names})
+    if model.projection is not None:
+        model = model._replace(projection=model.projection._replace(encode=recorded(model.projection.encode)))
     engine = Engine(METHODS[name](model, TRAIN), 7)
     run = jax.eval_shape(engine.init, KEY, federation)
     after = jax.eval_shape(engine.round, KEY, T0, run, jnp.array(True), federation)

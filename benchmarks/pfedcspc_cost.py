@@ -1,0 +1,83 @@
+"""A round of pFedCSPC against one of FedAvg with the same local epochs, and what each of its parts adds.
+
+    FEDJAX_PFL_DATA=FOLDER python benchmarks/pfedcspc_cost.py --json benchmarks/results/pfedcspc_cost.json
+
+FOLDER holds cifar10_20k.npz. The setting is that of Table II on CIFAR-10. Parts are added one after the other, each
+case is the one before with one more; the programs take turns, and the medians of their rounds are compared.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from fedjax_pfl import load_config
+from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
+from fedjax_pfl.data.sources import load
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "pfedcspc" / "table2_global_and_local.toml"
+OFF = ["method.kappa=0.0", "method.pmi=off", "method.kp_weight=0.0"]
+CASES = {
+    "FedAvg": ["method.name=fedavg"],
+    "all modules off": [*OFF, "method.calibrate=false"],
+    "+ prototypes, exemplars": [*OFF[:2], "method.calibrate=false"],
+    "+ calibration without augmented pairs": [*OFF[:2], "method.augmented=0"],
+    "+ augmented pairs": OFF[:2],
+    "+ personal encoders": OFF[:1],
+    "+ alignment: all of pFedCSPC": [],
+}
+
+
+def compiled_rounds(overrides: list[str]) -> Callable[[int], float]:
+    """A function that runs round t, from where the last call left off, and returns its seconds."""
+    config = load_config(CONFIG, overrides)
+    prepare_devices(config.run.placement)
+    dataset = load(config.data.source)
+    federation, _ = divide(config, dataset)
+    key = jax.random.key(config.run.seed)
+    engine, _ = place(make_engine(config, dataset), config, key, federation)
+    shared, _ = engine.placement.shardings(engine.clients)
+    if shared is not None:
+        federation = jax.device_put(federation, shared)
+    run = jax.jit(engine.init)(key, federation)
+    program = jax.jit(engine.rounds, donate_argnums=1)
+    kept = {"run": run}
+
+    def one(t: int) -> float:
+        began = time.perf_counter()
+        kept["run"] = program(key, kept["run"], np.int32(t), np.int32(t + 1), np.bool_(False), federation)
+        jax.block_until_ready(kept["run"])
+        return time.perf_counter() - began
+
+    return one
+
+
+def main() -> None:
+    """Prints the table, and writes it where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each case, after one that is not")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides")
+    options = parser.parse_args()
+    programs = {name: compiled_rounds([*overrides, *options.set]) for name, overrides in CASES.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for t in range(options.rounds + 1):
+        for name, one in programs.items():
+            seconds[name].append(one(t))
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    print("| case | s per round | ratio to FedAvg |\n|---|---|---|")
+    for name, median in medians.items():
+        print(f"| {name} | {median:.2f} | {median / medians['FedAvg']:.2f} |")
+    if options.json:
+        machine = {"cores": cores(), "backend": jax.default_backend(), "jax": jax.__version__}
+        text = json.dumps({"machine": machine, "set": options.set, "seconds": seconds, "medians": medians}, indent=2)
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""The tables of pFedCSPC: ``python benchmarks/pfedcspc_tables.py table2 --seeds 0,1,2``; see ``tables.py``."""
+
+from pathlib import Path
+
+from tables import main
+
+if __name__ == "__main__":
+    main(Path(__file__).parent / "papers" / "pfedcspc.toml")

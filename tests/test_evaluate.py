@@ -1,0 +1,73 @@
+"""What is measured on a client and on parts of a test set, against scikit-learn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.metrics import f1_score
+
+from fedjax_pfl.data.federated import client_data, pack
+from fedjax_pfl.evaluate import BATCH, Scores, harmonic_mean, score, scores_of, summarize, tally
+
+CLASSES = 5
+# One part longer than a batch, one without samples, one with a sample.
+PARTS = (BATCH + 7, 0, 1, 40)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    """Logits and labels; class 4 is in no sample but among the guesses, class 3 in the last part alone."""
+    rng = np.random.default_rng(0)
+    y = np.concatenate([rng.choice(3, sum(PARTS[:3])), rng.choice([0, 3], PARTS[3])])
+    return (rng.normal(size=(len(y), CLASSES)) + 1.5 * np.eye(CLASSES)[y]).astype(np.float32), y.astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def parts(samples):
+    return pack(np.split(np.arange(len(samples[1])), np.cumsum(PARTS)[:-1]), samples[1], CLASSES)
+
+
+def expected(x, y):
+    """By scikit-learn, over the classes among the labels."""
+    guess = x.argmax(axis=1)
+    assert 4 in guess
+    f1 = f1_score(y, guess, labels=np.unique(y), average="macro", zero_division=0)
+    loss = (np.log(np.exp(x.astype(np.float64)).sum(axis=1)) - x[np.arange(len(y)), y]).mean()
+    return Scores(np.sum(guess == y), np.mean(guess == y), f1, loss)
+
+
+def per_part(fn, samples, parts):
+    """Applies ``fn`` to each part as though it were a client; the logits are its samples."""
+    x, y = map(jnp.asarray, samples)
+    return jax.jit(jax.vmap(lambda part: fn(lambda logits: logits, client_data(x, y, part))))(parts)
+
+
+def test_scores_are_scikit_learns_and_zero_without_samples(samples, parts):
+    found = per_part(score, samples, parts)
+    bounds = np.cumsum((0, *PARTS))
+    for i in (0, 3):
+        rows = slice(bounds[i], bounds[i + 1])
+        np.testing.assert_allclose([leaf[i] for leaf in found], expected(samples[0][rows], samples[1][rows]), rtol=1e-5)
+    assert [float(leaf[1]) for leaf in found] == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_tallies_of_the_parts_give_the_scores_of_the_whole(samples, parts):
+    total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), per_part(tally, samples, parts))
+    found = scores_of(total, jnp.sum(parts.class_counts, axis=0))
+    np.testing.assert_allclose(np.array(found), expected(*samples), rtol=1e-5)
+    # F1 is no mean over parts.
+    separate = per_part(score, samples, parts).macro_f1
+    assert abs(np.average(separate, weights=PARTS) - float(found.macro_f1)) > 0.02
+
+
+def test_the_harmonic_mean_of_two_zeros_is_zero():
+    a, b = np.array([0.6, 0.5, 0.0, 0.0, np.nan]), np.array([0.3, 0.5, 0.7, 0.0, 0.5])
+    np.testing.assert_allclose(harmonic_mean(a, b), [0.4, 0.5, 0.0, 0.0, np.nan], rtol=1e-12)
+    assert float(harmonic_mean(0.6, 0.3)) == pytest.approx(0.4)
+
+
+def test_i_local_is_the_mean_of_the_clients_harmonic_means_not_that_of_their_means():
+    accuracy, f1 = jnp.array([0.5, 1.0, 0.0, 0.0]), jnp.array([0.25, 1.0, 0.0, 0.0])
+    found = summarize(Scores(accuracy * 4, accuracy, f1, accuracy), np.array([4, 4, 4, 0]))
+    assert found["i_local"] == pytest.approx((1 / 3 + 1) / 3, rel=1e-6)
+    assert found["i_local"] != pytest.approx(float(harmonic_mean(found["accuracy"], found["macro_f1"])), abs=0.01)
