@@ -158,7 +158,7 @@ class Run(_Section):
     Attributes:
       seed: seed of initial model, cohorts and batches, and of the partition unless ``data.seed`` is given.
       eval_every: rounds between evaluations; the last round is always evaluated.
-      checkpoint_every: rounds between checkpoints; 0, none, is all that this version offers.
+      checkpoint_every: rounds between checkpoints, which go to ``run.out``; 0 for none but on SIGINT and SIGTERM.
       placement: how clients are mapped: ``map``, ``vmap``, ``shard``, or ``auto`` (by backend).
       chunk: clients side by side on a device; from the memory estimate unless given.
       out: the run directory; nothing is written without.
@@ -167,7 +167,7 @@ class Run(_Section):
 
     seed: int = Field(0, ge=0, lt=2**32)
     eval_every: int = Field(1, ge=1)
-    checkpoint_every: int = Field(0, ge=0, le=0)
+    checkpoint_every: int = Field(0, ge=0)
     placement: Literal["auto", "map", "vmap", "shard"] = "auto"
     chunk: int | None = Field(None, ge=1)
     out: str | None = None

@@ -1,9 +1,11 @@
 """``simulate(config) -> Result``: build, run blocks of rounds, evaluate, record."""
 
-import importlib.metadata
+import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,10 +15,12 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from fedjax_pfl.build import divide, make_engine, place, prepare_devices
+from fedjax_pfl.checkpoint import Checkpoints, Saved, Stop, check_resumable, stop_on_signals, versions
 from fedjax_pfl.config import Config
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import from_arrays, load
 from fedjax_pfl.engine import Engine, Run
+from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.evaluate import Scores, harmonic_mean, summarize
 from fedjax_pfl.memory import count, exchange
 from fedjax_pfl.method import State
@@ -99,23 +103,32 @@ def simulate(
     data: Sequence[np.ndarray] | None = None,
     *,
     overwrite: bool = False,
+    resume: str | os.PathLike[str] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Result:
     """Runs one federated experiment.
+
+    With ``run.out``, SIGINT and SIGTERM leave a checkpoint behind before they end the run; ``run.checkpoint_every``
+    writes one every so many rounds, against all other ways to die.
 
     Args:
       config: what to run.
       data: (images, labels) or (images, labels, test_images, test_labels) instead of ``data.source``; images are
         [n, h, w, c] uint8.
       overwrite: replace what an earlier run left in ``run.out``.
+      resume: the run directory of an interrupted run, which goes on from its newest checkpoint and ends, on the same
+        machine and with the same packages and placement, bit for bit where it would have ended. The config must be the
+        same, except that clients may be placed otherwise, and ``training.rounds`` may grow; output goes to this
+        directory.
       progress: called before compilation, with round 0, and after each block of rounds.
 
     Returns:
       Summary, history per evaluated round, per-client table, final state. The numbers depend on config and data alone.
 
     Raises:
-      ConfigError: config, data and method do not fit together, or the run directory holds something; raised before
-        anything is compiled or written.
+      ConfigError: config, data and method do not fit together, the run directory holds something, or there is no
+        matching checkpoint to resume from; raised before anything is compiled or written.
+      KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after the checkpoint is written.
     """
     began = time.perf_counter()
     prepare_devices(config.run.placement)
@@ -124,49 +137,60 @@ def simulate(
     key_init, key_rounds = jax.random.split(jax.random.key(config.run.seed))
     engine, memory = place(make_engine(config, dataset), config, key_init, federation)
     exchanged = exchange(engine, key_init, federation)
-    record = RunDirectory(config.run.out, overwrite=overwrite) if config.run.out else None
+    record, checkpoints, saved = _open(config, shares["hash"], overwrite=overwrite, resume=resume)
+    run = checkpoints.run(jax.eval_shape(engine.init, key_init, federation)) if checkpoints and saved else None
     if record:
-        record.begin(config.to_toml(), shares)
+        if saved:
+            record.resume(config.to_toml(), saved.lines)
+        else:
+            record.begin(config.to_toml(), shares)
 
     rounds, n_test = config.training.rounds, np.asarray(shares[f"n_{config.data.evaluate_on}"])
+    every = config.run.checkpoint_every or rounds
     memory_bytes = memory.resident + engine.placement.chunk * memory.per_client
+    done = saved or Saved(0, [], 0.0, 0.0, config.model_dump(mode="json"), shares["hash"], versions())
+    t, lines, round_seconds = done.round, list(done.lines), done.round_seconds
+    began -= done.seconds
     if progress:
-        progress(Progress(0, rounds, float("nan"), None, float("nan"), memory_bytes))
+        progress(Progress(t, rounds, float("nan"), None, float("nan"), memory_bytes))
     programs, federation, compile_seconds = _compile(engine, key_init, federation)
-    run = programs.init(key_init, federation)
-    lines: list[dict[str, Any]] = []
-    t, block, round_seconds = 0, 1, 0.0
-    started_running = time.perf_counter()
-    while t < rounds:
-        next_evaluation = min(rounds, (t // config.run.eval_every + 1) * config.run.eval_every)
-        stop = min(t + block, next_evaluation)
-        started = time.perf_counter()
-        evaluated = stop == next_evaluation
-        run = programs.rounds(key_rounds, run, np.int32(t), np.int32(stop), np.bool_(evaluated), federation)
-        loss = float(run.loss)  # waits for the device
-        round_seconds += time.perf_counter() - started
-        t = stop
-        block = max(1, int(_SECONDS_PER_BLOCK * t / round_seconds))
-        if evaluated:
-            pre = programs.pre(key_rounds, np.int32(t), run.state, federation)
-            accuracy, macro_f1 = programs.global_scores(run.state, federation)
-            lines.append(
-                {
-                    "round": t,
-                    "train_loss": loss,
-                    "pre": _with_hm(summarize(pre, n_test), accuracy),
-                    "post": _with_hm(summarize(run.post, n_test), accuracy),
-                    "global": accuracy,
-                    "global_macro_f1": macro_f1,
+    run = programs.init(key_init, federation) if run is None else programs.place(run)
+    pre: Scores | None = None
+    block, started_running = 1, time.perf_counter()
+    with stop_on_signals() if checkpoints else nullcontext(Stop()) as stopping:
+        while t < rounds:
+            next_evaluation = min(rounds, (t // config.run.eval_every + 1) * config.run.eval_every)
+            stop = min(t + block, next_evaluation, (t // every + 1) * every)
+            started = time.perf_counter()
+            evaluated = stop == next_evaluation
+            run = programs.rounds(key_rounds, run, np.int32(t), np.int32(stop), np.bool_(evaluated), federation)
+            loss = float(run.loss)  # waits for the device
+            round_seconds += time.perf_counter() - started
+            t = stop
+            block = max(1, int(_SECONDS_PER_BLOCK * (t - done.round) / (round_seconds - done.round_seconds)))
+            if evaluated:
+                pre = programs.pre(key_rounds, np.int32(t), run.state, federation)
+                scores = _scores(pre, run.post, programs.global_scores(run.state, federation), n_test)
+                cost = {
                     "megabytes": exchanged.sent_bytes(run.traffic) / 1e6,
                     "seconds": time.perf_counter() - began,
                 }
-            )
-            if record:
-                record.append(lines[-1])
-        if progress:
-            left = (time.perf_counter() - started_running) / t * (rounds - t)
-            progress(Progress(t, rounds, loss, lines[-1] if lines else None, left, memory_bytes))
+                lines.append({"round": t, "train_loss": loss, **scores, **cost})
+                if record:
+                    record.append(lines[-1])
+            due = config.run.checkpoint_every and (t % every == 0 or t == rounds)
+            interrupted = stopping.signal and t < rounds
+            if checkpoints and (due or interrupted):
+                seconds = time.perf_counter() - began
+                now = done._replace(round=t, lines=lines, seconds=seconds, round_seconds=round_seconds)
+                checkpoints.save(run, now)
+            if interrupted:
+                stopping.leave()
+            if progress:
+                left = (time.perf_counter() - started_running) / (t - done.round) * (rounds - t)
+                progress(Progress(t, rounds, loss, lines[-1] if lines else None, left, memory_bytes))
+    if pre is None:  # the checkpoint was that of the last round
+        pre = programs.pre(key_rounds, np.int32(t), run.state, federation)
 
     clients = _client_table(np.asarray(shares["n_train"]), n_test, pre, run.post)
     summary = {
@@ -194,8 +218,7 @@ def simulate(
         },
         "memory": {"estimate_bytes": memory_bytes, **memory._asdict()},
         "environment": {
-            "jax": jax.__version__,
-            "fedjax_pfl": importlib.metadata.version("fedjax_pfl"),
+            **versions(),
             "platform": jax.default_backend(),
             "device_count": engine.placement.devices,
             "clients_side_by_side": engine.placement.chunk,
@@ -206,8 +229,33 @@ def simulate(
     return Result(summary, _history(lines), clients, shares, jax.device_get(run.state), config)
 
 
+def _open(
+    config: Config, partition: str, *, overwrite: bool, resume: str | os.PathLike[str] | None
+) -> tuple[RunDirectory | None, Checkpoints | None, Saved | None]:
+    """The run directory and its checkpoints, if there is one, and the checkpoint to go on from; writes nothing."""
+    if resume is None and not config.run.out:
+        if config.run.checkpoint_every:
+            allowed = "0 without a run directory: give run.out"
+            raise ConfigError("run.checkpoint_every", config.run.checkpoint_every, allowed)
+        return None, None, None
+    record = RunDirectory(resume or config.run.out or "", overwrite=overwrite, resume=resume is not None)
+    checkpoints = Checkpoints(record.checkpoints)
+    if resume is None:
+        return record, checkpoints, None
+    saved = checkpoints.newest()
+    check_resumable(saved, config, partition, str(resume))
+    if saved.round == config.training.rounds and record.complete:
+        allowed = f"the run is complete after {saved.round} rounds; to go on, give a larger training.rounds"
+        raise ConfigError("resume", str(resume), allowed)
+    if saved.versions != versions():
+        message = f"{resume} was run with {saved.versions}, here are {versions()}: the last bits may differ"
+        warnings.warn(message, stacklevel=3)
+    return record, checkpoints, saved
+
+
 class _Programs(NamedTuple):
     init: Callable[..., Run]
+    place: Callable[[Run], Run]
     rounds: Callable[..., Run]
     pre: Callable[..., Scores]
     global_scores: Callable[..., tuple[float | None, float | None]]
@@ -247,12 +295,25 @@ def _compile(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[_Pr
         scores = scorer[0](state, data)
         return float(scores.accuracy), float(scores.macro_f1)
 
-    return _Programs(init, rounds, pre, global_scores), data, time.perf_counter() - began
+    def place_run(run: Run) -> Run:
+        placed: Run = jax.device_put(run, run_layout)
+        return placed
+
+    return _Programs(init, place_run, rounds, pre, global_scores), data, time.perf_counter() - began
 
 
-def _with_hm(summary: dict[str, float], accuracy: float | None) -> dict[str, float | None]:
-    """Adds ``hm``, the harmonic mean of the global model's accuracy and ``i_local``; None without a global model."""
-    return {**summary, "hm": None if accuracy is None else float(harmonic_mean(accuracy, summary["i_local"]))}
+def _scores(
+    pre: Scores, post: Scores, global_scores: tuple[float | None, float | None], n_test: Int[np.ndarray, " N"]
+) -> dict[str, Any]:
+    """What ``metrics.jsonl`` says of the models; ``hm`` is the harmonic mean of global accuracy and ``i_local``."""
+    accuracy, macro_f1 = global_scores
+
+    def personal(scores: Scores) -> dict[str, float | None]:
+        summary = summarize(scores, n_test)
+        hm = None if accuracy is None else float(harmonic_mean(accuracy, summary["i_local"]))
+        return {**summary, "hm": hm}
+
+    return {"pre": personal(pre), "post": personal(post), "global": accuracy, "global_macro_f1": macro_f1}
 
 
 def _global_headline(lines: list[dict[str, Any]]) -> dict[str, float | None]:

@@ -1,0 +1,225 @@
+"""Checkpoints: what a run needs to go on as though it had never stopped."""
+
+import importlib.metadata
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_pfl.config import Config
+from fedjax_pfl.engine import Run
+from fedjax_pfl.errors import ConfigError
+
+# How a run is carried out: these may differ between a checkpoint and the run that goes on from it.
+_FREE = ("training.rounds", "run.checkpoint_every", "run.placement", "run.chunk", "run.out", "run.compilation_cache")
+_PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
+# The one before the last stays until the next is complete.
+_KEPT = 2
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds besides the arrays.
+
+    Attributes:
+      round: rounds done.
+      lines: the evaluated rounds so far, as in ``metrics.jsonl``.
+      seconds: time spent on the run so far.
+      round_seconds: the part of it that rounds took.
+      config: the resolved config.
+      partition: hash of the partition.
+      versions: package -> version that the run was written with.
+    """
+
+    round: int
+    lines: list[dict[str, Any]]
+    seconds: float
+    round_seconds: float
+    config: dict[str, Any]
+    partition: str
+    versions: dict[str, str]
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of the packages that a run's numbers depend on."""
+    return {package: importlib.metadata.version(package) for package in _PACKAGES}
+
+
+class Checkpoints:
+    """The checkpoints of one run: a folder per round, each complete or not there at all (orbax renames it last)."""
+
+    def __init__(self, path: Path):
+        """Opens the folder; nothing is written yet.
+
+        Args:
+          path: the folder, in the run directory.
+        """
+        self._path = path.absolute()
+        self._manager: Any = None
+
+    def save(self, run: Run, saved: Saved) -> None:
+        """Writes a checkpoint; the one before the last goes once this one is complete."""
+        import orbax.checkpoint as ocp
+
+        parts = ocp.args.Composite(
+            run=ocp.args.StandardSave(jax.device_get(run)), progress=ocp.args.JsonSave(saved._asdict())
+        )
+        self._open().save(saved.round, args=parts, force=True)
+
+    def newest(self) -> Saved:
+        """The newest checkpoint, without its arrays.
+
+        Raises:
+          ConfigError: there is none, or it cannot be read.
+        """
+        import orbax.checkpoint as ocp
+
+        step = self._open().latest_step() if self._path.is_dir() else None
+        if step is None:
+            raise ConfigError("resume", str(self._path.parent), "a run directory that holds a checkpoint")
+        read = self._restore(step, progress=ocp.args.JsonRestore())
+        try:
+            return Saved(**read["progress"])
+        except TypeError:
+            raise self._unreadable(step, "it holds something else") from None
+
+    def run(self, like: Run) -> Run:
+        """The arrays of the newest checkpoint, on the host.
+
+        Args:
+          like: shapes and types that the run has.
+
+        Raises:
+          ConfigError: it cannot be read, or holds arrays of other shapes.
+        """
+        import orbax.checkpoint as ocp
+
+        step = self._open().latest_step()
+        empty = jax.tree.map(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), like)
+        run: Run = self._restore(step, run=ocp.args.StandardRestore(empty))["run"]
+        for (path, leaf), wanted in zip(jax.tree.leaves_with_path(run), jax.tree.leaves(like), strict=True):
+            if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
+                name, found = jax.tree_util.keystr(path), f"{leaf.dtype}{list(leaf.shape)}"
+                raise self._unreadable(step, f"{name} is {found} instead of {wanted.dtype}{list(wanted.shape)}")
+        return run
+
+    def _open(self) -> Any:
+        if self._manager is None:
+            import orbax.checkpoint as ocp
+
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=_KEPT, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            )
+            self._manager = ocp.CheckpointManager(self._path, options=options)
+        return self._manager
+
+    def _restore(self, step: int, **arguments: Any) -> Any:
+        import orbax.checkpoint as ocp
+
+        try:
+            return self._open().restore(step, args=ocp.args.Composite(**arguments))
+        except Exception as error:  # orbax raises whatever its storage layers do
+            first_line = str(error).strip().partition("\n")[0]
+            raise self._unreadable(step, f"{type(error).__name__}: {first_line[:200]}") from error
+
+    def _unreadable(self, step: int, reason: str) -> ConfigError:
+        allowed = f"a readable checkpoint ({reason}); without this folder, the run resumes from the one before"
+        return ConfigError("resume", str(self._path / str(step)), allowed)
+
+
+def check_resumable(saved: Saved, config: Config, partition: str, directory: str) -> None:
+    """Checks that going on from a checkpoint under this config gives what an uninterrupted run would have given.
+
+    Args:
+      saved: the checkpoint.
+      config: what is to be run now.
+      partition: hash of its partition.
+      directory: the run directory, for the messages.
+
+    Raises:
+      ConfigError: another config (all fields that differ are named), other data, or fewer rounds than are done.
+    """
+    check_alike(Config(**saved.config), config, directory)
+    if partition != saved.partition:
+        allowed = f"the data that the checkpoint in {directory} was run with: another partition came out of these"
+        raise ConfigError("data.source", config.data.source, allowed)
+    if config.training.rounds < saved.round:
+        raise ConfigError("training.rounds", config.training.rounds, f"{saved.round} or more: so many are done")
+
+
+def check_alike(old: Config, new: Config, directory: str) -> None:
+    """Checks that two configs lead to the same numbers, up to their number of rounds.
+
+    Args:
+      old: what the run in the directory was started with.
+      new: what is to be run now.
+      directory: the run directory, for the message.
+
+    Raises:
+      ConfigError: they differ; it names all fields that do.
+    """
+    here, there = _flat(new.model_dump()), _flat(old.model_dump())
+    fields = [name for name in sorted(here.keys() | there.keys()) if name not in _FREE]
+    differing = [name for name in fields if here.get(name) != there.get(name)]
+    if differing:
+        given, wanted = (", ".join(f"{name}={tables.get(name)}" for name in differing) for tables in (here, there))
+        raise ConfigError("config", given, f"what the run in {directory} was started with: {wanted}")
+
+
+def _flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted names; a tuple equals the list that TOML makes of it."""
+    fields: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, dict):
+            fields |= _flat(value, f"{prefix}{key}.")
+        else:
+            fields[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return fields
+
+
+class Stop:
+    """Whether the process was asked to stop."""
+
+    def __init__(self) -> None:
+        """Nobody has asked yet."""
+        self.signal: int | None = None
+
+    def leave(self) -> None:
+        """Does what the signal would have done: KeyboardInterrupt, or exit with 128 + its number."""
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + (self.signal or 0))
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Stop]:
+    """Turns the first SIGINT or SIGTERM into a request, so that there is time to save; a second one acts at once.
+
+    Signals reach the main thread only: elsewhere, nothing is caught.
+    """
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def request(number: int, frame: FrameType | None) -> None:
+        del frame
+        stop.signal = number
+        restore()
+
+    for number in before:
+        signal.signal(number, request)
+    try:
+        yield stop
+    finally:
+        restore()

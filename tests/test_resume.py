@@ -1,0 +1,173 @@
+"""A run that was stopped goes on to the result of one that was not."""
+
+import json
+import os
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from fedjax_pfl import Config, ConfigError, simulate
+from fedjax_pfl.checkpoint import Checkpoints
+
+
+def config(out, **tables):
+    base = {
+        "data": {"source": "digits", "clients": 6, "partition": {"kind": "dirichlet", "beta": 0.3}},
+        "model": {"name": "mlp", "hidden": 8},
+        "method": {"name": "fedpac"},
+        "training": {"rounds": 6, "batch_size": 16, "lr": 0.1},
+        "participation": {"ratio": 0.5},
+        "run": {"eval_every": 4, "checkpoint_every": 2, "out": str(out)},
+    }
+    for section, fields in tables.items():
+        base[section] = {**base.get(section, {}), **fields}
+    return Config(**base)
+
+
+class KilledError(Exception):
+    """Stands for whatever ends a run without a chance to react."""
+
+
+def killed_after(round_number):
+    def progress(now):
+        if now.round >= round_number:
+            raise KilledError
+
+    return progress
+
+
+def metrics(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def assert_same(result, expected, out, expected_out):
+    jax.tree.map(np.testing.assert_array_equal, result.state, expected.state)
+    assert metrics(out) == metrics(expected_out)
+    assert (out / "clients.csv").read_text() == (expected_out / "clients.csv").read_text()
+    for key in ("personal", "global", "traffic", "rounds"):
+        assert result.summary[key] == expected.summary[key]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing interrupted: its result and its directory."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return simulate(config(out)), out
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """The directory of a run that was killed in round 4, after its evaluation, before its checkpoint was the newest."""
+    out = tmp_path_factory.mktemp("interrupted") / "run"
+    with pytest.raises(KilledError):
+        simulate(config(out), progress=killed_after(4))
+    shutil.rmtree(out / "checkpoints" / "4")
+    return out
+
+
+@pytest.fixture
+def copy(interrupted, tmp_path):
+    return shutil.copytree(interrupted, tmp_path / "copy")
+
+
+def test_a_killed_run_goes_on_to_the_same_result(whole, copy):
+    assert len(metrics(copy)) == 1  # of round 4, which will be run again
+    rounds = []
+    result = simulate(config(copy), resume=copy, progress=lambda now: rounds.append(now.round))
+    assert (rounds[0], rounds[-1]) == (2, 6)
+    assert_same(result, whole[0], copy, whole[1])
+    assert result.summary["timing"]["total_seconds"] > 0
+    with pytest.raises(ConfigError, match=r"complete after 6 rounds.*larger training\.rounds"):
+        simulate(config(copy), resume=copy)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_checkpoint_and_ends_the_run(number, whole, tmp_path):
+    """Without ``checkpoint_every``; the signal comes while rounds are running."""
+    out, handlers = tmp_path / "run", [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    without = config(out, run={"checkpoint_every": 0})
+
+    def send(now):
+        if now.round == 1:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as stopped:
+        simulate(without, progress=send)
+    if number == signal.SIGTERM:
+        assert stopped.value.code == 128 + signal.SIGTERM
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert not (out / "summary.json").exists()
+    assert 1 < Checkpoints(out / "checkpoints").newest().round < 6
+    assert_same(simulate(without, resume=out), whole[0], out, whole[1])
+
+
+def test_more_rounds_can_be_added_to_a_complete_run(whole, tmp_path):
+    out = shutil.copytree(whole[1], tmp_path / "run")
+    longer = config(out, training={"rounds": 8})
+    result = simulate(longer, resume=out)
+    expected = simulate(config(tmp_path / "other", training={"rounds": 8}))
+    jax.tree.map(np.testing.assert_array_equal, result.state, expected.state)
+    assert [line["round"] for line in metrics(out)] == [4, 6, 8]  # 6 was the last round once
+    assert "rounds = 8" in (out / "config.toml").read_text()
+
+
+def test_a_run_killed_before_its_summary_only_sums_up(whole, tmp_path):
+    out = shutil.copytree(whole[1], tmp_path / "run")
+    (out / "summary.json").unlink()
+    assert_same(simulate(config(out), resume=out), whole[0], out, whole[1])
+
+
+def test_clients_may_be_placed_otherwise(whole, copy):
+    result = simulate(config(copy, run={"placement": "vmap", "chunk": 3}), resume=copy)
+    for leaf, expected in zip(jax.tree.leaves(result.state), jax.tree.leaves(whole[0].state), strict=True):
+        np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-5)
+
+
+def fails_untouched(out, match, run, **options):
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=match):
+        simulate(run, resume=out, **options)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_another_config_is_refused_with_the_fields_that_differ(copy):
+    other = config(copy, training={"lr": 0.2}, method={"name": "fedpac", "lam": 2.0})
+    match = r"config = 'method\.lam=2\.0, training\.lr=0\.2'.*was started with: method\.lam=1\.0, training\.lr=0\.1"
+    fails_untouched(copy, match, other)
+    fails_untouched(copy, r"training\.rounds = 1 is not usable: 2 or more", config(copy, training={"rounds": 1}))
+
+
+def test_other_data_are_refused(copy):
+    x, y = np.zeros((400, 8, 8, 1), np.uint8), np.arange(400) % 10
+    fails_untouched(copy, r"data\.source.*another partition", config(copy), data=(x, y))
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path, copy):
+    with pytest.raises(ConfigError, match=r"resume = .*a run directory that holds a checkpoint"):
+        simulate(config(tmp_path / "run"), resume=tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+    shutil.rmtree(copy / "checkpoints" / "2")
+    fails_untouched(copy, "a run directory that holds a checkpoint", config(copy))
+
+
+def test_a_damaged_checkpoint_is_named(copy):
+    for path in (copy / "checkpoints" / "2" / "run").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    fails_untouched(copy, r"resume = .*checkpoints/2.* a readable checkpoint \(", config(copy))
+
+
+def test_checkpoints_need_a_run_directory():
+    with pytest.raises(ConfigError, match=r"run\.checkpoint_every = 2 is not usable: 0 without a run directory"):
+        simulate(config("", run={"out": None}))
+
+
+def test_an_overwritten_run_leaves_no_checkpoint_behind(copy):
+    with pytest.raises(KilledError):
+        simulate(config(copy, run={"checkpoint_every": 0}), overwrite=True, progress=killed_after(1))
+    with pytest.raises(ConfigError, match="holds a checkpoint"):
+        simulate(config(copy), resume=copy)
