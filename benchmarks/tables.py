@@ -31,11 +31,12 @@ from scipy import stats
 from fedjax_pfl import Config, ConfigError, Result, load_config, simulate
 from fedjax_pfl.build import cores
 from fedjax_pfl.evaluate import harmonic_mean
+from fedjax_pfl.record import write_atomically
+from fedjax_pfl.report import NONE, grid, mean_and_spread, paired_p
 from fedjax_pfl.simulation import first_reached
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-NONE = "—"
 HEADLINES = {
     "last": "of the last round",
     "best": "of the round with the highest {title}, which is chosen on the samples that are scored",
@@ -194,9 +195,9 @@ def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
-    missing = fill(table, cells, options, command, lambda: write(path, to_json(table, cells)))
+    missing = fill(table, cells, options, command, lambda: write_atomically(path, to_json(table, cells)))
     text = markdown(table, cells, missing, reference)
-    write(path.with_suffix(".md"), text)
+    write_atomically(path.with_suffix(".md"), text)
     print(text, end="")
 
 
@@ -279,14 +280,6 @@ def to_json(table: Table, cells: Mapping[Key, Cell]) -> str:
     """JSON with a line per cell: a cell that is replaced is one line in a diff."""
     lines = ",\n".join(json.dumps(cell) for cell in cells.values())
     return f'{{"paper": {json.dumps(table.paper)}, "table": {json.dumps(table.name)}, "cells": [\n{lines}\n]}}\n'
-
-
-def write(path: Path, text: str) -> None:
-    """Replaces a file at once: a reader, or a call that is stopped, never leaves or sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def fill(
@@ -474,12 +467,6 @@ def lines_of(table: Table, setting: str, cells: Mapping[Key, Cell], missing: Map
     ]
 
 
-def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A markdown table, numbers to the right."""
-    marks = ["---", *["---:"] * (len(headings) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (headings, marks, *rows))
-
-
 def comparison(
     table: Table, setting: Setting, lines: Sequence[Line], reference: str
 ) -> tuple[list[str], list[list[str]]]:
@@ -524,23 +511,7 @@ def mean_ranked(line: Line) -> float:
 
 def ours(line: Line, name: str) -> str:
     """Our figure in %: the mean over seeds, with the sample standard deviation if there are two or more."""
-    percent = 100 * np.array(list(line.by_seed(name).values()))
-    if not len(percent):
-        return NONE
-    spread = f" ± {percent.std(ddof=1):.2f}" if len(percent) > 1 else ""
-    return f"{percent.mean():.2f}{spread}"
-
-
-def paired_p(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:
-    """p-value of a two-sided paired t-test over the seeds that both have.
-
-    Returns:
-      None with fewer than two such seeds, and where all differences are the same: there is no spread to judge by.
-    """
-    differences = np.array([first[seed] - second[seed] for seed in first if seed in second])
-    if len(differences) < 2 or np.ptp(differences) < 1e-12:
-        return None
-    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+    return mean_and_spread(100 * np.array(list(line.by_seed(name).values())))
 
 
 def rank_correlation(paper: Sequence[float], ours: Sequence[float]) -> float | None:

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedjax_pfl.comparison import Comparison, compare
     from fedjax_pfl.config import Config, load_config
     from fedjax_pfl.errors import ConfigError
     from fedjax_pfl.methods import METHODS
@@ -14,15 +15,17 @@ if TYPE_CHECKING:
 
 # Imported at first use: JAX takes a second, which `fedjax-pfl --help` should not.
 _HOME = {
+    "Comparison": "comparison",
     "Config": "config",
     "ConfigError": "errors",
     "METHODS": "methods",
     "Result": "simulation",
+    "compare": "comparison",
     "load_config": "config",
     "simulate": "simulation",
 }
 
-__all__ = ["METHODS", "Config", "ConfigError", "Result", "load_config", "simulate"]
+__all__ = ["METHODS", "Comparison", "Config", "ConfigError", "Result", "compare", "load_config", "simulate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: ``fedjax-pfl run | partition | methods | models | datasets | describe``.
+"""The command line: ``fedjax-pfl run | compare | partition | methods | models | datasets | describe``.
 
 Heavy modules are imported inside the commands, so that ``--help`` answers at once.
 """
@@ -53,13 +53,20 @@ def main() -> None:
 
 @app.command()
 def run(
-    config: ConfigFile,
+    config: Annotated[Path | None, typer.Argument(help="A TOML config.", metavar="CONFIG.toml")] = None,
     overrides: Overrides = None,
     out: Annotated[str | None, typer.Option(help="The run directory; by default one under runs/.")] = None,
     overwrite: Overwrite = False,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the interrupted run in this directory.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
-    """Run an experiment and write its run directory."""
+    """Run an experiment and write its run directory, or go on with one (CONFIG.toml is then that of the directory)."""
+    if resume is not None:
+        if config is not None and "=" in config.name:  # no config, but an override
+            config, overrides = None, [str(config), *(overrides or [])]
+        config, out = config or resume / "config.toml", str(resume)
+    if config is None:
+        raise ConfigError("CONFIG.toml", "(missing)", "a config file, or --resume with a run directory")
     loaded = _load(config, overrides, out)
     if loaded.run.out is None:
         name = f"{config.stem}-{loaded.method['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -67,13 +74,56 @@ def run(
     _use_compilation_cache(loaded)
     from fedjax_pfl.simulation import simulate
 
-    with _progress(loaded, quiet) as report:
-        result = simulate(loaded, overwrite=overwrite, progress=report)
+    try:
+        with _progress(loaded, quiet) as report:
+            result = simulate(loaded, overwrite=overwrite, resume=resume, progress=report)
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        print(f"interrupted; if it had begun: fedjax-pfl run --resume {loaded.run.out}", file=sys.stderr)
+        sys.exit(interrupt.code if isinstance(interrupt, SystemExit) else 130)
     if not quiet:
         _print_summary(result.summary)
         if not math.isfinite(result.history["train_loss"][-1]):
             print("the training loss is not a number: the run diverged; try a smaller training.lr")
         print(f"written to {loaded.run.out}")
+
+
+@app.command()
+def compare(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    methods: Annotated[str, typer.Option(help="Names, separated by commas.")] = "local,fedavg_ft,fedrep",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    baseline: Annotated[str | None, typer.Option(help="What the t-test compares with; else the first method.")] = None,
+    out: Annotated[str | None, typer.Option(help="Where runs and table go; by default a folder under runs/.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the table and errors.")] = False,
+) -> None:
+    """Run methods side by side, all else equal, and print the table that papers print.
+
+    A call with the same --out goes on where the last one stopped.
+    """
+    loaded = _load(config, overrides, None)
+    out = out or str(Path("runs") / f"compare-{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    names = [name.strip() for name in methods.split(",")]
+    try:
+        numbers = [int(seed) for seed in seeds.split(",")]
+    except ValueError:
+        raise ConfigError("--seeds", seeds, "whole numbers, separated by commas") from None
+    _use_compilation_cache(loaded)
+    from fedjax_pfl.comparison import compare
+
+    def report(method: str, seed: int, now: "Progress") -> None:
+        if now.round == now.rounds and not quiet:
+            print(f"{method}, seed {seed}: {_numbers(now)}", flush=True)
+
+    try:
+        comparison = compare(loaded, names, seeds=numbers, baseline=baseline, out=out, progress=report)
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        print(f"interrupted; the same command with --out {out} goes on", file=sys.stderr)
+        sys.exit(interrupt.code if isinstance(interrupt, SystemExit) else 130)
+    _print_markdown(comparison.markdown())
+    print(f"written to {out}")
+    if comparison.failed:
+        sys.exit(1)
 
 
 @app.command()
@@ -197,6 +247,14 @@ def _numbers(now: "Progress") -> str:
         for point in ("pre", "post"):
             shown += f"  {point} {100 * now.last[point]['accuracy']:.2f}%"
     return shown
+
+
+def _print_markdown(text: str) -> None:
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    # Not cut to the width of a terminal where there is none.
+    Console(width=None if sys.stdout.isatty() else 140).print(Markdown(text))
 
 
 def _print_summary(summary: dict[str, Any]) -> None:

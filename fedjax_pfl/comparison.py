@@ -1,0 +1,240 @@
+"""``compare(config, methods, seeds)``: the table that papers print, methods side by side under one protocol."""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_pfl.checkpoint import check_alike
+from fedjax_pfl.config import Config, load_config
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.record import RunDirectory, write_atomically
+from fedjax_pfl.report import NONE, grid, mean_and_spread, paired_p
+from fedjax_pfl.simulation import Progress, simulate
+
+_LEGEND = (
+    "Accuracy in % after {rounds} rounds, unweighted mean over {clients} clients; mean over seeds {seeds} ± sample "
+    "standard deviation. PRE: after aggregation; POST: after local training; *: what the method is judged by, and what "
+    "best (over the evaluated rounds, selected on {evaluated_on} data), std of clients and worst 10 % are of. "
+    "Global: the shared model on the pooled {evaluated_on} set. MB: all clients, up and down. "
+    "p: two-sided paired t-test over seeds against {baseline}."
+)
+
+
+class Cell(NamedTuple):
+    """One run of a comparison.
+
+    Attributes:
+      method: its name.
+      seed: its seed.
+      summary: what ``summary.json`` says; None where the run failed.
+      error: why it failed.
+    """
+
+    method: str
+    seed: int
+    summary: dict[str, Any] | None
+    error: str | None = None
+
+    def figures(self) -> dict[str, float]:
+        """The columns of the table, of this run alone: accuracies in [0, 1], NaN for a missing global model."""
+        if self.summary is None:
+            return {}
+        headline, personal = self.summary["headline"], self.summary["personal"]
+        judged = personal[headline]
+        return {
+            "headline": judged["last"],
+            "pre": personal["pre"]["last"],
+            "post": personal["post"]["last"],
+            "best": judged["best"],
+            "std_clients": judged["std_clients"],
+            "worst_10_percent": judged["worst_10_percent"],
+            "global": float("nan") if self.summary["global"] is None else self.summary["global"],
+            "megabytes": self.summary["traffic"]["megabytes_total"],
+            "seconds_per_round": self.summary["timing"]["seconds_per_round"],
+        }
+
+
+class Comparison(NamedTuple):
+    """All runs of a comparison, in the order in which the methods were given.
+
+    Attributes:
+      config: what all runs share.
+      cells: one per method and seed.
+      baseline: the method that the t-test compares with.
+    """
+
+    config: Config
+    cells: list[Cell]
+    baseline: str
+
+    @property
+    def failed(self) -> list[Cell]:
+        """The runs that failed."""
+        return [cell for cell in self.cells if cell.summary is None]
+
+    def by_seed(self, method: str, figure: str = "headline") -> dict[int, float]:
+        """A figure of a method's runs; see `Cell.figures` for the names."""
+        runs = [cell for cell in self.cells if cell.method == method and cell.summary is not None]
+        return {cell.seed: cell.figures()[figure] for cell in runs}
+
+    def markdown(self) -> str:
+        """The table: a row per method, the best headline accuracy in bold."""
+        methods = list(dict.fromkeys(cell.method for cell in self.cells))
+        judged = {method: self.by_seed(method) for method in methods}
+        means = {method: np.mean(list(values.values())) for method, values in judged.items() if values}
+        best = max(means, key=lambda method: means[method], default=None)
+        rows = [self._row(method, judged, bold=method == best) for method in methods]
+        data, seeds = self.config.data, dict.fromkeys(cell.seed for cell in self.cells)
+        legend = _LEGEND.format(
+            rounds=self.config.training.rounds,
+            clients=data.clients,
+            seeds=", ".join(map(str, seeds)),
+            evaluated_on=data.evaluate_on,
+            baseline=self.baseline,
+        )
+        title = f"# {data.source}, {data.partition['kind']}, {self.config.model['name']}"
+        errors = [f"**Failed**: {cell.method}, seed {cell.seed}: {cell.error}" for cell in self.failed]
+        return "\n\n".join([title, legend, grid(list(rows[0]), [list(row.values()) for row in rows]), *errors]) + "\n"
+
+    def csv(self) -> str:
+        """A line per run."""
+        text = io.StringIO()
+        names = ["method", "seed", "headline", "pre", "post", "best", "std_clients", "worst_10_percent", "global"]
+        writer = csv.DictWriter(text, [*names, "megabytes", "seconds_per_round"], lineterminator="\n")
+        writer.writeheader()
+        for cell in self.cells:
+            figures = {name: "" if np.isnan(value) else value for name, value in cell.figures().items()}
+            writer.writerow({"method": cell.method, "seed": cell.seed, **figures})
+        return text.getvalue()
+
+    def _row(self, method: str, judged: dict[str, dict[int, float]], *, bold: bool) -> dict[str, str]:
+        def percent(figure: str) -> str:
+            values = [100 * value for value in self.by_seed(method, figure).values() if not np.isnan(value)]
+            return mean_and_spread(values)
+
+        def mean(figure: str, digits: int) -> str:
+            values = list(self.by_seed(method, figure).values())
+            return f"{np.mean(values):.{digits}f}" if values else NONE
+
+        summaries = [cell.summary for cell in self.cells if cell.method == method and cell.summary is not None]
+        headline = summaries[0]["headline"] if summaries else None
+
+        def point(name: str) -> str:
+            if name != headline:
+                return percent(name)
+            return f"**{percent(name)}** *" if bold else f"{percent(name)} *"
+
+        p = None if method == self.baseline else paired_p(judged[method], judged.get(self.baseline, {}))
+        return {
+            "method": method,
+            "PRE": point("pre"),
+            "POST": point("post"),
+            "best": percent("best"),
+            "std of clients": percent("std_clients"),
+            "worst 10 %": percent("worst_10_percent"),
+            "global": percent("global"),
+            "MB": mean("megabytes", 1),
+            "s per round": mean("seconds_per_round", 3),
+            "p": NONE if p is None else f"{p:.3g}",
+        }
+
+
+def compare(
+    config: Config,
+    methods: Sequence[str],
+    *,
+    seeds: Sequence[int] = (0,),
+    baseline: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    data: Sequence[np.ndarray] | None = None,
+    progress: Callable[[str, int, Progress], None] | None = None,
+) -> Comparison:
+    """Runs several methods with several seeds, all else equal, and sums them up.
+
+    Runs with the same seed have the same partition, the same initial model and the same batches in the same order
+    (common random numbers), so that differences between methods can be tested pair by pair.
+
+    Args:
+      config: what all runs share. The hyperparameters in its ``method`` table are those of the method it names; the
+        other methods run with their defaults.
+      methods: names in ``METHODS``.
+      seeds: values of ``run.seed``.
+      baseline: the method that the t-test compares with; the first one unless given.
+      out: a folder for run directories, ``comparison.md`` and ``comparison.csv``. Complete runs that are found there
+        are not run again, interrupted ones are resumed. Nothing is written unless given.
+      data: as in `simulate`.
+      progress: called as in `simulate`, with method and seed before it.
+
+    Returns:
+      The runs; one that failed is reported among them and does not stop the others.
+
+    Raises:
+      ConfigError: no such method, or a run directory holds another run; raised before anything is run.
+    """
+    cells = _cells(config, methods, seeds, out)
+    baseline = methods[0] if baseline is None else baseline
+    if baseline not in methods:
+        raise ConfigError("baseline", baseline, f"one of the methods compared: {', '.join(methods)}")
+    done: list[Cell] = []
+    for (method, seed), cell_config in cells.items():
+
+        def report(now: Progress, method: str = method, seed: int = seed) -> None:
+            if progress:
+                progress(method, seed, now)
+
+        try:
+            done.append(Cell(method, seed, _summary(cell_config, data, report)))
+        except ConfigError as error:
+            done.append(Cell(method, seed, None, str(error)))
+        if out is not None:
+            comparison = Comparison(config, done, baseline)
+            write_atomically(Path(out) / "comparison.md", comparison.markdown())
+            write_atomically(Path(out) / "comparison.csv", comparison.csv())
+    return Comparison(config, done, baseline)
+
+
+def _cells(
+    config: Config, methods: Sequence[str], seeds: Sequence[int], out: str | os.PathLike[str] | None
+) -> dict[tuple[str, int], Config]:
+    """The config of each run."""
+    for field, given in (("methods", methods), ("seeds", seeds)):
+        if not given or len(set(given)) < len(given):
+            raise ConfigError(field, list(given), "one or more, each of them once")
+    unknown = [method for method in methods if method not in METHODS]
+    if unknown:
+        raise ConfigError("methods", unknown[0], f"allowed: {', '.join(METHODS)}")
+    cells = {}
+    for method in methods:
+        table = config.method if config.method["name"] == method else {"name": method}
+        for seed in seeds:
+            tables = config.model_dump()
+            folder = None if out is None else str(Path(out) / f"{method}-seed{seed}")
+            tables |= {"method": table, "run": {**tables["run"], "seed": seed, "out": folder}}
+            cells[method, seed] = Config(**tables)
+            if folder is not None and (Path(folder) / "config.toml").exists():
+                check_alike(load_config(Path(folder) / "config.toml"), cells[method, seed], folder)
+    return cells
+
+
+def _summary(config: Config, data: Sequence[np.ndarray] | None, progress: Callable[[Progress], None]) -> dict[str, Any]:
+    """The summary of a run, which is read, resumed or begun."""
+    if config.run.out is None:
+        return simulate(config, data, progress=progress).summary
+    begun = (Path(config.run.out) / "config.toml").exists()
+    record = RunDirectory(config.run.out, overwrite=begun)
+    if record.complete:
+        summary: dict[str, Any] = json.loads((record.path / "summary.json").read_text(encoding="utf-8"))
+        if summary["rounds"] != config.training.rounds:
+            allowed = f"{summary['rounds']}, as in the complete run in {record.path}"
+            raise ConfigError("training.rounds", config.training.rounds, allowed)
+        return summary
+    resumable = record.checkpoints.is_dir() and any(path.name.isdigit() for path in record.checkpoints.iterdir())
+    resume = record.path if resumable else None
+    return simulate(config, data, overwrite=begun, resume=resume, progress=progress).summary

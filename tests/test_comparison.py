@@ -1,0 +1,177 @@
+"""Methods side by side: the runs behind the table, and the table."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+from typer.testing import CliRunner
+
+from fedjax_pfl import Config, ConfigError, compare, simulate
+from fedjax_pfl.cli import app
+from fedjax_pfl.comparison import Cell, Comparison
+
+METHODS = ("local", "fedavg", "fedcpd")  # the last one asks for feature maps, which an MLP has not: it fails
+SEEDS = (0, 1)
+
+
+def config(**tables):
+    base = {
+        "data": {"source": "digits", "clients": 5, "partition": {"kind": "dirichlet", "beta": 0.3}},
+        "model": {"name": "mlp", "hidden": 8},
+        "method": {"name": "fedavg"},
+        "training": {"rounds": 3, "batch_size": 16, "lr": 0.1},
+        "run": {"eval_every": 2},
+    }
+    for section, fields in tables.items():
+        base[section] = {**base.get(section, {}), **fields}
+    return Config(**base)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("compare") / "table"
+
+
+@pytest.fixture(scope="module")
+def comparison(out):
+    return compare(config(), METHODS, seeds=SEEDS, out=out)
+
+
+def test_a_cell_is_the_run_that_simulate_gives(comparison, out):
+    result = simulate(config(run={"seed": 1}))
+    cell = next(cell for cell in comparison.cells if (cell.method, cell.seed) == ("fedavg", 1))
+    assert cell.summary["personal"] == result.summary["personal"]
+    assert cell.figures()["pre"] == cell.figures()["headline"] == result.summary["personal"]["pre"]["last"]
+    assert cell.figures()["global"] == result.summary["global"]
+    assert json.loads((out / "fedavg-seed1" / "summary.json").read_text())["personal"] == result.summary["personal"]
+
+
+def test_methods_share_partitions_which_seeds_do_not(comparison):
+    hashes = {
+        seed: {c.summary["partition_hash"] for c in comparison.cells if c.summary and c.seed == seed} for seed in SEEDS
+    }
+    assert all(len(found) == 1 for found in hashes.values())
+    assert hashes[0] != hashes[1]
+
+
+def test_a_failing_method_is_reported_and_stops_no_other(comparison, out):
+    assert [(cell.method, cell.seed) for cell in comparison.failed] == [("fedcpd", 0), ("fedcpd", 1)]
+    assert len(comparison.cells) == 6
+    text = (out / "comparison.md").read_text()
+    assert "**Failed**: fedcpd, seed 1: method.name = 'fedcpd' is not usable" in text
+    assert text == comparison.markdown()
+
+
+def test_complete_runs_are_not_run_again(comparison, out):
+    called = []
+    again = compare(config(), METHODS[:2], seeds=SEEDS, out=out, progress=lambda *now: called.append(now))
+    assert not called
+    assert [cell.summary for cell in again.cells] == [cell.summary for cell in comparison.cells[:4]]
+
+
+def test_an_interrupted_comparison_goes_on(comparison, tmp_path):
+    class KilledError(Exception):
+        pass
+
+    def killed(method, seed, now):
+        if (method, seed, now.round) == ("fedavg", 0, 2):
+            raise KilledError
+
+    saving = config(run={"checkpoint_every": 1})
+    with pytest.raises(KilledError):
+        compare(saving, METHODS[:2], seeds=[0], out=tmp_path, progress=killed)
+    resumed = []
+    done = compare(saving, METHODS[:2], seeds=[0], out=tmp_path, progress=lambda *now: resumed.append(now))
+    assert {method for method, _, _ in resumed} == {"fedavg"}
+    assert resumed[0][2].round == 2  # not from the beginning
+    expected = [cell.summary["personal"] for cell in comparison.cells if cell.seed == 0 and cell.summary]
+    assert [cell.summary["personal"] for cell in done.cells] == expected
+
+
+def synthetic():
+    """Three methods, the second judged by POST, with figures that are easy to follow."""
+
+    def summary(headline, pre, post, shared):
+        def judged(last):
+            return {"last": last, "best": last + 0.01, "std_clients": 0.1, "worst_10_percent": last - 0.2}
+
+        return {
+            "headline": headline,
+            "personal": {"pre": judged(pre), "post": judged(post)},
+            "global": shared,
+            "traffic": {"megabytes_total": 2.0},
+            "timing": {"seconds_per_round": 0.5},
+        }
+
+    cells = []
+    for seed, shift in enumerate((0.0, 0.01, 0.04)):
+        cells += [
+            Cell("local", seed, summary("post", 0.5 + shift, 0.5, None)),
+            Cell("fedavg", seed, summary("pre", 0.7 + 2 * shift, 0.6, 0.4)),
+            Cell("ditto", seed, summary("post", 0.9, 0.72, 0.4 + shift)),
+        ]
+    return Comparison(config(), cells, "local")
+
+
+def test_the_table_by_hand():
+    table = synthetic()
+    rows = [line.split(" | ") for line in table.markdown().splitlines() if line.startswith("| ")]
+    named = {row[0].strip("| "): [text.strip(" |") for text in row[1:]] for row in rows[2:]}
+    fedavg = [0.7, 0.72, 0.78]
+    mean, std = 100 * np.mean(fedavg), 100 * np.std(fedavg, ddof=1)
+    assert named["fedavg"][0] == f"**{mean:.2f} ± {std:.2f}** *"  # 73.33, above ditto's 72.00
+    assert named["ditto"][:2] == ["90.00 ± 0.00", "72.00 ± 0.00 *"]
+    assert named["ditto"][2:5] == ["73.00 ± 0.00", "10.00 ± 0.00", "52.00 ± 0.00"]
+    assert named["local"][5] == "—"
+    assert named["fedavg"][5] == "40.00 ± 0.00"
+    assert named["local"][6:] == ["2.0", "0.500", "—"]
+    assert named["fedavg"][8] == f"{stats.ttest_rel(fedavg, [0.5, 0.5, 0.5]).pvalue:.3g}"
+    assert named["ditto"][8] == "—"  # the same difference three times over has no spread
+    lines = list(csv.DictReader(table.csv().splitlines()))
+    assert len(lines) == 9
+    assert lines[0]["global"] == ""
+    assert float(lines[1]["headline"]) == 0.7
+
+
+def test_other_settings_are_not_mixed_into_a_table(comparison, out):
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"config = 'training\.lr=0\.2' is not usable: what the run in .*local-seed0"):
+        compare(config(training={"lr": 0.2}), METHODS[:2], seeds=SEEDS, out=out)
+    longer = compare(config(training={"rounds": 5}), METHODS[:1], seeds=[0], out=out).cells[0]
+    assert "training.rounds = 5 is not usable: 3, as in the complete run" in longer.error
+    after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.parent != out}
+    assert after == {path: text for path, text in before.items() if path.parent != out}
+
+
+@pytest.mark.parametrize(
+    ("methods", "options", "message"),
+    [
+        (["fedavg", "fedsgd"], {}, r"methods = 'fedsgd' is not usable: allowed: local, fedavg, "),
+        (["fedavg", "fedavg"], {}, r"methods = .* one or more, each of them once"),
+        (["fedavg"], {"seeds": []}, r"seeds = \[\] is not usable: one or more"),
+        (["fedavg"], {"seeds": [-1]}, r"run\.seed = -1 "),
+        (["fedavg"], {"baseline": "local"}, r"baseline = 'local' is not usable: one of the methods compared: fedavg"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(methods, options, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        compare(config(), methods, out=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_prints_the_table(comparison, out, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(config().to_toml())
+    arguments = ["compare", str(path), "--methods", "local,fedavg", "--seeds", "0,1", "--out", str(out)]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert "fedavg" in shown.output
+    assert "worst 10 %" in shown.output
+    failing = CliRunner().invoke(app, [*arguments[:3], "fedcpd,local", *arguments[4:], "--quiet"])
+    assert failing.exit_code == 1
+    assert "Failed: fedcpd" in failing.output
+    wrong = CliRunner().invoke(app, [*arguments[:4], "--seeds", "0,x"])
+    assert isinstance(wrong.exception, ConfigError)
+    assert "--seeds = '0,x'" in str(wrong.exception)
