@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fedjax_pfl.errors import ConfigError
     from fedjax_pfl.methods import METHODS
     from fedjax_pfl.simulation import Result, simulate
+    from fedjax_pfl.sweeps import Sweep, load_sweep, sweep
 
 # Imported at first use: JAX takes a second, which `fedjax-pfl --help` should not.
 _HOME = {
@@ -20,12 +21,27 @@ _HOME = {
     "ConfigError": "errors",
     "METHODS": "methods",
     "Result": "simulation",
+    "Sweep": "sweeps",
     "compare": "comparison",
     "load_config": "config",
+    "load_sweep": "sweeps",
     "simulate": "simulation",
+    "sweep": "sweeps",
 }
 
-__all__ = ["METHODS", "Comparison", "Config", "ConfigError", "Result", "compare", "load_config", "simulate"]
+__all__ = [
+    "METHODS",
+    "Comparison",
+    "Config",
+    "ConfigError",
+    "Result",
+    "Sweep",
+    "compare",
+    "load_config",
+    "load_sweep",
+    "simulate",
+    "sweep",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,9 @@
 import contextlib
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -108,12 +110,24 @@ def _official_parts(dataset: Dataset, share: float | None, seed: int) -> tuple[R
     return np.arange(dataset.train_rows), np.arange(dataset.train_rows, len(dataset.labels))
 
 
-def make_engine(config: Config, dataset: Dataset) -> Engine:
-    """Model, trainer and method, joined; clients one by one on one device until :func:`place` decides."""
-    trainer = Trainer(**config.training.model_dump(exclude={"rounds", "augment"}))
+def make_engine(config: Config, dataset: Dataset, swept: Mapping[str, Array] = MappingProxyType({})) -> Engine:
+    """Model, trainer and method, joined; clients one by one on one device until :func:`place` decides.
+
+    Args:
+      config: what to run.
+      dataset: what the model is fitted to.
+      swept: traced values that take the place of numbers in the config, by dotted name (``training.lr``).
+
+    Raises:
+      ConfigError: model, method and data do not fit together.
+    """
+    training, options = config.training.model_dump(exclude={"rounds", "augment"}), _options(config.method, "name")
+    for field, value in swept.items():
+        section, _, key = field.partition(".")
+        {"training": training, "method": options}[section][key] = value
     name, model = config.method["name"], _model(config, dataset)
     try:
-        method = METHODS[name](model, trainer, **_options(config.method, "name"))
+        method = METHODS[name](model, Trainer(**training), **options)
     except ValueError as error:
         raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
     if config.training.augment is not None:

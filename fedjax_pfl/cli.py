@@ -1,4 +1,4 @@
-"""The command line: ``fedjax-pfl run | compare | partition | methods | models | datasets | describe``.
+"""The command line: ``fedjax-pfl run | compare | sweep | partition | methods | models | datasets | describe``.
 
 Heavy modules are imported inside the commands, so that ``--help`` answers at once.
 """
@@ -123,6 +123,32 @@ def compare(
     _print_markdown(comparison.markdown())
     print(f"written to {out}")
     if comparison.failed:
+        sys.exit(1)
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A TOML file with config and grid.", metavar="SWEEP.toml")],
+    out: Annotated[str | None, typer.Option(help="Where runs and tables go; by default a folder under runs/.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the table and errors.")] = False,
+) -> None:
+    """Run every combination of the values in a grid, as few programs as possible.
+
+    A call with the same --out repeats no run that is complete.
+    """
+    from fedjax_pfl.sweeps import load_sweep, sweep
+
+    config, grid, baseline = load_sweep(file)
+    out = out or str(Path("runs") / f"sweep-{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    _use_compilation_cache(config)
+    try:
+        result = sweep(config, grid, baseline=baseline, out=out, progress=None if quiet else print)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command with --out {out} goes on", file=sys.stderr)
+        sys.exit(130)
+    _print_markdown(result.markdown())
+    print(f"written to {out}")
+    if result.failed:
         sys.exit(1)
 
 

@@ -15,7 +15,7 @@ from fedjax_pfl.config import Config, load_config
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.record import RunDirectory, write_atomically
-from fedjax_pfl.report import NONE, grid, mean_and_spread, paired_p
+from fedjax_pfl.report import NONE, figures_of, grid, mean_and_spread, paired_p
 from fedjax_pfl.simulation import Progress, simulate
 
 _LEGEND = (
@@ -42,24 +42,6 @@ class Cell(NamedTuple):
     summary: dict[str, Any] | None
     error: str | None = None
 
-    def figures(self) -> dict[str, float]:
-        """The columns of the table, of this run alone: accuracies in [0, 1], NaN for a missing global model."""
-        if self.summary is None:
-            return {}
-        headline, personal = self.summary["headline"], self.summary["personal"]
-        judged = personal[headline]
-        return {
-            "headline": judged["last"],
-            "pre": personal["pre"]["last"],
-            "post": personal["post"]["last"],
-            "best": judged["best"],
-            "std_clients": judged["std_clients"],
-            "worst_10_percent": judged["worst_10_percent"],
-            "global": float("nan") if self.summary["global"] is None else self.summary["global"],
-            "megabytes": self.summary["traffic"]["megabytes_total"],
-            "seconds_per_round": self.summary["timing"]["seconds_per_round"],
-        }
-
 
 class Comparison(NamedTuple):
     """All runs of a comparison, in the order in which the methods were given.
@@ -80,9 +62,9 @@ class Comparison(NamedTuple):
         return [cell for cell in self.cells if cell.summary is None]
 
     def by_seed(self, method: str, figure: str = "headline") -> dict[int, float]:
-        """A figure of a method's runs; see `Cell.figures` for the names."""
-        runs = [cell for cell in self.cells if cell.method == method and cell.summary is not None]
-        return {cell.seed: cell.figures()[figure] for cell in runs}
+        """A figure of a method's runs; see `report.figures_of` for the names."""
+        summaries = {cell.seed: cell.summary for cell in self.cells if cell.method == method}
+        return {seed: figures_of(summary)[figure] for seed, summary in summaries.items() if summary is not None}
 
     def markdown(self) -> str:
         """The table: a row per method, the best headline accuracy in bold."""
@@ -110,8 +92,9 @@ class Comparison(NamedTuple):
         writer = csv.DictWriter(text, [*names, "megabytes", "seconds_per_round"], lineterminator="\n")
         writer.writeheader()
         for cell in self.cells:
-            figures = {name: "" if np.isnan(value) else value for name, value in cell.figures().items()}
-            writer.writerow({"method": cell.method, "seed": cell.seed, **figures})
+            figures = figures_of(cell.summary) if cell.summary else {}
+            shown = {name: "" if np.isnan(value) else value for name, value in figures.items()}
+            writer.writerow({"method": cell.method, "seed": cell.seed, **shown})
         return text.getvalue()
 
     def _row(self, method: str, judged: dict[str, dict[int, float]], *, bold: bool) -> dict[str, str]:

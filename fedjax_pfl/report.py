@@ -1,10 +1,34 @@
 """Statistics over seeds, and tables in Markdown."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 NONE = "—"
+
+
+def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of one run that tables show, from its summary.
+
+    Returns:
+      ``headline``, the accuracy that the method is judged by, ``pre`` and ``post``, all after the last round; ``best``,
+      ``std_clients`` and ``worst_10_percent`` of the headline's point; ``global``, NaN without a global model.
+      Accuracies lie in [0, 1]. ``megabytes`` in all, ``seconds_per_round``.
+    """
+    headline, personal = summary["headline"], summary["personal"]
+    judged = personal[headline]
+    return {
+        "headline": judged["last"],
+        "pre": personal["pre"]["last"],
+        "post": personal["post"]["last"],
+        "best": judged["best"],
+        "std_clients": judged["std_clients"],
+        "worst_10_percent": judged["worst_10_percent"],
+        "global": float("nan") if summary["global"] is None else summary["global"],
+        "megabytes": summary["traffic"]["megabytes_total"],
+        "seconds_per_round": summary["timing"]["seconds_per_round"],
+    }
 
 
 def paired_p(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:

@@ -19,10 +19,10 @@ from fedjax_pfl.checkpoint import Checkpoints, Saved, Stop, check_resumable, sto
 from fedjax_pfl.config import Config
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import from_arrays, load
-from fedjax_pfl.engine import Engine, Run
+from fedjax_pfl.engine import Engine, Placement, Run, Traffic
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.evaluate import Scores, harmonic_mean, summarize
-from fedjax_pfl.memory import count, exchange
+from fedjax_pfl.memory import Exchange, count, exchange
 from fedjax_pfl.method import State
 from fedjax_pfl.record import RunDirectory
 
@@ -170,7 +170,7 @@ def simulate(
             block = max(1, int(_SECONDS_PER_BLOCK * (t - done.round) / (round_seconds - done.round_seconds)))
             if evaluated:
                 pre = programs.pre(key_rounds, np.int32(t), run.state, federation)
-                scores = _scores(pre, run.post, programs.global_scores(run.state, federation), n_test)
+                scores = line_scores(pre, run.post, programs.global_scores(run.state, federation), n_test)
                 cost = {
                     "megabytes": exchanged.sent_bytes(run.traffic) / 1e6,
                     "seconds": time.perf_counter() - began,
@@ -192,41 +192,70 @@ def simulate(
     if pre is None:  # the checkpoint was that of the last round
         pre = programs.pre(key_rounds, np.int32(t), run.state, federation)
 
-    clients = _client_table(np.asarray(shares["n_train"]), n_test, pre, run.post)
-    summary = {
+    clients = client_table(shares, config.data.evaluate_on, pre, run.post)
+    timing = {
+        "compile_seconds": compile_seconds,
+        "seconds_per_round": round_seconds / rounds,
+        "total_seconds": time.perf_counter() - began,
+    }
+    traffic = traffic_summary(exchanged, run.traffic)
+    space = {"estimate_bytes": memory_bytes, **memory._asdict()}
+    where = environment(engine.placement)
+    summary = summary_of(config, engine.method.headline, dataset.name, shares, lines, timing, traffic, space, where)
+    if record:
+        record.finish(clients, summary)
+    return Result(summary, _history(lines), clients, shares, jax.device_get(run.state), config)
+
+
+def summary_of(
+    config: Config,
+    headline: str,
+    dataset: str,
+    shares: dict[str, Any],
+    lines: list[dict[str, Any]],
+    timing: dict[str, float],
+    traffic: dict[str, float],
+    memory: dict[str, int],
+    where: dict[str, Any],
+) -> dict[str, Any]:
+    """The content of ``summary.json``."""
+    return {
         "method": config.method["name"],
-        "headline": engine.method.headline,
-        "dataset": dataset.name,
+        "headline": headline,
+        "dataset": dataset,
         "model": config.model["name"],
         "clients": config.data.clients,
-        "rounds": rounds,
+        "rounds": config.training.rounds,
         "seed": config.run.seed,
         "partition_hash": shares["hash"],
         "evaluated_on": config.data.evaluate_on,
         "personal": {point: _headline(lines, point) for point in ("post", "pre")},
         **_global_headline(lines),
-        "timing": {
-            "compile_seconds": compile_seconds,
-            "seconds_per_round": round_seconds / rounds,
-            "total_seconds": time.perf_counter() - began,
-        },
-        "traffic": {
-            "floats_up_per_client_round": count(exchanged.up),
-            "floats_down_per_client_round": count(exchanged.down),
-            "megabytes_total": exchanged.sent_bytes(run.traffic) / 1e6,
-            "megabytes_dense": exchanged.dense_bytes(run.traffic) / 1e6,
-        },
-        "memory": {"estimate_bytes": memory_bytes, **memory._asdict()},
-        "environment": {
-            **versions(),
-            "platform": jax.default_backend(),
-            "device_count": engine.placement.devices,
-            "clients_side_by_side": engine.placement.chunk,
-        },
+        "timing": timing,
+        "traffic": traffic,
+        "memory": memory,
+        "environment": where,
     }
-    if record:
-        record.finish(clients, summary)
-    return Result(summary, _history(lines), clients, shares, jax.device_get(run.state), config)
+
+
+def traffic_summary(exchanged: Exchange, traffic: Traffic) -> dict[str, float]:
+    """What was exchanged, as in ``summary.json``."""
+    return {
+        "floats_up_per_client_round": count(exchanged.up),
+        "floats_down_per_client_round": count(exchanged.down),
+        "megabytes_total": exchanged.sent_bytes(traffic) / 1e6,
+        "megabytes_dense": exchanged.dense_bytes(traffic) / 1e6,
+    }
+
+
+def environment(placement: Placement) -> dict[str, Any]:
+    """Where a run took place, as in ``summary.json``."""
+    return {
+        **versions(),
+        "platform": jax.default_backend(),
+        "device_count": placement.devices,
+        "clients_side_by_side": placement.chunk,
+    }
 
 
 def _open(
@@ -302,7 +331,7 @@ def _compile(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[_Pr
     return _Programs(init, place_run, rounds, pre, global_scores), data, time.perf_counter() - began
 
 
-def _scores(
+def line_scores(
     pre: Scores, post: Scores, global_scores: tuple[float | None, float | None], n_test: Int[np.ndarray, " N"]
 ) -> dict[str, Any]:
     """What ``metrics.jsonl`` says of the models; ``hm`` is the harmonic mean of global accuracy and ``i_local``."""
@@ -357,11 +386,10 @@ def _history(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {name: np.array(column) for name, column in columns.items()}
 
 
-def _client_table(
-    n_train: Int[np.ndarray, " N"], n_test: Int[np.ndarray, " N"], pre: Scores, post: Scores
-) -> dict[str, np.ndarray]:
+def client_table(shares: dict[str, Any], evaluated_on: str, pre: Scores, post: Scores) -> dict[str, np.ndarray]:
     """One row per client, as in ``clients.csv``; the scores of a client without test samples are NaN."""
-    table = {"client": np.arange(len(n_test)), "n_train": n_train, "n_test": n_test}
+    n_test = np.asarray(shares[f"n_{evaluated_on}"])
+    table = {"client": np.arange(len(n_test)), "n_train": np.asarray(shares["n_train"]), "n_test": n_test}
     for point, scores in (("pre", pre), ("post", post)):
         for metric in ("accuracy", "macro_f1"):
             table[f"{point}_{metric}"] = np.where(n_test > 0, np.asarray(getattr(scores, metric)), np.nan)

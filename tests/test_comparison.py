@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from fedjax_pfl import Config, ConfigError, compare, simulate
 from fedjax_pfl.cli import app
 from fedjax_pfl.comparison import Cell, Comparison
+from fedjax_pfl.report import figures_of
 
 METHODS = ("local", "fedavg", "fedcpd")  # the last one asks for feature maps, which an MLP has not: it fails
 SEEDS = (0, 1)
@@ -43,8 +44,12 @@ def test_a_cell_is_the_run_that_simulate_gives(comparison, out):
     result = simulate(config(run={"seed": 1}))
     cell = next(cell for cell in comparison.cells if (cell.method, cell.seed) == ("fedavg", 1))
     assert cell.summary["personal"] == result.summary["personal"]
-    assert cell.figures()["pre"] == cell.figures()["headline"] == result.summary["personal"]["pre"]["last"]
-    assert cell.figures()["global"] == result.summary["global"]
+    assert (
+        figures_of(cell.summary)["pre"]
+        == figures_of(cell.summary)["headline"]
+        == result.summary["personal"]["pre"]["last"]
+    )
+    assert figures_of(cell.summary)["global"] == result.summary["global"]
     assert json.loads((out / "fedavg-seed1" / "summary.json").read_text())["personal"] == result.summary["personal"]
 
 

@@ -109,7 +109,7 @@ def _first_centres(
     classes: int,
     clusters: int,
 ) -> tuple[Float[Array, "C J d"], Bool[Array, "C J"]]:
-    """Greedy k-means++: each centre is the best of a few samples, drawn with odds of the squared distance to the last.
+    """Greedy k-means++: each centre is the best of a few samples, drawn by their squared distance to the nearest.
 
     As in scikit-learn, 2 + log J candidates; the best one leaves the smallest sum of squared distances.
     """

@@ -19,8 +19,7 @@ from fedjax_pfl.ops.cluster import Clusters, kmeans, sample_means
 RNG = np.random.default_rng(0)
 KEY = jax.random.key(0)
 C, J, R = 6, 3, 4
-# All the different samples of class 1, and of class 2; 3 has none. The mean of seven ONEs is off by rounding.
-ONE, TWO = (0.1, -0.7), ((0.1, 0.2), (5.0, 5.1))
+ONE, TWO = (0.1, -0.7), ((0.1, 0.2), (5.0, 5.1))  # all the different samples of class 1, of class 2; 3 has none
 LABELS = np.repeat([0, 1, 2, 4, 5], [20, 7, 7, 1, 11])
 HELD, CAPACITY = len(LABELS), 52
 
@@ -33,13 +32,11 @@ def compress(key, z, y, mask, share, steps):
 
 
 def samples():
-    """Of class 0 and 5 all samples differ; the order is a random one, but for a sample of class 1 at its start."""
+    """Of class 0 and 5 all samples differ; they come in no order."""
     z = RNG.normal(0, 2, (HELD, 2))
     z[LABELS == 1] = ONE
     z[LABELS == 2] = np.array(TWO)[[0, 1, 0, 0, 1, 1, 1]]
     order = RNG.permutation(HELD)
-    # Row 0 is where k-means++ leaves the centre of a group that does not exist: nearer to ONE than the mean of ONEs.
-    order[np.flatnonzero(order == 20)], order[0] = order[0], 20
     return z[order].astype(np.float32), LABELS[order].astype(np.int32)
 
 
@@ -173,13 +170,23 @@ def test_lloyds_steps_from_the_same_first_centres(steps):
         np.testing.assert_allclose(found.centres[held], means, rtol=1e-5, atol=1e-6)
 
 
-def test_a_group_that_loses_its_samples_keeps_its_centre(monkeypatch):
-    """K-means++ starts at samples and hardly ever comes to this, so the start is given."""
-    start = jnp.array([[[0.5], [60.0], [8.0]]])
-    monkeypatch.setattr(cluster, "_first_centres", lambda *args: (start, jnp.ones((1, 3), bool)))
+def kmeans_from(monkeypatch, start, exists, steps):
+    """Of the samples 0, 2, 10 and 12 with a given start: k-means++ hardly ever comes to the ones asked about here."""
+    first = jnp.array(start).reshape(1, 3, 1), jnp.array([exists])
+    monkeypatch.setattr(cluster, "_first_centres", lambda *args: first)
     z, y = jnp.array([[0.0], [2.0], [10.0], [12.0]]), jnp.zeros(4, jnp.int32)
-    found = kmeans(KEY, z, y, jnp.ones(4), classes=1, clusters=3, steps=3)
+    return kmeans(KEY, z, y, jnp.ones(4), classes=1, clusters=3, steps=steps)
+
+
+def test_a_group_that_loses_its_samples_keeps_its_centre(monkeypatch):
+    found = kmeans_from(monkeypatch, [0.5, 60.0, 8.0], [True, True, True], 3)
     np.testing.assert_allclose(found.centres[0, :, 0], [1, 60, 11])
+    np.testing.assert_array_equal(found.size, [[2, 0, 2]])
+    np.testing.assert_array_equal(found.member, [0, 0, 2, 2])
+
+
+def test_no_sample_joins_a_group_that_does_not_exist(monkeypatch):
+    found = kmeans_from(monkeypatch, [0.5, 12.0, 8.0], [True, False, True], 0)
     np.testing.assert_array_equal(found.size, [[2, 0, 2]])
     np.testing.assert_array_equal(found.member, [0, 0, 2, 2])
 

@@ -1,0 +1,224 @@
+"""Sweeps: rows of one program give what runs on their own give."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+from scipy import stats
+from typer.testing import CliRunner
+
+from fedjax_pfl import Config, ConfigError, load_sweep, simulate, sweep
+from fedjax_pfl.cli import app
+from fedjax_pfl.sweeps import Cell, Sweep, _numbers, _programs
+
+GRID = {"method.name": ["fedprox", "fedcpd"], "training.lr": [0.05, 0.2], "run.seed": [0, 1]}
+
+
+def config(**tables):
+    base = {
+        "data": {"source": "digits", "clients": 5, "partition": {"kind": "dirichlet", "beta": 0.3}},
+        "model": {"name": "mlp", "hidden": 8},
+        "method": {"name": "fedprox"},
+        "training": {"rounds": 3, "batch_size": 16, "lr": 0.1},
+        "participation": {"ratio": 0.6},
+        "run": {"eval_every": 2},
+    }
+    for section, fields in tables.items():
+        base[section] = {**base.get(section, {}), **fields}
+    return Config(**base)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("sweep") / "grid"
+
+
+@pytest.fixture(scope="module")
+def swept(out):
+    """FedProx in one program of four runs; FedCPD asks for feature maps, which an MLP has not: it fails."""
+    lines = []
+    return sweep(config(), GRID, out=out, progress=lines.append), lines
+
+
+def numbers(node):
+    if isinstance(node, dict):
+        return [number for key in node if key not in ("seconds", "timing") for number in numbers(node[key])]
+    return [node] if isinstance(node, int | float) else []
+
+
+def test_each_row_is_the_run_that_simulate_gives(swept, out):
+    """Seeds have partitions of other sizes, so that index tables are padded."""
+    sizes = set()
+    for cell in swept[0].cells[:4]:
+        lr, seed = cell.values["training.lr"], cell.values["run.seed"]
+        alone = simulate(config(training={"lr": lr}, run={"seed": seed}))
+        sizes.add(max(alone.partition["n_train"]))
+        for part in ("personal", "global", "traffic"):
+            found, expected = (
+                numbers(summary[part] if part != "global" else {"": summary[part]})
+                for summary in (cell.summary, alone.summary)
+            )
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        assert cell.summary["partition_hash"] == alone.summary["partition_hash"]
+        folder = out / f"method.name=fedprox,training.lr={lr},run.seed={seed}"
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["round"] for line in lines] == [2, 3]
+        np.testing.assert_allclose([line["train_loss"] for line in lines], alone.history["train_loss"], rtol=1e-5)
+        rows = list(csv.DictReader((folder / "clients.csv").read_text().splitlines()))
+        np.testing.assert_allclose(
+            [float(row["post_accuracy"]) for row in rows], alone.clients["post_accuracy"], rtol=1e-6
+        )
+    assert len(sizes) > 1
+
+
+def test_runs_that_share_shapes_share_a_program(swept):
+    assert [line for line in swept[1] if "compiling" in line] == ["4 runs in one program: compiling"]
+    assert swept[0].cells[0].summary["timing"]["runs_in_the_program"] == 4
+
+
+def test_a_failing_program_is_reported_and_stops_no_other(swept, out):
+    assert [cell.values["method.name"] for cell in swept[0].failed] == ["fedcpd"] * 4
+    assert "feature maps" in swept[0].failed[0].error
+    assert "**Failed**: method.name=fedcpd, training.lr=0.05, run.seed=0" in (out / "sweep.md").read_text()
+    rows = list(csv.DictReader((out / "sweep.csv").read_text().splitlines()))
+    assert len(rows) == 8
+    assert rows[7]["headline"] == ""
+    assert "feature maps" in rows[7]["error"]
+
+
+def test_complete_runs_are_not_run_again(swept, out):
+    shutil.rmtree(out / "method.name=fedprox,training.lr=0.2,run.seed=1")
+    lines = []
+    again = sweep(config(), {**GRID, "method.name": ["fedprox"]}, out=out, progress=lines.append)
+    assert lines[0] == "1 runs in one program: compiling"
+    for cell, before in zip(again.cells, swept[0].cells, strict=False):
+        np.testing.assert_allclose(numbers(cell.summary["personal"]), numbers(before.summary["personal"]), rtol=1e-5)
+
+
+def test_a_run_killed_in_a_program_is_run_again(swept, out, tmp_path):
+    copy = shutil.copytree(out, tmp_path / "copy")
+    folder = copy / "method.name=fedprox,training.lr=0.05,run.seed=0"
+    (folder / "summary.json").unlink()
+    again = sweep(config(), {**GRID, "method.name": ["fedprox"]}, out=copy)
+    assert not again.failed
+    assert (folder / "summary.json").exists()
+
+
+def synthetic():
+    cells = []
+    for lr, shift in ((0.1, 0.0), (0.2, 0.05)):
+        for seed, accuracy in enumerate((0.6, 0.7, 0.65)):
+            last = accuracy + shift * (1 + seed)
+            point = {"last": last, "best": last, "std_clients": 0.1, "worst_10_percent": 0.3}
+            summary = {
+                "headline": "pre",
+                "personal": {"pre": point, "post": {**point, "last": 0.5}},
+                "global": None,
+                "traffic": {"megabytes_total": 1.0},
+                "timing": {"seconds_per_round": 0.1},
+            }
+            values = {"training.lr": lr, "run.seed": seed}
+            cells.append(Cell(values, config(training={"lr": lr}, run={"seed": seed}), summary))
+    return Sweep(cells, {"training.lr": 0.1})
+
+
+def test_the_table_by_hand():
+    first, second = [0.6, 0.7, 0.65], [0.65, 0.8, 0.8]
+    rows = [line.strip("| ").split(" | ") for line in synthetic().markdown().splitlines() if line.startswith("| t")]
+    assert rows[0][:4] == ["training.lr=0.1", "3", "65.00 ± 5.00", "65.00 ± 5.00"]
+    mean, std = 100 * np.mean(second), 100 * np.std(second, ddof=1)
+    assert rows[1][2] == f"**{mean:.2f} ± {std:.2f}**"
+    assert rows[1][4] == "50.00 ± 0.00"
+    assert rows[1][-2:] == ["—", f"{stats.ttest_rel(second, first).pvalue:.3g}"]
+    assert rows[0][-1] == "—"
+
+
+@pytest.mark.parametrize(
+    ("method", "swept_numbers", "others"),
+    [
+        ("fedprox", {"training.lr", "training.momentum", "method.mu"}, {"training.clip_norm", "training.epochs"}),
+        ("pgfedsplit", {"method.beta"}, {"method.r"}),  # r decides shapes
+        ("fedavg_ft", set(), {"method.finetune_epochs", "method.finetune_lr"}),  # no number until it is given
+    ],
+)
+def test_only_numbers_that_no_shape_depends_on_share_a_program(method, swept_numbers, others):
+    found = _numbers(config(method={"name": method})).keys()
+    assert swept_numbers <= found
+    assert not others & found
+    assert "method.finetune_lr" in _numbers(config(method={"name": "fedavg_ft", "finetune_lr": 0.1}))
+
+
+def test_other_fields_make_programs_of_their_own():
+    grid = [(0.1, 0, 8), (0.2, 1, 8), (0.1, 0, 16), (0.2, 0, 8)]
+    cells = [
+        Cell({}, config(training={"lr": lr}, run={"seed": seed}, model={"name": "mlp", "hidden": hidden}))
+        for lr, seed, hidden in grid
+    ]
+    assert _programs(cells, set()) == [[0, 1, 3], [2]]
+    assert _programs(cells, {0, 3}) == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({}, "grid = {} is not usable: one field or more"),
+        ({"training.lr": []}, r"grid\.training\.lr = \[\] is not usable: a list of one value or more"),
+        ({"training.lr": 0.1}, r"grid\.training\.lr = 0\.1 is not usable: a list"),
+        ({"training.lr": [0.1, 0.1]}, "each of them once"),
+        ({"training.learning_rate": [0.1]}, r"training\.learning_rate = 0\.1 is not usable: no such key"),
+        ({"trainings.lr": [0.1]}, r"grid\.trainings\.lr = 0\.1 is not usable: .*trainings is none of its tables"),
+        ({"training.lr": [0.1, -1.0]}, r"training\.lr = -1\.0 "),
+        ({"method.name": ["fedsgd"]}, r"method\.name = 'fedsgd' is not usable: allowed: "),
+        ({"run.out": ["a", "b"]}, r"grid\.run\.out = .*run\.seed alone"),
+    ],
+)
+def test_bad_grids_are_refused_before_anything_runs(grid, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        sweep(config(), grid, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_baseline_is_one_of_the_combinations():
+    with pytest.raises(ConfigError, match=r"baseline = 'training\.lr=0\.3' is not usable: one of the combinations"):
+        sweep(config(), {"training.lr": [0.1]}, baseline={"training.lr": 0.3})
+
+
+def test_other_settings_are_not_mixed_into_a_sweep(swept, out):
+    with pytest.raises(
+        ConfigError, match=r"training\.epochs=2.*what the run in .* was started with: training\.epochs=1"
+    ):
+        sweep(config(training={"epochs": 2}), GRID, out=out)
+
+
+def test_a_sweep_file(swept, out, tmp_path):
+    (tmp_path / "base.toml").write_text(config(training={"rounds": 9}).to_toml())
+    path = tmp_path / "sweep.toml"
+    text = """
+        config = "base.toml"
+        overrides = ["training.rounds=3"]
+        [grid]
+        method.name = ["fedprox"]
+        training.lr = [0.05, 0.2]
+        run.seed = [0, 1]
+        [baseline]
+        method.name = "fedprox"
+        training.lr = 0.2
+    """
+    path.write_text(text)
+    base, grid, baseline = load_sweep(path)
+    assert (base.training.rounds, grid["training.lr"], baseline["training.lr"]) == (3, [0.05, 0.2], 0.2)
+    shown = CliRunner().invoke(app, ["sweep", str(path), "--out", str(out)])
+    assert shown.exit_code == 0, shown.output
+    assert "training.lr=0.2" in shown.output
+    for wrong, message in [
+        (text.replace("[grid]", "[gird]"), r"sweep file = 'gird' is not usable: config \(a path\) and a table grid"),
+        (text + "[", "sweep file = .*not valid TOML"),
+        (text.replace("base.toml", "none.toml"), "config file = .*none.toml' is not usable: cannot be read"),
+    ]:
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match=message):
+            load_sweep(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_sweep(tmp_path / "nothing.toml")
