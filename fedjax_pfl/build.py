@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
-from jaxtyping import Array, Key
+from jaxtyping import Array, Int, Key
 
 from fedjax_pfl.config import Config
 from fedjax_pfl.data.federated import Clients, Federation, pack
 from fedjax_pfl.data.partition import PARTITIONS, Rows
 from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.data.split import draw_test, manifest, set_aside, split_rows
+from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, split_rows
 from fedjax_pfl.engine import Engine, Participation, Placement
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.memory import Memory, available, estimate
@@ -61,11 +61,22 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
     options = _options(spec.partition, "kind")
     wanted = spec.samples_per_client
     held_out = {"test_share": spec.test_share, "validation_share": spec.validation_share}
+    natural = spec.partition["kind"] == "natural"
+    groups = dataset.users if natural else dataset.labels
+    if groups is None:
+        others = ", ".join(name for name in PARTITIONS if name != "natural")
+        raise ConfigError("data.partition.kind", "natural", f"{dataset.name} has no users; use one of {others}")
     if spec.split == "official":
         train, pooled = _official_parts(dataset, spec.test_part_share, seed)
-        partition = kind(dataset.labels[train], clients, seed, wanted, **options)
+        if natural:
+            train = _of_users_in_both(groups, train, pooled, dataset.name)
+        partition = kind(groups[train], clients, seed, wanted, **options)
         partition = partition._replace(parts=[train[part] for part in partition.parts])
-        splits = draw_test(dataset.labels, partition.parts, pooled, seed, **held_out)
+        if natural:
+            splits = own_test(groups, partition.parts, pooled, seed, validation_share=spec.validation_share)
+            pooled = np.sort(np.concatenate([split.test for split in splits]))
+        else:
+            splits = draw_test(dataset.labels, partition.parts, pooled, seed, **held_out)
     else:
         # samples_per_client counts training samples; the test share comes on top.
         total = None if wanted is None else math.ceil(wanted / (1 - spec.test_share) - 1e-9)
@@ -73,7 +84,7 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
             most = math.floor(len(dataset.labels) // clients * (1 - spec.test_share))
             allowed = f"up to {most}: {len(dataset.labels)} samples, {clients} clients, test_share = {spec.test_share}"
             raise ConfigError("data.samples_per_client", wanted, allowed)
-        partition = kind(dataset.labels, clients, seed, total, **options)
+        partition = kind(groups, clients, seed, total, **options)
         splits = split_rows(dataset.labels, partition.parts, seed, **held_out)
         pooled = np.sort(np.concatenate([split.test for split in splits]))
     if spec.evaluate_on == "validation":
@@ -110,6 +121,15 @@ def _official_parts(dataset: Dataset, share: float | None, seed: int) -> tuple[R
     return np.arange(dataset.train_rows), np.arange(dataset.train_rows, len(dataset.labels))
 
 
+def _of_users_in_both(users: Int[np.ndarray, " samples"], train: Rows, test: Rows, name: str) -> Rows:
+    """The training rows of the users who are in the test part, too: the others could not be tested on their own."""
+    rows: Rows = train[np.isin(users[train], users[test])]
+    if not len(rows):
+        allowed = f'{name} has no user with samples in both parts (it was split by users); use "merge"'
+        raise ConfigError("data.split", "official", allowed)
+    return rows
+
+
 def make_engine(config: Config, dataset: Dataset, swept: Mapping[str, Array] = MappingProxyType({})) -> Engine:
     """Model, trainer and method, joined; clients one by one on one device until :func:`place` decides.
 
@@ -132,6 +152,11 @@ def make_engine(config: Config, dataset: Dataset, swept: Mapping[str, Array] = M
         raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
     if config.training.augment is not None:
         method = method._replace(augment=config.training.augment)
+    if dataset.vocabulary is not None and method.augment != "none":
+        allowed = f'"none": {dataset.name} is text, and {method.augment!r} augments images'
+        if config.training.augment is None:
+            allowed += f" (it is what {name} does unless told otherwise)"
+        raise ConfigError("training.augment", config.training.augment, allowed)
     ratio = config.participation.ratio
     low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
     return Engine(method, config.data.clients, Participation(low, high, config.participation.dropout))
@@ -142,20 +167,27 @@ def _options(table: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _model(config: Config, dataset: Dataset) -> Model:
-    """The model, fitted to the data set's image shape and number of classes."""
-    channels = dataset.images.shape[-1]
+    """The model, fitted to the shape of the data set's samples and its number of classes."""
+    name = config.model["name"]
+    extractor = MODELS[name](**_options(config.model, "name"))
+    readable = getattr(extractor, "vocabulary", None)
+    if readable != dataset.vocabulary:
+        kinds = [
+            "images" if tokens is None else f"text of {tokens} symbols" for tokens in (readable, dataset.vocabulary)
+        ]
+        raise ConfigError("model.name", name, f"it reads {kinds[0]}, and {dataset.name} is {kinds[1]}")
     scale = {}
-    for field in ("mean", "std"):
+    channels = dataset.images.shape[-1]
+    for field in ("mean", "std") if dataset.vocabulary is None else ():
         given = getattr(config.data, field)
         if isinstance(given, list) and len(given) != channels:
             raise ConfigError(f"data.{field}", given, f"one number, or one for each of the {channels} channels")
         scale[field] = jnp.broadcast_to(jnp.asarray(given, jnp.float32), (channels,))
-    extractor = MODELS[config.model["name"]](**_options(config.model, "name"))
     try:
         return build(extractor, dataset.images.shape[1:], dataset.classes, init=config.model["init"], **scale)
     except ValueError as error:
         shape = "x".join(map(str, dataset.images.shape[1:]))
-        raise ConfigError("model.name", config.model["name"], f"it does not fit {shape} images: {error}") from None
+        raise ConfigError("model.name", name, f"it does not fit {shape} images: {error}") from None
 
 
 def place(engine: Engine, config: Config, key: Key[Array, ""], data: Federation) -> tuple[Engine, Memory]:

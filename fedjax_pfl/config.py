@@ -69,11 +69,12 @@ class Data(_Section):
     """What the clients hold.
 
     Attributes:
-      source: ``digits`` or ``npz:PATH`` (``fedjax-pfl datasets`` lists them); ``arrays`` for data passed in Python.
+      source: such as ``digits`` or ``npz:PATH`` (``fedjax-pfl datasets`` lists all); ``arrays`` for data from Python.
       clients: N.
       partition: {kind, ...}: how samples are shared out.
       split: ``merge`` (train and test part merged, then split per client) or ``official`` (the training part is shared
-        out, test samples are drawn from the test part with each client's label proportions).
+        out, test samples are drawn from the test part with each client's label proportions; with the partition
+        ``natural``, those of its own user).
       test_part_share: share of each class that is set aside at random as the test part, before the partition; for
         ``official`` with a source that has no test part of its own.
       test_share: share of a client's samples that is held out for testing.
@@ -83,7 +84,7 @@ class Data(_Section):
       samples_per_client: training samples (validation included) that each client gets; all of them, unless given.
       seed: seed of test part, partition and split; ``run.seed`` unless given.
       mean: mean that pixels, scaled to [0, 1], are normalised with; one number or one per channel.
-      std: standard deviation, likewise.
+      std: standard deviation, likewise; text needs neither.
     """
 
     source: str

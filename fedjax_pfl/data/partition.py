@@ -3,7 +3,8 @@
 A kind of partition is a function ``kind(labels, clients, seed, size, *, ...) -> Partition`` in the table `PARTITIONS`.
 Its keyword-only arguments are the schema of the config table ``data.partition``. All kinds share these rules:
 
-- `labels` is int ``[samples]``, and a partition indexes its rows. No row belongs to two clients.
+- `labels` is int ``[samples]``, and a partition indexes its rows. No row belongs to two clients. `natural` goes by the
+  users of the samples instead, and is given these in the place of the labels.
 - `size` is the number of samples of every client; None shares out all samples.
 - The result depends on the arguments only, and every loop is bounded: clients left with fewer than two samples (one to
   train on, one to test on) are repaired, not drawn again.
@@ -244,6 +245,37 @@ def weak_pathological(
 
     proportions = uniform / C + (1 - uniform) * held / held.sum(axis=1, keepdims=True)
     return _deal_sizes(classes, proportions, size, rng)
+
+
+def natural(users: Int[np.ndarray, "samples"], clients: int, seed: int, size: int | None) -> Partition:
+    """Each client is one user of the source, such as a writer or a role, with the samples that this user has.
+
+    Args:
+      users: int ``[samples]``, the user of each sample.
+      clients: number of users taken, at random from those with at least two samples, or `size` samples where given:
+        the largest would not stand for all.
+      seed: seed of the draw.
+      size: samples per client, taken at random from those of its user; None takes all.
+
+    Returns:
+      A `Partition` without notes, its clients in the order of their users.
+
+    Raises:
+      ConfigError: for more clients than there are such users, and for a `size` below two.
+    """
+    check_seed(seed)
+    least = MIN_SAMPLES if size is None else size
+    if least < MIN_SAMPLES:
+        raise ConfigError("data.samples_per_client", size, f"{MIN_SAMPLES} or more")
+    held = [rows for rows in _rows_by_class(users) if len(rows) >= least]
+    if not 1 <= clients <= len(held):
+        allowed = f"1 to {len(held)}, the number of users with {least} samples or more"
+        raise ConfigError("data.clients", clients, allowed)
+    rng = np.random.default_rng(seed)
+    taken = [held[user] for user in np.sort(rng.choice(len(held), clients, replace=False))]
+    if size is not None:
+        taken = [np.sort(rng.choice(rows, size, replace=False)) for rows in taken]
+    return Partition(taken, ())
 
 
 def repair(parts: Sequence[Rows], least: int, rng: np.random.Generator) -> Partition:
@@ -522,4 +554,5 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
     "pathological": pathological,
     "dirichlet": dirichlet,
     "weak_pathological": weak_pathological,
+    "natural": natural,
 }

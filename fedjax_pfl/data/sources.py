@@ -1,8 +1,9 @@
-"""Data sources: where labelled images come from, before they are divided among clients.
+"""Data sources: where labelled images and texts come from, before they are divided among clients.
 
 A source is a string: ``"digits"``, or a prefix with an argument such as ``"npz:PATH"``. `SOURCES` lists them all.
 """
 
+import math
 import os
 import zipfile
 import zlib
@@ -11,31 +12,38 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import Int, Shaped, UInt8
 
+from fedjax_pfl.data import leaf
 from fedjax_pfl.errors import ConfigError
 
 # The arrays of an npz file in the order of the arguments of `from_arrays`; the first name found counts.
 _NPZ_NAMES = (("image", "x"), ("label", "y"), ("image_test", "x_test"), ("label_test", "y_test"))
+_NPZ_USERS = (("user", "writer"), ("user_test", "writer_test"))
 
 
 class Dataset(NamedTuple):
-    """Labelled images, still in one piece.
+    """Labelled samples, still in one piece.
 
     Attributes:
       name: short name for reports, e.g. ``"digits"``.
-      images: uint8 ``[samples, h, w, c]``, not normalised.
+      images: uint8 ``[samples, h, w, c]``, not normalised; tokens ``[samples, length]`` where the samples are text.
       labels: int32 ``[samples]``, each in ``0 .. classes - 1``.
       classes: number of classes, the largest label + 1 (a class in between may have no sample).
       train_rows: the first so many rows are the official training part and the others the official test part; None
         where the source has no official division.
+      users: the natural user of each sample, int32 ``[samples]``, each in ``0 .. U - 1``; None where there are none.
+      vocabulary: where the samples are text, the number of different tokens, which are ``0 .. vocabulary - 1``; None
+        for images.
     """
 
     name: str
-    images: UInt8[np.ndarray, "samples h w c"]
+    images: UInt8[np.ndarray, "samples ..."]
     labels: Int[np.ndarray, "samples"]
     classes: int
     train_rows: int | None
+    users: Int[np.ndarray, "samples"] | None = None
+    vocabulary: int | None = None
 
 
 def load(source: str) -> Dataset:
@@ -64,15 +72,20 @@ def from_arrays(
     test_images: np.ndarray | None = None,
     test_labels: np.ndarray | None = None,
     *,
+    users: np.ndarray | None = None,
+    test_users: np.ndarray | None = None,
     name: str = "arrays",
 ) -> Dataset:
     """Makes a `Dataset` of arrays.
 
     Args:
-      images: uint8 ``[train, h, w, c]``, or ``[train, h, w]`` for one channel.
+      images: uint8 ``[train, h, w, c]``, or ``[train, h, w]`` for one channel, or ``[train, w * w]`` for one channel of
+        a square image.
       labels: integers ``[train]``, none negative.
-      test_images: the official test part, ``[test, h, w, c]`` or ``[test, h, w]``, where there is one.
+      test_images: the official test part, likewise, where there is one.
       test_labels: ``[test]``, given together with `test_images`.
+      users: who each sample is from, integers or strings ``[train]``; they are numbered in ascending order.
+      test_users: the same of the test part, ``[test]``: needed where there are `users` and a test part.
       name: the name of the data in reports and errors.
 
     Returns:
@@ -90,13 +103,26 @@ def from_arrays(
     if shapes[0] != shapes[-1]:
         raise ConfigError("data", name, f"training images {shapes[0]} and test images {shapes[-1]} must agree in shape")
     all_labels = np.concatenate([part_labels for _, part_labels in parts])
+    users_of_parts = [given for given in (users, test_users) if given is not None]
+    if users_of_parts and (users is None or len(users_of_parts) != len(parts)):
+        raise ConfigError("data", name, "give the users of every part that there is, or none")
+    for (_, part_labels), given in zip(parts, users_of_parts, strict=False):
+        if given.shape != part_labels.shape or given.dtype.kind not in "iuU":
+            allowed = f"users must be integers or strings [{len(part_labels)}], got {given.dtype} {given.shape}"
+            raise ConfigError("data", name, allowed)
     return Dataset(
         name=name,
         images=np.concatenate([part_images for part_images, _ in parts]),
         labels=all_labels,
         classes=int(all_labels.max()) + 1,
         train_rows=len(parts[0][0]) if len(parts) > 1 else None,
+        users=_numbered(np.concatenate(users_of_parts)) if users_of_parts else None,
     )
+
+
+def _numbered(users: Shaped[np.ndarray, "samples"]) -> Int[np.ndarray, "samples"]:
+    """Users as the numbers 0 .. U - 1, in ascending order of what they are called."""
+    return np.unique(users, return_inverse=True)[1].astype(np.int32)
 
 
 def _checked_part(
@@ -116,6 +142,8 @@ def _checked_images(images: np.ndarray, what: str, name: str) -> UInt8[np.ndarra
     if images.dtype != np.uint8:
         hint = "; scale values of 0..1 by 255, round and cast" if np.issubdtype(images.dtype, np.floating) else ""
         raise ConfigError("data", name, f"the {what} must be uint8 with values 0..255, got {images.dtype}{hint}")
+    if images.ndim == 2 and math.isqrt(images.shape[1]) ** 2 == images.shape[1]:
+        images = images.reshape(len(images), math.isqrt(images.shape[1]), math.isqrt(images.shape[1]))
     if images.ndim == 3:
         images = images[..., np.newaxis]
     if images.ndim != 4:
@@ -160,8 +188,9 @@ def _load_npz(argument: str) -> Dataset:
         with np.load(path, allow_pickle=False) as archive:
             present = ", ".join(archive.files) or "none"
             # asarray: NumPy hands out members that are no arrays as bytes, which then fail the dtype check.
-            images, labels, test_images, test_labels = (
-                next((np.asarray(archive[name]) for name in names if name in archive), None) for names in _NPZ_NAMES
+            images, labels, test_images, test_labels, users, test_users = (
+                next((np.asarray(archive[name]) for name in names if name in archive), None)
+                for names in (*_NPZ_NAMES, *_NPZ_USERS)
             )
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError("data.source", source, f"{path} cannot be read as plain arrays ({error})") from error
@@ -169,26 +198,62 @@ def _load_npz(argument: str) -> Dataset:
         needed = "arrays image (or x) and label (or y)"
         raise ConfigError("data.source", source, f"{path} must hold {needed}; present: {present}")
     try:
-        return from_arrays(images, labels, test_images, test_labels, name=path.stem)
+        return from_arrays(images, labels, test_images, test_labels, users=users, test_users=test_users, name=path.stem)
     except ConfigError as error:
         raise ConfigError("data.source", source, error.allowed) from error
 
 
-def _find(argument: str, source: str) -> Path:
-    """The file that a PATH means: as given, or else below the folder that FEDJAX_PFL_DATA names."""
+def _load_leaf(argument: str) -> Dataset:
+    """A LEAF data set, images or text; see `fedjax_pfl.data.leaf`."""
+    source = f"leaf:{argument}"
+    folder = _find(argument, source, folder=True)
+    parts = leaf.read(folder, source)
+    x, y, users = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    text = x.ndim == 2
+    return Dataset(
+        name=folder.resolve().name,
+        images=x,
+        labels=y,
+        classes=len(leaf.ALPHABET) if text else int(y.max()) + 1,
+        train_rows=len(parts[0].y) if len(parts) > 1 else None,
+        users=_numbered(users),
+        vocabulary=len(leaf.ALPHABET) if text else None,
+    )
+
+
+def _load_folder(argument: str) -> Dataset:
+    """Images in a folder; see `folders` for how they may lie there."""
+    from fedjax_pfl.data import folders  # not above: it needs the `Dataset`
+
+    source = f"folder:{argument}"
+    path, size = folders.options(argument)
+    return folders.load(_find(path, source, folder=True), size, source)
+
+
+def _load_tfds(argument: str) -> Dataset:
+    """A data set that tensorflow-datasets has prepared."""
+    from fedjax_pfl.data import tfds  # not above: it needs the `Dataset`
+
+    return tfds.load(argument)
+
+
+def _find(argument: str, source: str, *, folder: bool = False) -> Path:
+    """The file (or folder) that a PATH means: as given, or else below the folder that FEDJAX_PFL_DATA names."""
     if not argument:
-        raise ConfigError("data.source", source, "a path is needed after the colon: npz:PATH")
+        prefix = source.partition(":")[0]
+        raise ConfigError("data.source", source, f"a path is needed after the colon: {prefix}:PATH")
     given = Path(argument).expanduser()
     candidates = [Path.cwd() / given]
-    folder = os.environ.get("FEDJAX_PFL_DATA")
-    if folder and not given.is_absolute():
-        candidates.append(Path(folder).expanduser() / given)
+    shelf = os.environ.get("FEDJAX_PFL_DATA")
+    if shelf and not given.is_absolute():
+        candidates.append(Path(shelf).expanduser() / given)
     for candidate in candidates:
-        if candidate.is_file():
+        if candidate.is_dir() if folder else candidate.is_file():
             return candidate
+    what = "folder" if folder else "file"
     looked = " and ".join(str(candidate) for candidate in candidates)
-    hint = "" if folder else " (the environment variable FEDJAX_PFL_DATA may name a folder of data files)"
-    raise ConfigError("data.source", source, f"there is no such file; looked for {looked}{hint}")
+    hint = "" if shelf else " (the environment variable FEDJAX_PFL_DATA may name a folder of data files)"
+    raise ConfigError("data.source", source, f"there is no such {what}; looked for {looked}{hint}")
 
 
 # Prefix -> (loader of the argument after the colon, one line for `fedjax-pfl datasets`).
@@ -197,6 +262,19 @@ SOURCES: dict[str, tuple[Callable[[str], Dataset], str]] = {
     "npz": (
         _load_npz,
         "npz:PATH, your own arrays image (or x) uint8 [n,h,w,c] and label (or y) [n]; "
-        "optional test part image_test, label_test",
+        "optional test part image_test, label_test; optional user (or writer) [n] and user_test",
+    ),
+    "folder": (
+        _load_folder,
+        "folder:PATH, image files in a folder per class, or with lists (CINIC-10, Tiny-ImageNet, VireoFood172); "
+        "folder:PATH?size=64 resizes them",
+    ),
+    "tfds": (
+        _load_tfds,
+        "tfds:NAME, what tensorflow-datasets has prepared as array_record: tfds:cifar10, tfds:emnist/byclass, ...",
+    ),
+    "leaf": (
+        _load_leaf,
+        "leaf:PATH, a folder of LEAF JSON shards in train and test: images (FEMNIST) or text (Shakespeare), with users",
     ),
 }

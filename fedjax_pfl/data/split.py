@@ -139,6 +139,39 @@ def draw_test(
     return splits
 
 
+def own_test(
+    users: Int[np.ndarray, "samples"],
+    parts: Sequence[Rows],
+    test_rows: Rows,
+    seed: int,
+    *,
+    validation_share: float = 0.0,
+) -> list[Split]:
+    """Tests each client on all that its user has in the test part (split ``"official"`` of partition ``"natural"``).
+
+    Args:
+      users: int ``[samples]``, of the training and the test part together.
+      parts: for each client the numbers of its rows of the training part, all of one user.
+      test_rows: row numbers of the test part, with some of every client's user.
+      seed: seed of the order of the rows.
+      validation_share: share of a client's training rows to validate on, as in `split_rows`.
+
+    Returns:
+      A `Split` for each client.
+
+    Raises:
+      ConfigError: for a seed or a share out of range.
+    """
+    check_seed(seed)
+    _check_validation_share(validation_share)
+    splits = []
+    for client, part in enumerate(parts):
+        rng = _client_rng(seed, client)
+        own = test_rows[users[test_rows] == users[part[0]]]
+        splits.append(_split(rng.permutation(part), rng.permutation(own), validation_share))
+    return splits
+
+
 def manifest(
     labels: Int[np.ndarray, "samples"], classes: int, partition: Partition, splits: Sequence[Split]
 ) -> dict[str, Any]:
@@ -191,5 +224,10 @@ def _check_split(seed: int, test_share: float, validation_share: float) -> None:
     check_seed(seed)
     if not 0 < test_share < 1:
         raise ConfigError("data.test_share", test_share, "a number above 0 and below 1")
+    _check_validation_share(validation_share)
+
+
+def _check_validation_share(validation_share: float) -> None:
+    """Raises a ConfigError for a share that leaves nothing to train on."""
     if not 0 <= validation_share < 1:
         raise ConfigError("data.validation_share", validation_share, "a number from 0 to below 1")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import flax.linen as nn
 
 from fedjax_pfl.models.base import Model, Projection, build
+from fedjax_pfl.models.char_lstm import char_lstm
 from fedjax_pfl.models.cnn import cnn2, cnn2s, cnn3
 from fedjax_pfl.models.mlp import mlp
 from fedjax_pfl.models.projection import cnn_proj, resnet18_proj
@@ -18,6 +19,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
     "cnn_proj": cnn_proj,
     "resnet18_proj": resnet18_proj,
+    "char_lstm": char_lstm,
 }
 
 __all__ = ["MODELS", "Model", "Projection", "build"]

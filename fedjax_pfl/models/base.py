@@ -33,8 +33,8 @@ class Projection(NamedTuple):
 class Model(NamedTuple):
     """An extractor and a head as pure functions; params are ``{"extractor": theta, "head": phi}``.
 
-    Inputs x are raw samples, as stored: [batch, h, w, c] uint8. The model normalises them itself, so that pixels stay
-    one byte each until the mini-batch is in hand.
+    Inputs x are raw samples, as stored, uint8: images [batch, h, w, c] or tokens [batch, length]. The model normalises
+    images itself, so that pixels stay one byte each until the mini-batch is in hand; tokens stay as they are.
 
     A mask (``Batch.mask``: 1 for a sample, 0 for padding) says that this is a training pass over that batch; without
     one the model is evaluated. Every training loss passes it to the extractor that it trains, and nothing else does.
@@ -90,31 +90,32 @@ def dense(features: int, init: Init, fan_in: int, name: str) -> nn.Dense:
 
 def build(
     extractor: nn.Module,
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     classes: int,
     *,
     init: Init,
-    mean: Float[Array, " c"],
-    std: Float[Array, " c"],
+    mean: Float[Array, " c"] | None = None,
+    std: Float[Array, " c"] | None = None,
 ) -> Model:
     """Joins a Linen extractor, ``x, mask -> (z, maps)``, with a linear head.
 
     Args:
-      extractor: maps normalised float32 images to features z [batch, dim] and a tuple of feature maps. One with a
-        projection head has the methods ``encode``, x, mask -> f, and ``project``, f -> z, on parameters of these names.
-      shape: (h, w, c) of one sample.
+      extractor: maps normalised float32 images, or uint8 tokens, to features z [batch, dim] and a tuple of feature
+        maps. One with a projection head has the methods ``encode``, x, mask -> f, and ``project``, f -> z, on
+        parameters of these names; one for tokens has a ``vocabulary``.
+      shape: of one sample: (h, w, c), or (length,) of tokens.
       classes: number of classes.
       init: initialisation of the head.
-      mean: per-channel mean of the pixels scaled to [0, 1].
+      mean: per-channel mean of the pixels scaled to [0, 1]; left out, as is ``std``, for tokens.
       std: per-channel standard deviation of the same.
     """
-    example = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+    example = jax.ShapeDtypeStruct((1, *shape), jnp.uint8 if hasattr(extractor, "vocabulary") else jnp.float32)
     (z, maps), _ = jax.eval_shape(extractor.init_with_output, jax.random.key(0), example)
     dim = z.shape[-1]
     head = dense(classes, init, dim, "head")
 
-    def normalise(x: Shaped[Array, "batch ..."]) -> Float[Array, "batch ..."]:
-        return (x.astype(jnp.float32) / 255.0 - mean) / std
+    def normalise(x: Shaped[Array, "batch ..."]) -> Shaped[Array, "batch ..."]:
+        return x if mean is None or std is None else (x.astype(jnp.float32) / 255.0 - mean) / std
 
     def init_params(key: Key[Array, ""]) -> Params:
         key_extractor, key_head = jax.random.split(key)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedjax_pfl.data.partition import PARTITIONS, dirichlet, iid, pathological, repair, weak_pathological
+from fedjax_pfl.data.partition import PARTITIONS, dirichlet, iid, natural, pathological, repair, weak_pathological
 from fedjax_pfl.errors import ConfigError
 from tests.data.labels import TEN, fixed, labels_of
 
@@ -219,11 +219,49 @@ def test_the_seed_matters_for_equal_sizes(kind, options):
 @pytest.mark.parametrize("kind", PARTITIONS)
 def test_signatures_are_config_schemas(kind):
     parameters = list(inspect.signature(PARTITIONS[kind]).parameters.values())
-    assert [p.name for p in parameters[:4]] == ["labels", "clients", "seed", "size"]
+    assert [p.name for p in parameters[:4]] == ["users" if kind == "natural" else "labels", "clients", "seed", "size"]
     for parameter in parameters[4:]:
         assert parameter.kind is parameter.KEYWORD_ONLY
         assert parameter.default is not parameter.empty
         assert parameter.annotation is not parameter.empty
+
+
+# --- natural ---------------------------------------------------------------------------------------------------------
+
+USERS = labels_of(3, 1, 20, 0, 7, 2, 12)  # users 1 (one sample) and 3 (none) can never be clients
+
+
+def owners(parts):
+    assert all(len(set(USERS[part].tolist())) == 1 for part in parts)
+    return [int(USERS[part[0]]) for part in parts]
+
+
+@pytest.mark.parametrize("clients", [1, 3, 5])
+def test_natural_clients_are_different_users_with_all_their_samples(clients):
+    parts, notes = natural(USERS, clients, 4, None)
+    assert notes == ()
+    assert_well_formed(parts, len(USERS), covering=False)
+    assert owners(parts) == sorted(set(owners(parts)))
+    for owner, part in zip(owners(parts), parts, strict=True):
+        np.testing.assert_array_equal(part, np.flatnonzero(owner == USERS))
+    assert clients < 5 or owners(parts) == [0, 2, 4, 5, 6]
+
+
+def test_natural_users_are_drawn_evenly_by_seed():
+    drawn = [owners(natural(USERS, 2, seed, None).parts) for seed in range(400)]
+    assert drawn[7] == owners(natural(USERS, 2, 7, None).parts)
+    counts = np.bincount(np.ravel(drawn), minlength=7)
+    np.testing.assert_array_equal(counts[[1, 3]], 0)
+    assert np.abs(counts[[0, 2, 4, 5, 6]] - 160).max() < 5 * (400 * 0.4 * 0.6) ** 0.5
+
+
+def test_natural_clients_of_equal_size_are_random_samples_of_users_who_have_as_many():
+    one, two = (natural(USERS, 3, seed, 6).parts for seed in (0, 1))
+    for parts in (one, two):
+        assert_well_formed(parts, len(USERS), covering=False)
+        assert [len(part) for part in parts] == [6] * 3
+        assert owners(parts) == [2, 4, 6]
+    assert any(not np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 # --- iid -------------------------------------------------------------------------------------------------------------
@@ -563,6 +601,11 @@ def test_repair_is_fast_for_thousands_of_clients():
             "data.partition.dominant_classes",
         ),
         ("weak_pathological", TEN % 9, 2, 0, 10, {"style": "fedpac"}, "data.partition.style"),
+        ("natural", USERS, 6, 0, None, {}, "data.clients"),
+        ("natural", USERS, 0, 0, None, {}, "data.clients"),
+        ("natural", USERS, 4, 0, 7, {}, "data.clients"),
+        ("natural", USERS, 1, 0, 1, {}, "data.samples_per_client"),
+        ("natural", USERS, 1, -1, None, {}, "data.seed"),
     ],
 )
 def test_bad_requests_name_their_field(kind, labels, clients, seed, size, options, field):

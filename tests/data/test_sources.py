@@ -56,6 +56,23 @@ def test_official_test_part_follows_the_training_rows(tmp_path, image, label):
     assert data.classes == 4  # class 3 occurs in the test part only
 
 
+@pytest.mark.parametrize("names", [("user", "user_test"), ("writer", "writer_test")])
+def test_users_of_both_parts_are_numbered_in_ascending_order(tmp_path, names):
+    users = dict(zip(names, (np.array([9, 40, 9, 2, 2, 40]), np.array([7, 40])), strict=True))
+    test_part = {"image_test": TEST_IMAGES, "label_test": TEST_LABELS}
+    data = load(save(tmp_path / "a.npz", image=IMAGES, label=LABELS, **test_part, **users))
+    np.testing.assert_array_equal(data.users, [2, 3, 2, 0, 0, 3, 1, 3])
+    assert data.users.dtype == np.int32
+    assert load(save(tmp_path / "b.npz", image=IMAGES, label=LABELS)).users is None
+    names = from_arrays(IMAGES, LABELS, users=np.array(["b", "b", "a", "c", "a", "b"])).users
+    np.testing.assert_array_equal(names, [1, 1, 0, 2, 0, 1])
+
+
+def test_flat_images_whose_length_is_a_square_are_square_images():
+    flat = IMAGES[..., :4, 0].reshape(6, 16)
+    np.testing.assert_array_equal(from_arrays(flat, LABELS).images, IMAGES[..., :4, :1])
+
+
 def test_images_without_a_channel_axis_get_one():
     assert from_arrays(IMAGES[..., 0], LABELS).images.shape == (6, 4, 5, 1)
     both = from_arrays(IMAGES[..., 0], LABELS, TEST_IMAGES[..., :1], TEST_LABELS, name="mixed")
@@ -129,6 +146,19 @@ def test_an_unknown_source_error_lists_all_sources():
         (
             {"image": IMAGES, "label": LABELS, "x_test": TEST_IMAGES, "y_test": TEST_LABELS[:1]},
             "2 test images and 1 test labels",
+        ),
+        (
+            {"image": IMAGES, "label": LABELS, "user": LABELS[:5]},
+            r"users must be integers or strings \[6\], got uint8 \(5,",
+        ),
+        (
+            {"image": IMAGES, "label": LABELS, "user": LABELS / 2},
+            r"users must be integers or strings \[6\], got float64",
+        ),
+        ({"image": IMAGES, "label": LABELS, "user_test": LABELS}, "users of every part that there is, or none"),
+        (
+            {"image": IMAGES, "label": LABELS, "x_test": TEST_IMAGES, "y_test": TEST_LABELS, "user": LABELS},
+            "users of every part that there is, or none",
         ),
         ({"image": IMAGES, "label": LABELS, "x_test": TEST_IMAGES / 2, "y_test": TEST_LABELS}, "test images must be"),
     ],

@@ -60,7 +60,7 @@ def test_resnet18_proj_hands_its_options_on():
 
 
 def test_other_models_have_no_projection():
-    for name in MODELS:
+    for name in MODELS.keys() - {"char_lstm"}:  # which reads no images; it has none either
         model = join(MODELS[name](), (32, 32, 3))
         assert (model.projection is None) == (name not in ("cnn_proj", "resnet18_proj"))
 
