@@ -55,6 +55,16 @@ from fedjax_pfl.models.cnn import CNN  # noqa: E402
 from fedjax_pfl.models.projection import Projected  # noqa: E402
 from fedjax_pfl.ops.local import Trainer  # noqa: E402
 
+
+def pytest_collection_modifyitems(items):
+    """With ``-n``, a file stays in one process, which compiles its programs once; a method's conformance likewise."""
+    for item in items:
+        group = item.path.name
+        if group == "test_conformance.py" and hasattr(item, "callspec"):
+            group += f"-{item.callspec.params.get('name')}"
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 CLASSES = 3
 TRAIN_SIZES = (5, 1, 27, 3, 12, 19, 8)
 TEST_SIZES = (4, 3, 9, 0, 5, 8, 6)
