@@ -92,8 +92,8 @@ def pfedcspc(
     prototypes. The server retrains projection head and classifier of the averaged model on the prototypes of all.
 
     Shared: w_g, u_g, e. Personal: the encoder of m_k. Headline: POST, the model after local adaptation from m_k; PRE is
-    m_k. The paper's global accuracy is ``global``, its I_local is ``i_local``. With every module off it is FedAvg, and
-    POST is FedAvg-FT.
+    m_k, adapted if ``pmi = "eval"``, which is then the headline. The paper's global accuracy is ``global``, its I_local
+    is ``i_local``. With every module off it is FedAvg, and POST is FedAvg-FT.
 
     Args:
       model: encoder, projection head and classifier.
@@ -311,7 +311,7 @@ def pfedcspc(
         personalize=personalize,
         trained=trained,
         global_predict=global_predict,
-        headline="post",
+        headline="pre" if pmi == "eval" else "post",
     )
 
 
