@@ -66,7 +66,8 @@ def _decode(name: str, folder: Path) -> Dataset:
     features = builder.info.features
     for feature, kind in ("image", tfds.features.Image), ("label", tfds.features.ClassLabel):
         if feature not in features or not isinstance(features[feature], kind):
-            _refuse(name, f"it has no feature {feature!r} of type {kind.__name__}; present: {', '.join(features)}")
+            present = ", ".join(sorted(features))  # TFDS reads them from files in an order of its own
+            _refuse(name, f"it has no feature {feature!r} of type {kind.__name__}; present: {present}")
     if "train" not in builder.info.splits:
         _refuse(name, f"it has no part 'train'; present: {', '.join(builder.info.splits)}")
     parts: list[np.ndarray] = []
