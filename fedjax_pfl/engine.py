@@ -30,6 +30,10 @@ from fedjax_pfl.ops.local import TrainInfo, phase_key
 from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
 
 
+# Bytes of a leaf, over all rows, up to which copying it to all devices costs less than splitting work on it.
+_SMALL = 2**26
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where clients run.
@@ -57,6 +61,19 @@ class Placement:
         rounds = np.arange(rows).reshape(-1, self.devices)
         rounds[1::2] = rounds[1::2, ::-1]
         return rounds.T.reshape(-1)
+
+    def gather_small(self, rows: PyTree) -> PyTree:
+        """Gives every device all rows of the small leaves, and leaves the large ones split.
+
+        What a server computes from statistics step by step (a quadratic program, training on prototypes) would
+        otherwise exchange a few numbers between the devices in every step; a mean over large leaves is best split.
+        """
+        if self.mesh is None:
+            return rows
+        everywhere = NamedSharding(self.mesh, P())
+        return jax.tree.map(
+            lambda leaf: lax.with_sharding_constraint(leaf, everywhere) if leaf.nbytes <= _SMALL else leaf, rows
+        )
 
     def shardings(self, clients: int) -> tuple[NamedSharding | None, NamedSharding | None]:
         """Shardings of what all devices share and of rows per client (split if the devices divide their number)."""
@@ -258,9 +275,10 @@ class Engine:
         shared = keys.clients, t, view, data.x, data.y
         new, uploads, info = map_clients(self.local, shared, (ids, old, train), self.placement)
         uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
-        post = lax.cond(score_now, self._score_cohort, lambda *same: same[0], run.post, ids, view, new, uploads, data)
+        post = self._score_cohort(score_now, run.post, ids, view, new, uploads, data)
 
         cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients)
+        uploads = self.placement.gather_small(uploads)
         combined, new = method.aggregate(keys.aggregate, t, server, new, uploads, cohort)
         # With no samples left the round did not happen: a weighted mean over nothing would be zero.
         happened = jnp.any(cohort.weight > 0)
@@ -343,18 +361,31 @@ class Engine:
         return present, jax.tree.map(without_absent, taken, is_leaf=lambda node: isinstance(node, Clients))
 
     def _score_cohort(
-        self, post: Scores, ids: Int[Array, " K"], view: PyTree, clients: PyTree, uploads: PyTree, data: Federation
+        self,
+        score_now: Bool[Array, ""],
+        post: Scores,
+        ids: Int[Array, " K"],
+        view: PyTree,
+        clients: PyTree,
+        uploads: PyTree,
+        data: Federation,
     ) -> Scores:
-        """POST: each participant's model right after local training, written over its last scores."""
-        _, test = self._gather(ids, data.test)
+        """POST: each participant's model right after local training, written over its last scores if it is time."""
+        _, (test, last) = self._gather(ids, (data.test, post))
 
         def one(shared: tuple, row: tuple) -> Scores:
-            (view, x, y), (client, upload, test) = shared, row
-            view, client = self.method.trained(view, client, upload)
-            return score(lambda images: self.method.predict(view, client, images), client_data(x, y, test))
+            (score_now, view, x, y), (client, upload, test, last) = shared, row
 
-        scores = map_clients(one, (view, data.x, data.y), (clients, uploads, test), self.placement)
-        return put_rows(post, ids, scores)
+            def scored() -> Scores:
+                trained_view, trained = self.method.trained(view, client, upload)
+                return score(lambda images: self.method.predict(trained_view, trained, images), client_data(x, y, test))
+
+            # A condition around the whole map would hold collectives, which XLA does not keep in order with those
+            # after it on a CPU: devices that meet them in another order wait for each other for ever.
+            return lax.cond(score_now, scored, lambda: last)
+
+        shared = score_now, view, data.x, data.y
+        return put_rows(post, ids, map_clients(one, shared, (clients, uploads, test, last), self.placement))
 
     def _score_all(
         self, personalize: Callable, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation
