@@ -29,7 +29,6 @@ from fedjax_pfl.method import Cohort, Method, Part, PerClass, Sometimes, State, 
 from fedjax_pfl.ops.local import TrainInfo, phase_key
 from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
 
-
 # Bytes of a leaf, over all rows, up to which copying it to all devices costs less than splitting work on it.
 _SMALL = 2**26
 

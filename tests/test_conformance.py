@@ -202,8 +202,8 @@ def computations_with_collectives(text):
     return [name for entry, name, _ in blocks if found[name] and not entry and name not in bodies]
 
 
-# On a CPU, XLA runs a loop or a condition side by side with what follows it. Two devices may then meet a collective in
-# there and one out here in different order, and wait for each other for ever; inside a loop it costs a lot of time, too.
+# On a CPU, XLA runs a loop or a condition beside what follows it. Two devices may then meet a collective in there and
+# one out here in different order, and wait for each other for ever; inside a loop it costs a lot of time, too.
 @pytest.mark.parametrize(
     ("name", "who"), [*((name, SOME) for name in ENTRIES), ("fedavg", EVERYONE)], indirect=["name"], scope="module"
 )
