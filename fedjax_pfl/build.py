@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -55,7 +55,7 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
     Raises:
       ConfigError: the partition does not fit the data set.
     """
-    spec, clients = config.data, config.data.clients
+    spec, clients, new = config.data, config.data.clients, new_clients(config)
     seed = config.run.seed if spec.seed is None else spec.seed
     kind = PARTITIONS[spec.partition["kind"]]
     options = _options(spec.partition, "kind")
@@ -71,7 +71,7 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
         if natural:
             train = _of_users_in_both(groups, train, pooled, dataset.name)
         partition = kind(groups[train], clients, seed, wanted, **options)
-        partition = partition._replace(parts=[train[part] for part in partition.parts])
+        partition = partition._replace(parts=_new_last([train[part] for part in partition.parts], new, seed))
         if natural:
             splits = own_test(groups, partition.parts, pooled, seed, validation_share=spec.validation_share)
             pooled = np.sort(np.concatenate([split.test for split in splits]))
@@ -85,6 +85,7 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
             allowed = f"up to {most}: {len(dataset.labels)} samples, {clients} clients, test_share = {spec.test_share}"
             raise ConfigError("data.samples_per_client", wanted, allowed)
         partition = kind(groups, clients, seed, total, **options)
+        partition = partition._replace(parts=_new_last(partition.parts, new, seed))
         splits = split_rows(dataset.labels, partition.parts, seed, **held_out)
         pooled = np.sort(np.concatenate([split.test for split in splits]))
     if spec.evaluate_on == "validation":
@@ -98,6 +99,9 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
     def rows(part: str) -> Clients:
         return pack([getattr(split, part) for split in splits], dataset.labels, dataset.classes)
 
+    if new:
+        note = f"clients {clients - new} to {clients - 1} are new: they never train"
+        partition = partition._replace(notes=(*partition.notes, note))
     federation = Federation(
         x=jnp.asarray(dataset.images),
         y=jnp.asarray(dataset.labels, jnp.int32),
@@ -107,6 +111,26 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
         pooled=pack(blocks, dataset.labels, dataset.classes),
     )
     return federation, manifest(dataset.labels, dataset.classes, partition, splits)
+
+
+def new_clients(config: Config) -> int:
+    """The number of clients that never train.
+
+    Raises:
+      ConfigError: the share means none or all of the clients.
+    """
+    share, clients = config.data.new_clients, config.data.clients
+    new = round(share * clients)
+    if share and not 0 < new < clients:
+        raise ConfigError("data.new_clients", share, f"0, or a share that is some of the {clients} clients, not all")
+    return new
+
+
+def _new_last(parts: Sequence[Rows], new: int, seed: int) -> list[Rows]:
+    """The clients' rows, those of so many clients drawn at random at the end."""
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0, 0, 0)))
+    drawn = np.sort(rng.choice(len(parts), new, replace=False))
+    return [parts[client] for client in (*np.setdiff1d(np.arange(len(parts)), drawn), *drawn)]
 
 
 def _official_parts(dataset: Dataset, share: float | None, seed: int) -> tuple[Rows, Rows]:
@@ -159,7 +183,8 @@ def make_engine(config: Config, dataset: Dataset, swept: Mapping[str, Array] = M
         raise ConfigError("training.augment", config.training.augment, allowed)
     ratio = config.participation.ratio
     low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
-    return Engine(method, config.data.clients, Participation(low, high, config.participation.dropout))
+    who = Participation(low, high, config.participation.dropout)
+    return Engine(method, config.data.clients, who, new=new_clients(config))
 
 
 def _options(table: dict[str, Any], key: str) -> dict[str, Any]:
@@ -194,7 +219,7 @@ def place(engine: Engine, config: Config, key: Key[Array, ""], data: Federation)
     """Chooses devices and chunk: by backend and by the memory estimate, unless the config says."""
     memory = estimate(engine, key, data)
     on_cpu = jax.default_backend() == "cpu"
-    cohort = engine.participation.cohort_size(engine.clients)
+    cohort = engine.cohort_size
     kind = config.run.placement
     if kind == "auto":
         kind = "shard" if min(jax.local_device_count(), cohort) > 1 else "map" if on_cpu else "vmap"

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Simulate personalized federated learning.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -42,13 +41,20 @@ Overrides = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run's files in the directory.")]
 
 
+# What Typer raises for a command line that it cannot read; it exports this class's children alone.
+_UsageError: Any = typer.BadParameter.__base__
+
+
 def main() -> None:
     """Entry point: bad input is one line on stderr and exit code 2."""
     try:
-        app()
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="fedjax-pfl", standalone_mode=False))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx else "fedjax-pfl"
+        print(f"error: {error.format_message().rstrip('.')} (see {command} --help)", file=sys.stderr)
+    sys.exit(2)
 
 
 @app.command()
@@ -311,6 +317,10 @@ def _print_summary(summary: dict[str, Any]) -> None:
         table.add_row(point.upper() + mark, *(f"{100 * scores[column]:.2f}" for column in columns))
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
+    if summary["new_clients"] is not None:
+        new = summary["new_clients"]
+        scored = ", ".join(f"{point.upper()} {100 * new[point]['last']:.2f}" for point in ("pre", "post"))
+        console.print(f"new clients, which never trained: {scored}", highlight=False)
     if summary["global"] is not None:
         scored = f"{100 * summary['global']:.2f} %"
         hm = ", ".join(

@@ -81,6 +81,8 @@ class Data(_Section):
       validation_share: share of a client's training samples that methods may select on.
       evaluate_on: ``test``, or ``validation``: the validation share takes the place of the test samples, so that
         hyperparameters can be chosen without a look at these.
+      new_clients: share of the clients, drawn at random and numbered last, that never train; they are evaluated by the
+        method's personalisation (PRE) and after one round of local training that nobody hears of (POST).
       samples_per_client: training samples (validation included) that each client gets; all of them, unless given.
       seed: seed of test part, partition and split; ``run.seed`` unless given.
       mean: mean that pixels, scaled to [0, 1], are normalised with; one number or one per channel.
@@ -97,6 +99,7 @@ class Data(_Section):
     test_share: Share = 0.25
     validation_share: float = Field(0.0, ge=0, lt=1)
     evaluate_on: Literal["test", "validation"] = "test"
+    new_clients: float = Field(0.0, ge=0, lt=1)
     samples_per_client: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**32)
     mean: float | list[float] = 0.5

@@ -210,14 +210,26 @@ class Engine:
     Attributes:
       method: what the clients and the server do.
       clients: N.
-      participation: who takes part.
+      participation: who takes part, of the clients that are not new.
       placement: where clients run.
+      new: how many clients, the last ones, never take part and are only evaluated.
     """
 
     method: Method
     clients: int
     participation: Participation = Participation()
     placement: Placement = Placement()
+    new: int = 0
+
+    @property
+    def trainers(self) -> int:
+        """The number of clients that may take part, the first ones."""
+        return self.clients - self.new
+
+    @property
+    def cohort_size(self) -> int:
+        """K, the largest number of clients in a round."""
+        return self.participation.cohort_size(self.trainers)
 
     def init(self, key: Key[Array, ""], data: Federation) -> Run:
         """The state before round 0: one common initial model, the same for all clients (rule R5)."""
@@ -307,6 +319,24 @@ class Engine:
         """PRE scores of all clients after t rounds: the newest shared parameters, personalised; every leaf [N]."""
         return self._score_all(self.method.personalize, round_keys(key, t).clients, t, state, data)
 
+    def post(self, key: Key[Array, ""], t: Int[Array, ""], run: Run, data: Federation) -> Scores:
+        """POST scores of all clients after t rounds; every leaf [N].
+
+        A new client gets those of one call of ``local`` from its initial state, of which nothing is kept.
+        """
+        if not self.new:
+            return run.post
+        ids = self._order(jnp.arange(self.trainers, self.clients), data.train.count)
+        _, (clients, train, test) = self._gather(ids, (run.state.clients, data.train, data.test))
+
+        def one(shared: tuple, row: tuple) -> Scores:
+            (_, _, view, x, y), (client_id, client, train, test) = shared, row
+            client, upload, _ = self.local(shared, (client_id, client, train))
+            return self._score_trained(view, client, upload, client_data(x, y, test))
+
+        shared = round_keys(key, t).clients, t, self.method.broadcast(run.state.server), data.x, data.y
+        return put_rows(run.post, ids, map_clients(one, shared, (ids, clients, train, test), self.placement))
+
     def global_scores(self, state: State, data: Federation) -> Scores:
         """Scores of the global model, for methods that have one, on the pooled test set as a whole."""
         predict = self.method.global_predict
@@ -328,12 +358,12 @@ class Engine:
 
     def _select(self, keys: RoundKeys, count: Int[Array, " N"]) -> tuple[Int[Array, " K"], Int[Array, ""]]:
         """Draws the cohort of a round: its ids (N where absent), and how many were selected before any dropped out."""
-        who, size = self.participation, self.participation.cohort_size(self.clients)
+        who, size = self.participation, self.cohort_size
         key_order, key_ratio = jax.random.split(keys.select)
-        ids = jnp.arange(size) if who.low == 1.0 else jax.random.permutation(key_order, self.clients)[:size]
+        ids = jnp.arange(size) if who.low == 1.0 else jax.random.permutation(key_order, self.trainers)[:size]
         if who.low < who.high:
             ratio = jax.random.uniform(key_ratio, minval=who.low, maxval=who.high)
-            drawn = jnp.maximum(1, jnp.round(ratio * self.clients).astype(jnp.int32))
+            drawn = jnp.maximum(1, jnp.round(ratio * self.trainers).astype(jnp.int32))
             ids = jnp.where(jnp.arange(size) < drawn, ids, self.clients)
         selected = jnp.sum(ids < self.clients)
         if who.dropout > 0.0:
@@ -376,8 +406,7 @@ class Engine:
             (score_now, view, x, y), (client, upload, test, last) = shared, row
 
             def scored() -> Scores:
-                trained_view, trained = self.method.trained(view, client, upload)
-                return score(lambda images: self.method.predict(trained_view, trained, images), client_data(x, y, test))
+                return self._score_trained(view, client, upload, client_data(x, y, test))
 
             # A condition around the whole map would hold collectives, which XLA does not keep in order with those
             # after it on a CPU: devices that meet them in another order wait for each other for ever.
@@ -385,6 +414,11 @@ class Engine:
 
         shared = score_now, view, data.x, data.y
         return put_rows(post, ids, map_clients(one, shared, (clients, uploads, test, last), self.placement))
+
+    def _score_trained(self, view: PyTree, client: PyTree, upload: PyTree, test: ClientData) -> Scores:
+        """Scores a client's model right after local training."""
+        view, client = self.method.trained(view, client, upload)
+        return score(lambda images: self.method.predict(view, client, images), test)
 
     def _score_all(
         self, personalize: Callable, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation
@@ -407,7 +441,7 @@ class Engine:
         """Round -1: every client prepares an upload, and the server combines all of them; nothing is sent down."""
         method = self.method
         key_clients, key_aggregate = jax.random.split(key)
-        ids = self._order(jnp.arange(self.clients), data.train.count)
+        ids = self._order(jnp.arange(self.trainers), data.train.count)
         present, (old, train) = self._gather(ids, (state.clients, data.train))
 
         def one(shared: tuple, row: tuple) -> tuple:

@@ -99,7 +99,7 @@ def estimate(engine: Engine, key: Key[Array, ""], data: Federation) -> Memory:
     state, shared, row = _one_client(engine, key, data)
     traced = jax.make_jaxpr(engine.local)(shared, row)
     upload = jax.eval_shape(engine.local, shared, row)[1]
-    cohort = engine.participation.cohort_size(engine.clients)
+    cohort = engine.cohort_size
     # Old and new rows of the cohort, and their uploads before and after absent ones are zeroed.
     rows = cohort * 2 * (size(state.clients) + size(upload))
     resident = size(data) + size(state.server) + engine.clients * size(state.clients) + rows

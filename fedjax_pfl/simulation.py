@@ -170,7 +170,9 @@ def simulate(
             block = max(1, int(_SECONDS_PER_BLOCK * (t - done.round) / (round_seconds - done.round_seconds)))
             if evaluated:
                 pre = programs.pre(key_rounds, np.int32(t), run.state, federation)
-                scores = line_scores(pre, run.post, programs.global_scores(run.state, federation), n_test)
+                post = programs.post(key_rounds, np.int32(t), run, federation)
+                of_all = programs.global_scores(run.state, federation)
+                scores = line_scores(pre, post, of_all, n_test, engine.new)
                 cost = {
                     "megabytes": exchanged.sent_bytes(run.traffic) / 1e6,
                     "seconds": time.perf_counter() - began,
@@ -191,8 +193,9 @@ def simulate(
                 progress(Progress(t, rounds, loss, lines[-1] if lines else None, left, memory_bytes))
     if pre is None:  # the checkpoint was that of the last round
         pre = programs.pre(key_rounds, np.int32(t), run.state, federation)
+        post = programs.post(key_rounds, np.int32(t), run, federation)
 
-    clients = client_table(shares, config.data.evaluate_on, pre, run.post)
+    clients = client_table(shares, config.data.evaluate_on, pre, post, engine.new)
     timing = {
         "compile_seconds": compile_seconds,
         "seconds_per_round": round_seconds / rounds,
@@ -201,7 +204,8 @@ def simulate(
     traffic = traffic_summary(exchanged, run.traffic)
     space = {"estimate_bytes": memory_bytes, **memory._asdict()}
     where = environment(engine.placement)
-    summary = summary_of(config, engine.method.headline, dataset.name, shares, lines, timing, traffic, space, where)
+    named = config, engine.method.headline, engine.new, dataset.name
+    summary = summary_of(*named, shares, lines, timing, traffic, space, where)
     if record:
         record.finish(clients, summary)
     return Result(summary, _history(lines), clients, shares, jax.device_get(run.state), config)
@@ -210,6 +214,7 @@ def simulate(
 def summary_of(
     config: Config,
     headline: str,
+    new: int,
     dataset: str,
     shares: dict[str, Any],
     lines: list[dict[str, Any]],
@@ -230,6 +235,7 @@ def summary_of(
         "partition_hash": shares["hash"],
         "evaluated_on": config.data.evaluate_on,
         "personal": {point: _headline(lines, point) for point in ("post", "pre")},
+        "new_clients": {point: _headline(lines, f"new_{point}") for point in ("post", "pre")} if new else None,
         **_global_headline(lines),
         "timing": timing,
         "traffic": traffic,
@@ -287,6 +293,7 @@ class _Programs(NamedTuple):
     place: Callable[[Run], Run]
     rounds: Callable[..., Run]
     pre: Callable[..., Scores]
+    post: Callable[..., Scores]
     global_scores: Callable[..., tuple[float | None, float | None]]
 
 
@@ -312,11 +319,12 @@ def _compile(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[_Pr
         jax.jit(engine.init, out_shardings=run_layout).lower(key, data),
         jax.jit(engine.rounds, out_shardings=run_layout, donate_argnums=1).lower(key, run, number, number, flag, data),
         jax.jit(engine.pre).lower(key, number, run.state, data),
+        jax.jit(engine.post).lower(key, number, run, data),
     ]
     if engine.method.global_predict is not None:
         lowered.append(jax.jit(engine.global_scores).lower(run.state, data))
     with ThreadPoolExecutor() as pool:
-        init, rounds, pre, *scorer = pool.map(jax.stages.Lowered.compile, lowered)
+        init, rounds, pre, post, *scorer = pool.map(jax.stages.Lowered.compile, lowered)
 
     def global_scores(state: State, data: Federation) -> tuple[float | None, float | None]:
         if not scorer:
@@ -328,21 +336,29 @@ def _compile(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[_Pr
         placed: Run = jax.device_put(run, run_layout)
         return placed
 
-    return _Programs(init, place_run, rounds, pre, global_scores), data, time.perf_counter() - began
+    return _Programs(init, place_run, rounds, pre, post, global_scores), data, time.perf_counter() - began
 
 
 def line_scores(
-    pre: Scores, post: Scores, global_scores: tuple[float | None, float | None], n_test: Int[np.ndarray, " N"]
+    pre: Scores,
+    post: Scores,
+    global_scores: tuple[float | None, float | None],
+    n_test: Int[np.ndarray, " N"],
+    new: int,
 ) -> dict[str, Any]:
     """What ``metrics.jsonl`` says of the models; ``hm`` is the harmonic mean of global accuracy and ``i_local``."""
     accuracy, macro_f1 = global_scores
 
-    def personal(scores: Scores) -> dict[str, float | None]:
-        summary = summarize(scores, n_test)
+    def personal(scores: Scores, who: slice) -> dict[str, float | None]:
+        summary = summarize(Scores(*(values[who] for values in scores)), n_test[who])
         hm = None if accuracy is None else float(harmonic_mean(accuracy, summary["i_local"]))
         return {**summary, "hm": hm}
 
-    return {"pre": personal(pre), "post": personal(post), "global": accuracy, "global_macro_f1": macro_f1}
+    points, trainers = {"pre": pre, "post": post}, len(n_test) - new
+    line: dict[str, Any] = {point: personal(scores, slice(trainers)) for point, scores in points.items()}
+    if new:
+        line |= {f"new_{point}": personal(scores, slice(trainers, None)) for point, scores in points.items()}
+    return {**line, "global": accuracy, "global_macro_f1": macro_f1}
 
 
 def _global_headline(lines: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -386,10 +402,15 @@ def _history(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {name: np.array(column) for name, column in columns.items()}
 
 
-def client_table(shares: dict[str, Any], evaluated_on: str, pre: Scores, post: Scores) -> dict[str, np.ndarray]:
+def client_table(
+    shares: dict[str, Any], evaluated_on: str, pre: Scores, post: Scores, new: int
+) -> dict[str, np.ndarray]:
     """One row per client, as in ``clients.csv``; the scores of a client without test samples are NaN."""
     n_test = np.asarray(shares[f"n_{evaluated_on}"])
-    table = {"client": np.arange(len(n_test)), "n_train": np.asarray(shares["n_train"]), "n_test": n_test}
+    client = np.arange(len(n_test))
+    table = {"client": client, "n_train": np.asarray(shares["n_train"]), "n_test": n_test}
+    if new:
+        table["new"] = (client >= len(n_test) - new).astype(int)
     for point, scores in (("pre", pre), ("post", post)):
         for metric in ("accuracy", "macro_f1"):
             table[f"{point}_{metric}"] = np.where(n_test > 0, np.asarray(getattr(scores, metric)), np.nan)

@@ -360,12 +360,13 @@ def _run_together(
         engine, _, key_rounds, federation = one(row[0], x, y)
         return engine.rounds(key_rounds, row[1], start, stop, jnp.array(True), federation)
 
-    def scores(shared: tuple, row: tuple[_Row, Run]) -> tuple[Scores, Scores | None]:
+    def scores(shared: tuple, row: tuple[_Row, Run]) -> tuple[tuple[Scores, Scores], Scores | None]:
         x, y, t = shared
         engine, _, key_rounds, federation = one(row[0], x, y)
-        state = row[1].state
-        shared_model = engine.global_scores(state, federation) if engine.method.global_predict else None
-        return engine.pre(key_rounds, t, state, federation), shared_model
+        run = row[1]
+        shared_model = engine.global_scores(run.state, federation) if engine.method.global_predict else None
+        points = engine.pre(key_rounds, t, run.state, federation), engine.post(key_rounds, t, run, federation)
+        return points, shared_model
 
     def program(fn: Callable) -> Any:
         return jax.jit(lambda rows, shared: map_clients(fn, shared, rows, placement))
@@ -392,17 +393,18 @@ def _run_together(
         run = jax.block_until_ready(step((rows, run), (x, y, jnp.int32(t), jnp.int32(stop))))
         round_seconds += time.perf_counter() - started
         t = stop
-        pre, shared_model = score((rows, run), (x, y, jnp.int32(t)))
+        points, shared_model = score((rows, run), (x, y, jnp.int32(t)))
         for number, share in enumerate(shares):
-            mine = jax.tree.map(lambda leaf, number=number: np.asarray(leaf[number]), (pre, shared_model, run))
-            of_all = (None, None) if mine[1] is None else (float(mine[1].accuracy), float(mine[1].macro_f1))
+            found = jax.tree.map(lambda leaf, number=number: np.asarray(leaf[number]), (points, shared_model, run))
+            (pre, post), of_all, now = found
+            of_all = (None, None) if of_all is None else (float(of_all.accuracy), float(of_all.macro_f1))
             n_test = np.asarray(share[f"n_{first.data.evaluate_on}"])
             lines[number].append(
                 {
                     "round": t,
-                    "train_loss": float(mine[2].loss),
-                    **line_scores(mine[0], mine[2].post, of_all, n_test),
-                    "megabytes": exchanged.sent_bytes(mine[2].traffic) / 1e6,
+                    "train_loss": float(now.loss),
+                    **line_scores(pre, post, of_all, n_test, engine.new),
+                    "megabytes": exchanged.sent_bytes(now.traffic) / 1e6,
                     "seconds": (time.perf_counter() - began) / len(configs),
                 }
             )
@@ -412,7 +414,7 @@ def _run_together(
 
     summaries = []
     for number, (config, share, record) in enumerate(zip(configs, shares, records, strict=True)):
-        scored, last = jax.tree.map(lambda leaf, number=number: np.asarray(leaf[number]), (pre, run))
+        (pre, post), last = jax.tree.map(lambda leaf, number=number: np.asarray(leaf[number]), (points, run))
         timing = {
             "runs_in_the_program": len(configs),
             "compile_seconds": compile_seconds / len(configs),
@@ -422,10 +424,10 @@ def _run_together(
         traffic = traffic_summary(exchanged, last.traffic)
         space = {"estimate_bytes": memory.resident + memory.per_client, **memory._asdict()}
         where = environment(placement)
-        headline = engine.method.headline
-        summary = summary_of(config, headline, dataset.name, share, lines[number], timing, traffic, space, where)
+        named = config, engine.method.headline, engine.new, dataset.name
+        summary = summary_of(*named, share, lines[number], timing, traffic, space, where)
         if record:
-            record.finish(client_table(share, config.data.evaluate_on, scored, last.post), summary)
+            record.finish(client_table(share, config.data.evaluate_on, pre, post, engine.new), summary)
         summaries.append(summary)
     return summaries
 

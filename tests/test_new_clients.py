@@ -1,0 +1,117 @@
+"""Clients that never train: nothing they have reaches anyone, and they are scored from their initial state."""
+
+import csv
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import Config, ConfigError, simulate, sweep
+from fedjax_pfl.build import divide
+from fedjax_pfl.data.federated import Clients
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.engine import Engine, Participation, Placement
+from fedjax_pfl.methods import METHODS
+from tests.conftest import TRAIN_SIZES
+from tests.reference import MLP, at, client_key, held, to_numpy
+
+KEY = jax.random.key(17)
+N, NEW = len(TRAIN_SIZES), 2
+OLD = N - NEW
+
+
+def first(rows: Clients) -> Clients:
+    """The clients that are not new."""
+    return jax.tree.map(lambda leaf: leaf[:OLD], rows)
+
+
+# FedFCD hears from its clients before round 0, FedRep's clients keep heads, FedPAC's get heads from the server.
+@pytest.mark.parametrize("name", ["fedrep", "fedpac", "fedfcd"])
+def test_the_others_train_as_though_there_were_no_new_clients(name, model, trainer, federation, mesh):
+    method = METHODS[name](model, trainer)
+    who = Participation(0.5, 1.0, 0.2)
+    with_new = Engine(method, N, who, Placement(mesh, 2), new=NEW)
+    without = Engine(method, OLD, who, Placement(mesh, 2))
+    fewer = federation._replace(train=first(federation.train), test=first(federation.test))
+    start = jax.jit(with_new.init)(KEY, federation)
+    end = jax.jit(with_new.rounds)(KEY, start, at(0), at(4), jnp.array(True), federation)
+    expected = jax.jit(without.init)(KEY, fewer)
+    expected = jax.jit(without.rounds)(KEY, expected, at(0), at(4), jnp.array(True), fewer)
+    chex.assert_trees_all_equal(end.state.server, expected.state.server)
+    chex.assert_trees_all_equal((end.loss, end.traffic), (expected.loss, expected.traffic))
+    rows, scores = (jax.tree.map(lambda leaf: leaf[:OLD], tree) for tree in (end.state.clients, end.post))
+    chex.assert_trees_all_equal((rows, scores), (expected.state.clients, expected.post))
+    kept, initial = (jax.tree.map(lambda leaf: leaf[OLD:], run.state.clients) for run in (end, start))
+    chex.assert_trees_all_equal(kept, initial)
+
+
+def test_their_scores_against_plain_loops(model, trainer, federation):
+    engine = Engine(METHODS["fedavg"](model, trainer), N, new=NEW)
+    run = jax.jit(engine.init)(KEY, federation)
+    run = jax.jit(engine.rounds)(KEY, run, at(0), at(3), jnp.array(True), federation)
+    scores = jax.jit(engine.post)(KEY, at(3), run, federation)
+    chex.assert_trees_all_equal(*(jax.tree.map(lambda leaf: leaf[:OLD], tree) for tree in (scores, run.post)))
+    mlp = MLP(federation.x, federation.y)
+    for i in range(OLD, N):
+        w, _ = mlp.train(to_numpy(run.state.server), client_key(KEY, 3, i), 3, held(federation.train, i), trainer)
+        expected = mlp.scores(w, held(federation.test, i))
+        np.testing.assert_allclose([float(values[i]) for values in scores], expected, rtol=1e-4)
+
+
+def config(**tables):
+    base = {
+        "data": {"source": "digits", "clients": 6, "new_clients": 0.34, "partition": {"kind": "dirichlet"}},
+        "model": {"name": "mlp", "hidden": 8},
+        "method": {"name": "fedavg"},
+        "training": {"rounds": 2, "batch_size": 16, "lr": 0.1},
+    }
+    for section, fields in tables.items():
+        base[section] = {**base.get(section, {}), **fields}
+    return Config(**base)
+
+
+def test_they_are_drawn_at_random_and_numbered_last():
+    dataset = load("digits")
+    drawn = []
+    for seed in range(5):
+        none, some = (
+            divide(config(data={"new_clients": share}, run={"seed": seed}), dataset)[1] for share in (0.0, 0.34)
+        )
+        order = [none["class_counts"].index(counts) for counts in some["class_counts"]]
+        assert sorted(order) == list(range(6))
+        assert order[:4] == sorted(order[:4])
+        assert "clients 4 to 5 are new: they never train" in some["notes"]
+        drawn.append(tuple(order[4:]))
+    assert len(set(drawn)) > 2
+
+
+def test_a_run_reports_them_apart(tmp_path):
+    out = tmp_path / "run"
+    result = simulate(config(run={"out": str(out)}))
+    with (out / "clients.csv").open() as file:
+        table = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    assert [row["new"] for row in table] == [0, 0, 0, 0, 1, 1]
+    line = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    for point in ("pre", "post"):
+        accuracy = np.array([row[f"{point}_accuracy"] for row in table])
+        assert line[point]["accuracy"] == pytest.approx(accuracy[:4].mean())
+        assert line[f"new_{point}"]["accuracy"] == pytest.approx(accuracy[4:].mean())
+        assert result.summary["personal"][point]["last"] == line[point]["accuracy"]
+        assert result.summary["new_clients"][point]["last"] == line[f"new_{point}"]["accuracy"]
+        assert result.history[f"new_{point}.accuracy"][-1] == line[f"new_{point}"]["accuracy"]
+    assert line["new_post"]["loss"] != line["new_pre"]["loss"]
+    swept = sweep(config(), {"run.seed": [0, 1]}).cells[0].summary
+    nearly = {point: pytest.approx(scores, rel=1e-5) for point, scores in result.summary["new_clients"].items()}
+    assert swept["new_clients"] == nearly
+    assert simulate(config(data={"new_clients": 0.0})).summary["new_clients"] is None
+
+
+@pytest.mark.parametrize("share", [0.05, 0.95])
+def test_a_share_leaves_some_of_either_kind(share):
+    with pytest.raises(
+        ConfigError, match=rf"data.new_clients = {share} is not usable: .*a share that is some of the 6 clients"
+    ):
+        divide(config(data={"new_clients": share}), load("digits"))
