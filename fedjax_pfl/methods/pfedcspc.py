@@ -63,7 +63,7 @@ def pfedcspc(
     *,
     kappa: Annotated[float, Ge(0)] = 0.1,
     eta: Annotated[float, Ge(0)] = 0.1,
-    pmi: Literal["every", "eval", "off"] = "every",
+    pmi: Literal["every", "eval", "off"] = "eval",
     tau_p: Annotated[float, Gt(0)] = 0.5,
     calibrate: bool = True,
     clusters: Annotated[int, Ge(1)] = 3,
@@ -79,8 +79,8 @@ def pfedcspc(
     kp_norm: Literal["minmax", "softmax", "none"] = "minmax",
     base: Literal["fedavg", "fedprox"] = "fedavg",
     mu: Annotated[float, Ge(0)] = 0.01,
-    server_lr: Annotated[float, Gt(0)] = 0.1,
-    server_lr_drops: Annotated[tuple[int, ...], Strict(False)] = (6, 40),
+    server_lr: Annotated[float, Gt(0)] = 0.01,
+    server_lr_drops: Annotated[tuple[int, ...], Strict(False)] = (40,),
     server_epochs: Annotated[int, Ge(0)] = 100,
     server_epochs_per_drop: Annotated[int, Ge(1)] = 30,
     server_batch_size: Annotated[int, Ge(1)] = 100,
@@ -88,20 +88,23 @@ def pfedcspc(
 ) -> Method:
     """pFedCSPC: one method for a better global model and for better personal ones.
 
-    Clients train from a personal initial model m_k, guided by global prototypes, and cluster their features into
-    prototypes. The server retrains projection head and classifier of the averaged model on the prototypes of all.
+    Clients train guided by global prototypes, and cluster their features into prototypes. The server retrains
+    projection head and classifier of the averaged model on the prototypes of all, and combines a personal initial model
+    m_k for each client from the encoders of all; local adaptation makes the personal model of it.
 
-    Shared: w_g, u_g, e. Personal: the encoder of m_k. Headline: POST, the model after local adaptation from m_k; PRE is
-    m_k, adapted if ``pmi = "eval"``, which is then the headline. The paper's global accuracy is ``global``, its I_local
-    is ``i_local``. With every module off it is FedAvg, and POST is FedAvg-FT.
+    Shared: w_g, u_g, e. Personal: the encoder of m_k. Headline: PRE, m_k after local adaptation; with another ``pmi``
+    than ``eval``, where PRE is not adapted, POST. The paper's global accuracy is ``global``, its I_local is
+    ``i_local``. With every module off it is FedAvg, and POST is FedAvg-FT.
 
     Args:
       model: encoder, projection head and classifier.
       train: the local trainer.
       kappa: weight of the alignment with the global prototypes (PTA); the paper's grid is 0.01, 0.05, 0.1, 0.5.
       eta: weight of both contrastive losses of the server; the same grid.
-      pmi: personal initial models for training in every round; only for evaluation, where they are adapted by
-        ``training.epochs`` before PRE; or none, with training from the global model. The paper does not say.
+      pmi: what personal initial models are for. ``eval``: for evaluation alone, where they are adapted by
+        ``training.epochs`` before PRE; training starts from the global model. ``every``: training starts from them in
+        every round, and PRE is not adapted. ``off``: there are none. The paper does not say. Its ablation of the global
+        model does without them and ends at the figure of the whole method, which speaks for ``eval``.
       tau_p: temperature of the weights of PMI, not in the paper.
       calibrate: whether the server retrains H and F (CA).
       clusters: j, clusters per class (CPM).
@@ -117,8 +120,9 @@ def pfedcspc(
       kp_norm: how logits and similarities are brought to one scale, per sample; not in the paper.
       base: the client's loss that the alignment is added to (Table VI).
       mu: strength of FedProx's term.
-      server_lr: learning rate of the server in the first rounds.
-      server_lr_drops: rounds from which on it is a tenth of what it was.
+      server_lr: learning rate of the server in the first rounds, not in the paper. FedCSPC's code has 0.1 in the first
+        6 rounds, then 0.01, and 0.001 from round 40 on. With 0.1 our global model stays behind FedAvg's on CIFAR-10.
+      server_lr_drops: rounds from which on it is a tenth of what it was; (6, 40) in FedCSPC's code.
       server_epochs: passes over the prototypes.
       server_epochs_per_drop: passes after which the learning rate is a tenth of what it was, within a round.
       server_batch_size: prototypes per step.
@@ -128,8 +132,8 @@ def pfedcspc(
       ValueError: the model has no projection head.
 
     Reference:
-      pFedCSPC (IEEE TNNLS 2025): Eqs. 2-18. The server's training is that of its predecessor FedCSPC's code. Its
-      numbers are in benchmarks/papers/.
+      pFedCSPC (IEEE TNNLS 2025): Eqs. 2-18. The server's training is that of its predecessor FedCSPC's code, but for
+      the learning rate. The paper's numbers are in benchmarks/papers/.
     """
     if model.projection is None:
         raise ValueError("it needs a model with a projection head, such as cnn_proj or resnet18_proj")

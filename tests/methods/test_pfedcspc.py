@@ -136,7 +136,7 @@ def test_without_its_modules_it_is_its_base_bit_for_bit(base, who, play, model, 
 SPECIFIED = {
     "kappa": 0.1,
     "eta": 0.1,
-    "pmi": "every",
+    "pmi": "eval",
     "tau_p": 0.5,
     "calibrate": True,
     "clusters": 3,
@@ -150,8 +150,8 @@ SPECIFIED = {
     "edge": "abs",
     "base": "fedavg",
     "mu": 0.01,
-    "server_lr": 0.1,
-    "server_lr_drops": (6, 40),
+    "server_lr": 0.01,
+    "server_lr_drops": (40,),
     "server_epochs": 100,
     "server_epochs_per_drop": 30,
     "server_batch_size": 100,
@@ -173,12 +173,13 @@ class Case(NamedTuple):
 
 SERVER = {"server_epochs": 5, "server_epochs_per_drop": 2, "server_batch_size": 8, "server_weight_decay": 0.1}
 CASES = {
-    "all modules, some": Case(
+    "personal models in every round, some": Case(
         SOME,
         True,
         {
             "kappa": 0.4,
             "eta": 0.5,
+            "pmi": "every",
             "tau_p": 0.05,
             "clusters": 2,
             "repeats": 2,
@@ -198,7 +199,6 @@ CASES = {
         {
             "kappa": 0.3,
             "eta": 0.3,
-            "pmi": "eval",
             "clusters": 1,
             "repeats": 1,
             "share": 1.0,
@@ -756,4 +756,9 @@ def test_a_config_gives_the_servers_rounds_as_a_list():
     table = {"name": "pfedcspc", "server_lr_drops": [1, 2]}
     config = Config(data={"source": "digits"}, model={"name": "cnn_proj"}, method=table)
     dataset = Dataset("some", np.zeros((4, 28, 28, 1), np.uint8), np.arange(4, dtype=np.int32) % 2, 2, None)
-    assert make_engine(config, dataset).method.headline == "post"
+    assert make_engine(config, dataset).method.headline == "pre"
+
+
+def test_the_headline_is_the_point_after_local_adaptation(model, trainer):
+    found = {pmi: pfedcspc(model, trainer, pmi=pmi).headline for pmi in ("eval", "every", "off")}
+    assert found == {"eval": "pre", "every": "post", "off": "post"}
