@@ -221,9 +221,14 @@ def place(engine: Engine, config: Config, key: Key[Array, ""], data: Federation)
     on_cpu = jax.default_backend() == "cpu"
     cohort = engine.cohort_size
     kind = config.run.placement
+    together = jax.process_count() > 1
+    if together and kind not in ("auto", "shard"):
+        raise ConfigError("run.placement", kind, '"auto" or "shard" for a run of several processes')
+    # Of several processes, each takes part with all of its devices.
+    usable = jax.devices() if together else jax.local_devices()[:cohort]
     if kind == "auto":
-        kind = "shard" if min(jax.local_device_count(), cohort) > 1 else "map" if on_cpu else "vmap"
-    devices = min(jax.local_device_count(), cohort) if kind == "shard" else 1
+        kind = "shard" if len(usable) > 1 else "map" if on_cpu else "vmap"
+    devices = len(usable) if kind == "shard" else 1
     # On a CPU, clients side by side leave the cache and turn convolutions into batched products.
     one_by_one = kind == "map" or (kind == "shard" and on_cpu)
     limit = available()
@@ -235,5 +240,5 @@ def place(engine: Engine, config: Config, key: Key[Array, ""], data: Federation)
         raise ConfigError(field, value, f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB")
     mesh = None
     if kind == "shard":
-        mesh = jax.make_mesh((devices,), ("clients",), (AxisType.Auto,), devices=jax.local_devices()[:devices])
+        mesh = jax.make_mesh((devices,), ("clients",), (AxisType.Auto,), devices=usable)
     return replace(engine, placement=Placement(mesh, chunk)), memory

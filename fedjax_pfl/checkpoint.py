@@ -17,7 +17,15 @@ from fedjax_pfl.engine import Run
 from fedjax_pfl.errors import ConfigError
 
 # How a run is carried out: these may differ between a checkpoint and the run that goes on from it.
-_FREE = ("training.rounds", "run.checkpoint_every", "run.placement", "run.chunk", "run.out", "run.compilation_cache")
+_FREE = (
+    "training.rounds",
+    "run.checkpoint_every",
+    "run.placement",
+    "run.chunk",
+    "run.out",
+    "run.tensorboard",
+    "run.compilation_cache",
+)
 _PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
 # The one before the last stays until the next is complete.
 _KEPT = 2
@@ -112,8 +120,18 @@ class Checkpoints:
         if self._manager is None:
             import orbax.checkpoint as ocp
 
+            # Of several processes, one writes and all read, each as though it were alone.
+            me = jax.process_index()
+            alone = ocp.options.MultiprocessingOptions(
+                primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
+            )
+            self._path.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=_KEPT, enable_async_checkpointing=False, cleanup_tmp_directories=True
+                max_to_keep=_KEPT,
+                create=False,
+                enable_async_checkpointing=False,
+                cleanup_tmp_directories=me == 0,
+                multiprocessing_options=alone,
             )
             self._manager = ocp.CheckpointManager(self._path, options=options)
         return self._manager

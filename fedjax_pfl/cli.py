@@ -64,12 +64,19 @@ def run(
     out: Annotated[str | None, typer.Option(help="The run directory; by default one under runs/.")] = None,
     overwrite: Overwrite = False,
     resume: Annotated[Path | None, typer.Option(help="Go on with the interrupted run in this directory.")] = None,
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="Run with the other processes of the job, which JAX finds by itself.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
     """Run an experiment and write its run directory, or go on with one (CONFIG.toml is then that of the directory)."""
     if resume is not None:
+        if out is not None:
+            raise ConfigError("--out", out, f"leave it out: the run in {resume} goes on there")
         if config is not None and "=" in config.name:  # no config, but an override
             config, overrides = None, [str(config), *(overrides or [])]
+        if config is None and not (resume / "config.toml").exists():
+            raise ConfigError("--resume", str(resume), "a run directory: it holds config.toml and checkpoints")
         config, out = config or resume / "config.toml", str(resume)
     if config is None:
         raise ConfigError("CONFIG.toml", "(missing)", "a config file, or --resume with a run directory")
@@ -78,8 +85,12 @@ def run(
         name = f"{config.stem}-{loaded.method['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
         loaded = _with_out(loaded, str(Path("runs") / name))
     _use_compilation_cache(loaded)
+    from fedjax_pfl.distributed import is_first, start
     from fedjax_pfl.simulation import simulate
 
+    if distributed:
+        start(loaded.run.placement)
+        quiet = quiet or not is_first()
     try:
         with _progress(loaded, quiet) as report:
             result = simulate(loaded, overwrite=overwrite, resume=resume, progress=report)
@@ -136,6 +147,7 @@ def compare(
 def sweep(
     file: Annotated[Path, typer.Argument(help="A TOML file with config and grid.", metavar="SWEEP.toml")],
     out: Annotated[str | None, typer.Option(help="Where runs and tables go; by default a folder under runs/.")] = None,
+    executor: Annotated[str, typer.Option(help="Where programs run: local, or ray, as tasks of a cluster.")] = "local",
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the table and errors.")] = False,
 ) -> None:
     """Run every combination of the values in a grid, as few programs as possible.
@@ -148,7 +160,8 @@ def sweep(
     out = out or str(Path("runs") / f"sweep-{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     _use_compilation_cache(config)
     try:
-        result = sweep(config, grid, baseline=baseline, out=out, progress=None if quiet else print)
+        report = None if quiet else print
+        result = sweep(config, grid, baseline=baseline, out=out, progress=report, executor=executor)
     except KeyboardInterrupt:
         print(f"interrupted; the same command with --out {out} goes on", file=sys.stderr)
         sys.exit(130)
@@ -237,6 +250,8 @@ def _use_compilation_cache(config: "Config") -> None:
     folder = config.run.compilation_cache or jax.config.values["jax_compilation_cache_dir"]
     if folder == "off":
         return
+    if folder and Path(folder).is_file():
+        raise ConfigError("run.compilation_cache", folder, 'a folder, or "off"; it is a file')
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     jax.config.update("jax_compilation_cache_dir", folder or str(caches / "fedjax_pfl"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -38,7 +38,7 @@ def _choose(section: str, key: str, table: Mapping[str, Callable]) -> BeforeVali
             raise ConfigError(section, given, f'expected a table such as {{{key} = "{next(iter(table))}"}}')
         options = dict(given)
         name = options.pop(key, None)
-        if name not in table:
+        if not isinstance(name, str) or name not in table:
             raise ConfigError(f"{section}.{key}", name, f"allowed: {', '.join(table)}")
         hints = typing.get_type_hints(table[name], include_extras=True)
         fields = {field: (hints[field], arg.default) for field, arg in hyperparameters(table[name]).items()}
@@ -54,11 +54,11 @@ def _choose(section: str, key: str, table: Mapping[str, Callable]) -> BeforeVali
 
 def _ratio(given: Any) -> Any:
     """One share, or the two ends of a range that the share of each round is drawn from."""
-    ends = given if isinstance(given, list | tuple) else [given]
+    ends = given if isinstance(given, list | tuple) else [given, given]
     numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends)
-    if not (numbers and 1 <= len(ends) <= 2 and 0 < ends[0] <= ends[-1] <= 1):
+    if not (numbers and len(ends) == 2 and 0 < ends[0] <= ends[1] <= 1):
         raise ConfigError("participation.ratio", given, "a share in (0, 1], or a range [low, high] of shares")
-    return float(given) if len(ends) == 1 and ends[0] is given else tuple(float(end) for end in ends)
+    return tuple(float(end) for end in ends) if ends is given else float(given)
 
 
 class _Section(BaseModel):
@@ -166,6 +166,7 @@ class Run(_Section):
       placement: how clients are mapped: ``map``, ``vmap``, ``shard``, or ``auto`` (by backend).
       chunk: clients side by side on a device; from the memory estimate unless given.
       out: the run directory; nothing is written without.
+      tensorboard: write the metrics to TensorBoard event files in the run directory, too (needs the package).
       compilation_cache: folder of compiled programs, or ``off``.
     """
 
@@ -174,7 +175,8 @@ class Run(_Section):
     checkpoint_every: int = Field(0, ge=0)
     placement: Literal["auto", "map", "vmap", "shard"] = "auto"
     chunk: int | None = Field(None, ge=1)
-    out: str | None = None
+    out: str | None = Field(None, min_length=1)
+    tensorboard: bool = False
     compilation_cache: str | None = None
 
     @model_validator(mode="after")
@@ -225,6 +227,8 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise ConfigError("config file", str(path), f"cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("config file", str(path), f"not valid TOML: {error}") from None
+    if not isinstance(overrides, list | tuple) or not all(isinstance(override, str) for override in overrides):
+        raise ConfigError("overrides", overrides, 'a list of strings, e.g. ["training.lr=0.01"]')
     for override in overrides:
         _override(tables, override)
     return Config(**tables)
@@ -249,7 +253,8 @@ def _override(tables: dict[str, Any], override: str) -> None:
 
 def _config_error(error: ValidationError, section: str, allowed: Sequence[str], owner: str = "") -> ConfigError:
     """The first mistake, as one sentence with the dotted field, the value and what is allowed."""
-    first, *others = error.errors()
+    # A misspelt name is an unknown key and, where it has no default, a missing one: the unknown one says more.
+    first, *others = sorted(error.errors(), key=lambda e: e["type"] == "missing")
     # Where a field may have several types, the one that fits the value best fails deepest inside it.
     first = max(
         [first, *(other for other in others if other["loc"][:2] == first["loc"][:2])], key=lambda e: len(e["loc"])
@@ -265,6 +270,8 @@ def _config_error(error: ValidationError, section: str, allowed: Sequence[str], 
         return ConfigError(field, first["input"], f"no such key{owner}; allowed: {', '.join(known) or 'none'}")
     if first["type"] == "missing":
         return ConfigError(field, "(missing)", "it has no default and must be given")
+    if first["type"] == "model_type":
+        return ConfigError(field, first["input"], f"expected a table [{field}]")
     return ConfigError(field, first["input"], first["msg"][0].lower() + first["msg"][1:])
 
 

@@ -5,6 +5,8 @@ import json
 import math
 import os
 import shutil
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +16,41 @@ from fedjax_pfl.errors import ConfigError
 
 _FILES = ("config.toml", "partition.json", "metrics.jsonl", "clients.csv", "summary.json")
 _CHECKPOINTS = "checkpoints"
+_EVENTS = "tensorboard"
 
 
 class RunDirectory:
     """Writes ``config.toml``, ``partition.json``, ``metrics.jsonl``, ``clients.csv`` and ``summary.json``.
+
+    If wanted, the metrics also go to a TensorBoard event file, in the folder ``tensorboard``.
 
     Attributes:
       path: the directory.
       checkpoints: the folder in it that checkpoints go to.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False, resume: bool = False):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+        tensorboard: bool = False,
+    ):
         """Checks the directory; nothing is written yet.
 
         Args:
           path: the directory; it may exist if it is empty.
           overwrite: replace an earlier run's files; other files stay.
           resume: the directory is that of a run that goes on.
+          tensorboard: write an event file, too; `check_tensorboard` says whether that is possible.
 
         Raises:
           ConfigError: the path is a file, or a directory that holds something.
         """
         self.path = Path(path)
         self.checkpoints = self.path / _CHECKPOINTS
+        self._events = _EventFile(self.path / _EVENTS) if tensorboard else None
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError("run.out", str(path), "it is a file; name a directory")
         if self.path.is_dir() and any(self.path.iterdir()) and not (overwrite or resume):
@@ -56,6 +70,7 @@ class RunDirectory:
         for name in _FILES:
             (self.path / name).unlink(missing_ok=True)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
+        self._begin_events([])
         write_atomically(self.path / "config.toml", config)
         write_atomically(self.path / "partition.json", json.dumps(partition) + "\n")
 
@@ -65,11 +80,14 @@ class RunDirectory:
             (self.path / name).unlink(missing_ok=True)
         write_atomically(self.path / "config.toml", config)
         write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(_without_nan(line)) + "\n" for line in lines))
+        self._begin_events(lines)
 
     def append(self, metrics: dict[str, Any]) -> None:
-        """Adds a line to ``metrics.jsonl``, at once."""
+        """Adds a line to ``metrics.jsonl`` and its scalars to the event file, at once."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(_without_nan(metrics)) + "\n")
+        if self._events:
+            self._events.append(metrics)
 
     def finish(self, clients: dict[str, np.ndarray], summary: dict[str, Any]) -> None:
         """Writes the per-client table and, last of all, the summary: a directory with one is complete."""
@@ -79,6 +97,65 @@ class RunDirectory:
             writer.writerows(zip(*(column.tolist() for column in clients.values()), strict=True))
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
+    def _begin_events(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Replaces what an earlier run, or this one before it was stopped, has left of events."""
+        shutil.rmtree(self.path / _EVENTS, ignore_errors=True)
+        if self._events:
+            self._events.begin(lines)
+
+
+class _EventFile:
+    """The lines of ``metrics.jsonl`` as scalars for TensorBoard; a scalar's step is the round.
+
+    Written record by record: the package's own event writer keeps a thread and an open file for every run, and a sweep
+    has many runs at once.
+    """
+
+    def __init__(self, folder: Path):
+        self._path = folder / "events.out.tfevents.metrics"  # TensorBoard knows it by the part before the last
+
+    def begin(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Writes a new file that holds these lines."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._path.parent.mkdir(exist_ok=True)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"), "wb")
+        for line in lines:
+            self.append(line)
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Adds a line's numbers; what is None has no scalar."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(line) if tag != "round"]
+        self._write(Event(wall_time=time.time(), step=line["round"], summary=Summary(value=values)), "ab")
+
+    def _write(self, event: Any, mode: str) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        with self._path.open(mode) as file:
+            RecordWriter(file).write(event.SerializeToString())
+
+
+def check_tensorboard(out: str | os.PathLike[str] | None) -> None:
+    """Checks that ``run.tensorboard = true`` can be had.
+
+    Args:
+      out: the run directory, or the folder of several.
+
+    Raises:
+      ConfigError: there is no directory to write to, or the package is not installed.
+    """
+    if not out:
+        raise ConfigError("run.tensorboard", True, "false without a run directory: give run.out")
+    try:
+        import tensorboard.compat.proto.event_pb2
+        import tensorboard.summary.writer.record_writer  # noqa: F401
+    except ImportError:
+        allowed = 'false without the package tensorboard: pip install "fedjax_pfl[tensorboard]"'
+        raise ConfigError("run.tensorboard", True, allowed) from None
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file at once: a reader, or a run that is stopped, never leaves or sees half of it."""
@@ -86,6 +163,15 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def _scalars(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a line with their tags: ``pre/accuracy`` for a nested one."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{key}/")
+        elif value is not None:
+            yield prefix + key, value
 
 
 def _without_nan(node: Any) -> Any:

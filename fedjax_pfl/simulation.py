@@ -19,12 +19,13 @@ from fedjax_pfl.checkpoint import Checkpoints, Saved, Stop, check_resumable, sto
 from fedjax_pfl.config import Config
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import from_arrays, load
+from fedjax_pfl.distributed import agree, is_first, put_everywhere, to_host
 from fedjax_pfl.engine import Engine, Placement, Run, Traffic
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.evaluate import Scores, harmonic_mean, summarize
 from fedjax_pfl.memory import Exchange, count, exchange
 from fedjax_pfl.method import State
-from fedjax_pfl.record import RunDirectory
+from fedjax_pfl.record import RunDirectory, check_tensorboard
 
 # A block of rounds should return to the host about this often, to report progress.
 _SECONDS_PER_BLOCK = 2.0
@@ -139,6 +140,8 @@ def simulate(
     exchanged = exchange(engine, key_init, federation)
     record, checkpoints, saved = _open(config, shares["hash"], overwrite=overwrite, resume=resume)
     run = checkpoints.run(jax.eval_shape(engine.init, key_init, federation)) if checkpoints and saved else None
+    if not is_first():
+        record = None
     if record:
         if saved:
             record.resume(config.to_toml(), saved.lines)
@@ -153,7 +156,8 @@ def simulate(
     began -= done.seconds
     if progress:
         progress(Progress(t, rounds, float("nan"), None, float("nan"), memory_bytes))
-    programs, federation, compile_seconds = _compile(engine, key_init, federation)
+    programs, keys, federation, compile_seconds = _compile(engine, (key_init, key_rounds), federation)
+    key_init, key_rounds = keys
     run = programs.init(key_init, federation) if run is None else programs.place(run)
     pre: Scores | None = None
     block, started_running = 1, time.perf_counter()
@@ -168,6 +172,7 @@ def simulate(
             round_seconds += time.perf_counter() - started
             t = stop
             block = max(1, int(_SECONDS_PER_BLOCK * (t - done.round) / (round_seconds - done.round_seconds)))
+            block, stopping.signal = agree(block, stopping.signal)
             if evaluated:
                 pre = programs.pre(key_rounds, np.int32(t), run.state, federation)
                 post = programs.post(key_rounds, np.int32(t), run, federation)
@@ -185,7 +190,9 @@ def simulate(
             if checkpoints and (due or interrupted):
                 seconds = time.perf_counter() - began
                 now = done._replace(round=t, lines=lines, seconds=seconds, round_seconds=round_seconds)
-                checkpoints.save(run, now)
+                whole = to_host(run)
+                if is_first():
+                    checkpoints.save(whole, now)
             if interrupted:
                 stopping.leave()
             if progress:
@@ -208,7 +215,7 @@ def simulate(
     summary = summary_of(*named, shares, lines, timing, traffic, space, where)
     if record:
         record.finish(clients, summary)
-    return Result(summary, _history(lines), clients, shares, jax.device_get(run.state), config)
+    return Result(summary, _history(lines), clients, shares, to_host(run.state), config)
 
 
 def summary_of(
@@ -259,6 +266,7 @@ def environment(placement: Placement) -> dict[str, Any]:
     return {
         **versions(),
         "platform": jax.default_backend(),
+        "process_count": jax.process_count(),
         "device_count": placement.devices,
         "clients_side_by_side": placement.chunk,
     }
@@ -268,12 +276,19 @@ def _open(
     config: Config, partition: str, *, overwrite: bool, resume: str | os.PathLike[str] | None
 ) -> tuple[RunDirectory | None, Checkpoints | None, Saved | None]:
     """The run directory and its checkpoints, if there is one, and the checkpoint to go on from; writes nothing."""
+    if config.run.tensorboard:
+        check_tensorboard(resume or config.run.out)
     if resume is None and not config.run.out:
         if config.run.checkpoint_every:
             allowed = "0 without a run directory: give run.out"
             raise ConfigError("run.checkpoint_every", config.run.checkpoint_every, allowed)
         return None, None, None
-    record = RunDirectory(resume or config.run.out or "", overwrite=overwrite, resume=resume is not None)
+    record = RunDirectory(
+        resume or config.run.out or "",
+        overwrite=overwrite or not is_first(),  # the first one has looked, and may have begun
+        resume=resume is not None,
+        tensorboard=config.run.tensorboard,
+    )
     checkpoints = Checkpoints(record.checkpoints)
     if resume is None:
         return record, checkpoints, None
@@ -288,6 +303,10 @@ def _open(
     return record, checkpoints, saved
 
 
+_Keys = tuple[Key[Array, ""], Key[Array, ""]]
+"""The randomness of the initial state, and that of the rounds."""
+
+
 class _Programs(NamedTuple):
     init: Callable[..., Run]
     place: Callable[[Run], Run]
@@ -297,16 +316,17 @@ class _Programs(NamedTuple):
     global_scores: Callable[..., tuple[float | None, float | None]]
 
 
-def _compile(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[_Programs, Federation, float]:
-    """Compiles all that a run calls, and puts the data where the programs expect them."""
+def _compile(engine: Engine, keys: _Keys, data: Federation) -> tuple[_Programs, _Keys, Federation, float]:
+    """Compiles all that a run calls, and puts keys and data where the programs expect them."""
     began = time.perf_counter()
     layout: Any = engine.placement.shardings(engine.clients)
     shared, per_client = layout
     run_layout = None
     if shared is not None:
-        data, key = jax.device_put((data, key), shared)
+        data, keys = put_everywhere((data, keys), shared)
         run_layout = Run(State(shared, per_client), per_client, shared, shared)
 
+    key, _ = keys
     number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
     run = jax.eval_shape(engine.init, key, data)
     if run_layout is not None:
@@ -318,11 +338,11 @@ def _compile(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[_Pr
     lowered = [
         jax.jit(engine.init, out_shardings=run_layout).lower(key, data),
         jax.jit(engine.rounds, out_shardings=run_layout, donate_argnums=1).lower(key, run, number, number, flag, data),
-        jax.jit(engine.pre).lower(key, number, run.state, data),
-        jax.jit(engine.post).lower(key, number, run, data),
+        jax.jit(engine.pre, out_shardings=shared).lower(key, number, run.state, data),
+        jax.jit(engine.post, out_shardings=shared).lower(key, number, run, data),
     ]
     if engine.method.global_predict is not None:
-        lowered.append(jax.jit(engine.global_scores).lower(run.state, data))
+        lowered.append(jax.jit(engine.global_scores, out_shardings=shared).lower(run.state, data))
     with ThreadPoolExecutor() as pool:
         init, rounds, pre, post, *scorer = pool.map(jax.stages.Lowered.compile, lowered)
 
@@ -336,7 +356,7 @@ def _compile(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[_Pr
         placed: Run = jax.device_put(run, run_layout)
         return placed
 
-    return _Programs(init, place_run, rounds, pre, post, global_scores), data, time.perf_counter() - began
+    return _Programs(init, place_run, rounds, pre, post, global_scores), keys, data, time.perf_counter() - began
 
 
 def line_scores(

@@ -1,0 +1,71 @@
+"""Several processes, on one machine or many, that run one simulation together under ``jax.distributed``.
+
+Every process runs the same program on the same config and data. Clients are spread over the devices of all of them; the
+first process alone writes files. With one process, each of these functions does the obvious.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jaxtyping import Array, PyTree
+
+from fedjax_pfl.build import prepare_devices
+from fedjax_pfl.errors import ConfigError
+
+
+def start(placement: str) -> None:
+    """Joins the other processes of the job, which JAX finds by itself (SLURM, Open MPI, Kubernetes, TPU pods).
+
+    Args:
+      placement: ``run.placement``, for the devices of a CPU.
+
+    Raises:
+      ConfigError: no such job is found, or the others do not answer.
+    """
+    prepare_devices(placement)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is ours: it leaves a checkpoint
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        allowed = f"a job of several processes that JAX can detect, such as one of SLURM's srun ({error})"
+        raise ConfigError("--distributed", "true", allowed) from None
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes files and reports."""
+    return jax.process_index() == 0
+
+
+def put_everywhere(tree: PyTree, sharding: NamedSharding) -> PyTree:
+    """Puts arrays, the same on every process, on all devices of all of them."""
+
+    def put(leaf: Array) -> Array:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.device_put(leaf, sharding)
+        # JAX does not put keys on devices of other processes, but their data.
+        return jax.random.wrap_key_data(jax.device_put(jax.random.key_data(leaf), sharding))
+
+    return jax.tree.map(put, tree)
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """The whole of each array, also where its rows are spread over processes, on every process."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def agree(block: int, signal: int | None) -> tuple[int, int | None]:
+    """What all processes do next.
+
+    Args:
+      block: how many rounds this process would run; the first process decides.
+      signal: the signal that this process has caught, if any; one is enough for all.
+    """
+    if jax.process_count() == 1:
+        return block, signal
+    proposed = multihost_utils.process_allgather(np.array([block, signal or 0], np.int32))
+    return int(proposed[0, 0]), int(proposed[:, 1].max()) or None

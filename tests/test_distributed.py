@@ -1,0 +1,150 @@
+"""Several processes, and more devices than this one has, give what one device gives."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from fedjax_pfl import simulate
+from fedjax_pfl.config import load_config
+
+# FedPAC's server solves a program per client and writes to each; clients come and go.
+OVERRIDES = (
+    "method.name=fedpac",
+    "model.hidden=8",
+    "data.clients=6",
+    "data.new_clients=0.2",
+    "participation.ratio=0.7",
+    "training.rounds=6",
+    "run.eval_every=3",
+    "run.checkpoint_every=3",
+)
+CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
+COMMAND = [sys.executable, "-c", "from fedjax_pfl.cli import main; main()", "run"]
+# Gloo and the coordinator talk over loopback.
+LOCAL = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+
+
+def free_job_id():
+    """A job of SLURM whose number leads JAX to a free port (61440 + number % 4096)."""
+    for job in range(os.getpid() % 4096, 4096 + os.getpid() % 4096):
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", 61440 + job % 4096)) != 0:
+                return job
+    raise AssertionError("no port is free")
+
+
+@pytest.fixture
+def launch():
+    """(arguments, processes=1, devices=1) -> ``fedjax-pfl run`` as a job of SLURM's; no process outlives the test."""
+    started = []
+    yield lambda *args, **options: started.extend(new := start(*args, **options)) or new
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def start(arguments, *, processes=1, devices=1):
+    job = free_job_id()
+    environment = {
+        **os.environ,
+        **LOCAL,
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.values["jax_disable_most_optimizations"])),
+    }
+    cache = jax.config.values["jax_compilation_cache_dir"]
+    where = [f"run.compilation_cache={cache}"] if cache else []
+    new = []
+    for number in range(processes):
+        slurm = {
+            "SLURM_JOB_ID": str(job),
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_NTASKS": str(processes),
+            "SLURM_PROCID": str(number),
+            "SLURM_LOCALID": str(number),
+        }
+        command = [*COMMAND, *arguments, *where, *(["--distributed"] if processes > 1 else [])]
+        new.append(
+            subprocess.Popen(
+                command, env={**environment, **slurm}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        )
+    return new
+
+
+def finish(processes):
+    """What the processes printed, once all of them have ended well."""
+    ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
+    assert all(code == 0 for *_, code in ended), ended
+    return [out for out, *_ in ended]
+
+
+def scores(directory):
+    """The metrics of a run, without its times."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["seconds"]
+    return lines
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run directory of the run on one device of this process."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    simulate(load_config(CONFIG, [*OVERRIDES, "run.placement=map", f"run.out={out}"]))
+    return out
+
+
+def assert_same(directory, alone):
+    found, expected = scores(directory), scores(alone)
+    assert [line["round"] for line in found[:2]] == [line["round"] for line in expected] == [3, 6]
+    for line, wanted in zip(found[:2], expected, strict=True):
+        flat, flat_wanted = (np.array(jax.tree.leaves(tree), np.float64) for tree in (line, wanted))
+        np.testing.assert_allclose(flat, flat_wanted, rtol=1e-4)
+    assert (directory / "partition.json").read_text() == (alone / "partition.json").read_text()
+
+
+def test_four_devices_give_what_one_gives(alone, launch, tmp_path):
+    out = tmp_path / "run"
+    finish(launch([str(CONFIG), *OVERRIDES, "--out", str(out)], devices=4))
+    assert_same(out, alone)
+    assert json.loads((out / "summary.json").read_text())["environment"]["device_count"] == 4
+
+
+def test_two_processes_give_what_one_gives_also_after_an_interruption(alone, launch, tmp_path):
+    out = tmp_path / "run"
+    # Too many to end; resuming sets another number.
+    arguments = [str(CONFIG), *OVERRIDES, "training.rounds=100000", "run.eval_every=3", "--out", str(out)]
+    processes = launch(arguments, processes=2)
+    while not (out / "checkpoints" / "3").exists():
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGTERM)  # one of them is enough
+    ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
+    assert [code for *_, code in ended] == [128 + signal.SIGTERM] * 2, ended
+    newest = max(int(path.name) for path in (out / "checkpoints").iterdir())
+    printed = finish(launch(["--resume", str(out), f"training.rounds={newest + 3}"], processes=2))
+    assert "written to" in printed[0]
+    assert "round" not in printed[1]
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["environment"]["process_count"], summary["environment"]["device_count"]) == (2, 2)
+    assert_same(out, alone)
+
+
+def test_no_job_of_several_processes_is_one_clear_error():
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "JAX_COORDINATOR"))}
+    command = [*COMMAND, str(CONFIG), "--distributed"]
+    ended = subprocess.run(command, env=alone, capture_output=True, text=True, check=False, timeout=100)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(
+        "error: --distributed = 'true' is not usable: a job of several processes that JAX can"
+    )
+    assert len(ended.stderr.splitlines()) == 1
