@@ -165,6 +165,8 @@ class Run(_Section):
       checkpoint_every: rounds between checkpoints, which go to ``run.out``; 0 for none but on SIGINT and SIGTERM.
       placement: how clients are mapped: ``map``, ``vmap``, ``shard``, or ``auto`` (by backend).
       chunk: clients side by side on a device; from the memory estimate unless given.
+      precision: of products of matrices and convolutions on accelerators; the default rounds as a CPU does, and the
+        others are faster where the hardware has them. On a CPU it changes nothing.
       out: the run directory; nothing is written without.
       tensorboard: write the metrics to TensorBoard event files in the run directory, too (needs the package).
       compilation_cache: folder of compiled programs, or ``off``.
@@ -175,6 +177,7 @@ class Run(_Section):
     checkpoint_every: int = Field(0, ge=0)
     placement: Literal["auto", "map", "vmap", "shard"] = "auto"
     chunk: int | None = Field(None, ge=1)
+    precision: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"
     out: str | None = Field(None, min_length=1)
     tensorboard: bool = False
     compilation_cache: str | None = None

@@ -156,7 +156,8 @@ def simulate(
     began -= done.seconds
     if progress:
         progress(Progress(t, rounds, float("nan"), None, float("nan"), memory_bytes))
-    programs, keys, federation, compile_seconds = _compile(engine, (key_init, key_rounds), federation)
+    with jax.default_matmul_precision(config.run.precision):
+        programs, keys, federation, compile_seconds = _compile(engine, (key_init, key_rounds), federation)
     key_init, key_rounds = keys
     run = programs.init(key_init, federation) if run is None else programs.place(run)
     pre: Scores | None = None

@@ -404,3 +404,16 @@ def test_fedavg_learns_on_real_cifar10():
         Config(data=data, model={"name": "cnn3"}, method={"name": "fedavg"}, training=training, run={"eval_every": 6})
     )
     assert result.summary["global"] > 0.25
+
+
+@pytest.mark.parametrize("precision", ["float32", "tensorfloat32", "bfloat16"])
+def test_programs_are_compiled_with_the_precision_that_the_config_has(monkeypatch, precision):
+    class Seen(Exception):
+        pass
+
+    def compile_nothing(*args):
+        raise Seen(jax.config.jax_default_matmul_precision)
+
+    monkeypatch.setattr("fedjax_pfl.simulation._compile", compile_nothing)
+    with pytest.raises(Seen, match=f"^{precision}$"):
+        simulate(config(run={} if precision == "float32" else {"precision": precision}))
