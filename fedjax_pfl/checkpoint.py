@@ -1,7 +1,9 @@
 """Checkpoints: what a run needs to go on as though it had never stopped."""
 
 import importlib.metadata
+import json
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl.config import Config
+from fedjax_pfl.config import Config, load_config
 from fedjax_pfl.engine import Run
 from fedjax_pfl.errors import ConfigError
 
@@ -139,11 +141,16 @@ class Checkpoints:
     def _restore(self, step: int, **arguments: Any) -> Any:
         import orbax.checkpoint as ocp
 
+        hook = sys.unraisablehook
+        sys.unraisablehook = lambda late: None if str(late.exc_value) == "Event loop is closed" else hook(late)
         try:
-            return self._open().restore(step, args=ocp.args.Composite(**arguments))
+            restored = self._open().restore(step, args=ocp.args.Composite(**arguments))
         except Exception as error:  # orbax raises whatever its storage layers do
+            # The hook stays: reads that are still under way end later, on the event loop that orbax has closed by then.
             first_line = str(error).strip().partition("\n")[0]
             raise self._unreadable(step, f"{type(error).__name__}: {first_line[:200]}") from error
+        sys.unraisablehook = hook
+        return restored
 
     def _unreadable(self, step: int, reason: str) -> ConfigError:
         allowed = f"a readable checkpoint ({reason}); without this folder, the run resumes from the one before"
@@ -187,6 +194,25 @@ def check_alike(old: Config, new: Config, directory: str) -> None:
     if differing:
         given, wanted = (", ".join(f"{name}={tables.get(name)}" for name in differing) for tables in (here, there))
         raise ConfigError("config", given, f"what the run in {directory} was started with: {wanted}")
+
+
+def complete_run(config: Config) -> dict[str, Any] | None:
+    """The summary of the complete run in a config's directory, if it holds one.
+
+    Raises:
+      ConfigError: the run that was begun there is another one, or has another number of rounds.
+    """
+    folder = config.run.out
+    if folder is None or not (Path(folder) / "config.toml").exists():
+        return None
+    check_alike(load_config(Path(folder) / "config.toml"), config, folder)
+    if not (Path(folder) / "summary.json").exists():
+        return None
+    summary: dict[str, Any] = json.loads((Path(folder) / "summary.json").read_text(encoding="utf-8"))
+    if summary["rounds"] != config.training.rounds:
+        allowed = f"{summary['rounds']}, as in the complete run in {folder}"
+        raise ConfigError("training.rounds", config.training.rounds, allowed)
+    return summary
 
 
 def _flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:

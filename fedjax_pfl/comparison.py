@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.checkpoint import check_alike
-from fedjax_pfl.config import Config, load_config
+from fedjax_pfl.checkpoint import complete_run
+from fedjax_pfl.config import Config
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.methods import METHODS
-from fedjax_pfl.record import RunDirectory, write_atomically
+from fedjax_pfl.record import RunDirectory, check_tensorboard, write_atomically
 from fedjax_pfl.report import NONE, figures_of, grid, mean_and_spread, paired_p
 from fedjax_pfl.simulation import Progress, simulate
 
@@ -161,10 +160,15 @@ def compare(
     Raises:
       ConfigError: no such method, or a run directory holds another run; raised before anything is run.
     """
+    if config.run.tensorboard:
+        check_tensorboard(out)
+    if out is not None:
+        RunDirectory(out, overwrite=True)  # raises where it is a file
     cells = _cells(config, methods, seeds, out)
     baseline = methods[0] if baseline is None else baseline
     if baseline not in methods:
         raise ConfigError("baseline", baseline, f"one of the methods compared: {', '.join(methods)}")
+    found = {key: complete_run(cell) for key, cell in cells.items()}
     done: list[Cell] = []
     for (method, seed), cell_config in cells.items():
 
@@ -173,7 +177,7 @@ def compare(
                 progress(method, seed, now)
 
         try:
-            done.append(Cell(method, seed, _summary(cell_config, data, report)))
+            done.append(Cell(method, seed, found[method, seed] or _run(cell_config, data, report)))
         except ConfigError as error:
             done.append(Cell(method, seed, None, str(error)))
         if out is not None:
@@ -201,23 +205,15 @@ def _cells(
             folder = None if out is None else str(Path(out) / f"{method}-seed{seed}")
             tables |= {"method": table, "run": {**tables["run"], "seed": seed, "out": folder}}
             cells[method, seed] = Config(**tables)
-            if folder is not None and (Path(folder) / "config.toml").exists():
-                check_alike(load_config(Path(folder) / "config.toml"), cells[method, seed], folder)
     return cells
 
 
-def _summary(config: Config, data: Sequence[np.ndarray] | None, progress: Callable[[Progress], None]) -> dict[str, Any]:
-    """The summary of a run, which is read, resumed or begun."""
+def _run(config: Config, data: Sequence[np.ndarray] | None, progress: Callable[[Progress], None]) -> dict[str, Any]:
+    """The summary of a run, which is resumed or begun."""
     if config.run.out is None:
         return simulate(config, data, progress=progress).summary
     begun = (Path(config.run.out) / "config.toml").exists()
     record = RunDirectory(config.run.out, overwrite=begun)
-    if record.complete:
-        summary: dict[str, Any] = json.loads((record.path / "summary.json").read_text(encoding="utf-8"))
-        if summary["rounds"] != config.training.rounds:
-            allowed = f"{summary['rounds']}, as in the complete run in {record.path}"
-            raise ConfigError("training.rounds", config.training.rounds, allowed)
-        return summary
     resumable = record.checkpoints.is_dir() and any(path.name.isdigit() for path in record.checkpoints.iterdir())
     resume = record.path if resumable else None
     return simulate(config, data, overwrite=begun, resume=resume, progress=progress).summary

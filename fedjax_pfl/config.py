@@ -224,17 +224,26 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     Raises:
       ConfigError: the file is missing or no TOML, or what it says cannot be used.
     """
-    try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("config file", str(path), f"cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("config file", str(path), f"not valid TOML: {error}") from None
+    tables = read_toml(path, "config file")
     if not isinstance(overrides, list | tuple) or not all(isinstance(override, str) for override in overrides):
         raise ConfigError("overrides", overrides, 'a list of strings, e.g. ["training.lr=0.01"]')
     for override in overrides:
         _override(tables, override)
     return Config(**tables)
+
+
+def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+      ConfigError: the file, called ``what`` in the message, is missing or no TOML.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(what, str(path), f"cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(what, str(path), f"not valid TOML: {error}") from None
 
 
 def _override(tables: dict[str, Any], override: str) -> None:

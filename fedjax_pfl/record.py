@@ -51,8 +51,8 @@ class RunDirectory:
         self.path = Path(path)
         self.checkpoints = self.path / _CHECKPOINTS
         self._events = _EventFile(self.path / _EVENTS) if tensorboard else None
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError("run.out", str(path), "it is a file; name a directory")
+        if any(at.is_file() for at in (self.path, *self.path.parents)):
+            raise ConfigError("run.out", str(path), "it is a file, or inside one; name a directory")
         if self.path.is_dir() and any(self.path.iterdir()) and not (overwrite or resume):
             raise ConfigError("run.out", str(path), "the directory is not empty; name another one, or pass --overwrite")
 

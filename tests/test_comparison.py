@@ -144,10 +144,9 @@ def test_other_settings_are_not_mixed_into_a_table(comparison, out):
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=r"config = 'training\.lr=0\.2' is not usable: what the run in .*local-seed0"):
         compare(config(training={"lr": 0.2}), METHODS[:2], seeds=SEEDS, out=out)
-    longer = compare(config(training={"rounds": 5}), METHODS[:1], seeds=[0], out=out).cells[0]
-    assert "training.rounds = 5 is not usable: 3, as in the complete run" in longer.error
-    after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.parent != out}
-    assert after == {path: text for path, text in before.items() if path.parent != out}
+    with pytest.raises(ConfigError, match=r"training\.rounds = 5 is not usable: 3, as in the complete run"):
+        compare(config(training={"rounds": 5}), METHODS[:1], seeds=[0], out=out)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(
@@ -177,6 +176,3 @@ def test_the_command_prints_the_table(comparison, out, tmp_path):
     failing = CliRunner().invoke(app, [*arguments[:3], "fedcpd,local", *arguments[4:], "--quiet"])
     assert failing.exit_code == 1
     assert "Failed: fedcpd" in failing.output
-    wrong = CliRunner().invoke(app, [*arguments[:4], "--seeds", "0,x"])
-    assert isinstance(wrong.exception, ConfigError)
-    assert "--seeds = '0,x'" in str(wrong.exception)

@@ -408,12 +408,12 @@ def test_fedavg_learns_on_real_cifar10():
 
 @pytest.mark.parametrize("precision", ["float32", "tensorfloat32", "bfloat16"])
 def test_programs_are_compiled_with_the_precision_that_the_config_has(monkeypatch, precision):
-    class Seen(Exception):
+    class SeenError(Exception):
         pass
 
     def compile_nothing(*args):
-        raise Seen(jax.config.jax_default_matmul_precision)
+        raise SeenError(jax.config.jax_default_matmul_precision)
 
     monkeypatch.setattr("fedjax_pfl.simulation._compile", compile_nothing)
-    with pytest.raises(Seen, match=f"^{precision}$"):
+    with pytest.raises(SeenError, match=f"^{precision}$"):
         simulate(config(run={} if precision == "float32" else {"precision": precision}))

@@ -2,8 +2,12 @@
 
 import csv
 import json
+import os
 import shutil
+import sys
+import warnings
 
+import jax
 import numpy as np
 import pytest
 from scipy import stats
@@ -11,7 +15,9 @@ from typer.testing import CliRunner
 
 from fedjax_pfl import Config, ConfigError, load_sweep, simulate, sweep
 from fedjax_pfl.cli import app
-from fedjax_pfl.sweeps import Cell, Sweep, _numbers, _programs
+from fedjax_pfl.executors import _run_on_ray
+from fedjax_pfl.sweep_program import program_inputs
+from fedjax_pfl.sweeps import Cell, Sweep, _programs
 
 GRID = {"method.name": ["fedprox", "fedcpd"], "training.lr": [0.05, 0.2], "run.seed": [0, 1]}
 
@@ -106,6 +112,69 @@ def test_a_run_killed_in_a_program_is_run_again(swept, out, tmp_path):
     assert (folder / "summary.json").exists()
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    with warnings.catch_warnings():
+        # It forks, which JAX warns of; the child becomes another program at once.
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+        ray.init("local", num_cpus=2)
+    yield
+    ray.shutdown()
+
+
+def test_workers_of_ray_give_what_this_process_gives(swept, out, cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = []
+    parts = sweep(config(), GRID, out="grid", progress=lines.append, executor="ray")
+    for cell, expected in zip(parts.cells, swept[0].cells, strict=True):
+        assert cell.error == expected.error
+        for part in ("personal", "traffic"):
+            assert cell.summary is expected.summary is None or cell.summary[part] == expected.summary[part]
+    assert (tmp_path / "grid" / "sweep.csv").exists()
+    for path in out.glob("*/clients.csv"):
+        assert (tmp_path / "grid" / path.parent.name / "clients.csv").read_text() == path.read_text()
+    assert lines[:2] == [f"program {n} of 2, 4 runs: handed to Ray" for n in (1, 2)]
+    assert "program 1 of 2: done" in lines[2:]
+    again = sweep(config(), {**GRID, "method.name": ["fedprox"]}, out="grid", progress=lines.append, executor="ray")
+    assert [cell.summary for cell in again.cells] == [cell.summary for cell in parts.cells[:4]]
+    assert len(lines) == 4
+
+
+class Deadly:
+    """Ends the process that unpickles it, as a machine without memory would."""
+
+    def __reduce__(self):
+        return os._exit, (1,)
+
+
+@pytest.fixture
+def compilation_cache(tmp_path):
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_worker_that_dies_is_reported_and_stops_no_other(cluster, compilation_cache):
+    outcomes = {}
+    _run_on_ray([[Deadly()], [config(method={"name": "fedcpd"})]], None, lambda line: None, outcomes.__setitem__)
+    assert outcomes[0].startswith("WorkerCrashedError: The worker died")
+    assert "feature maps" in outcomes[1]
+    assert any(compilation_cache.iterdir())  # JAX has the settings there that it has here
+
+
+def test_executors_that_cannot_be_used_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)  # as though it were not installed
+    for executor, message in [
+        ("dask", "allowed: local, ray"),
+        ("ray", r'it needs Ray: pip install "fedjax_pfl\[ray\]"'),
+    ]:
+        with pytest.raises(ConfigError, match=f"executor = '{executor}' is not usable: {message}"):
+            sweep(config(), GRID, out=tmp_path / "out", executor=executor)
+    assert not (tmp_path / "out").exists()
+
+
 def synthetic():
     cells = []
     for lr, shift in ((0.1, 0.0), (0.2, 0.05)):
@@ -144,10 +213,10 @@ def test_the_table_by_hand():
     ],
 )
 def test_only_numbers_that_no_shape_depends_on_share_a_program(method, swept_numbers, others):
-    found = _numbers(config(method={"name": method})).keys()
+    found = program_inputs(config(method={"name": method})).keys()
     assert swept_numbers <= found
     assert not others & found
-    assert "method.finetune_lr" in _numbers(config(method={"name": "fedavg_ft", "finetune_lr": 0.1}))
+    assert "method.finetune_lr" in program_inputs(config(method={"name": "fedavg_ft", "finetune_lr": 0.1}))
 
 
 def test_other_fields_make_programs_of_their_own():
@@ -212,8 +281,10 @@ def test_a_sweep_file(swept, out, tmp_path):
     shown = CliRunner().invoke(app, ["sweep", str(path), "--out", str(out)])
     assert shown.exit_code == 0, shown.output
     assert "training.lr=0.2" in shown.output
+    unknown = CliRunner().invoke(app, ["sweep", str(path), "--out", str(out), "--executor", "dask"])
+    assert "executor = 'dask' is not usable" in str(unknown.exception)
     for wrong, message in [
-        (text.replace("[grid]", "[gird]"), r"sweep file = 'gird' is not usable: config \(a path\) and a table grid"),
+        (text.replace("[grid]", "[gird]"), r"sweep\.toml' is not usable: config \(a path\), \[grid\]; .*; it has gird"),
         (text + "[", "sweep file = .*not valid TOML"),
         (text.replace("base.toml", "none.toml"), "config file = .*none.toml' is not usable: cannot be read"),
     ]:

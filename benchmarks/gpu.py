@@ -1,0 +1,170 @@
+"""What is to be measured on an accelerator, in one command; it runs anywhere, so that it can be tried on a CPU.
+
+    pip install -e ".[bench]"
+    FEDJAX_PFL_DATA=FOLDER python benchmarks/gpu.py --json benchmarks/results/gpu.json [--small]
+
+- ``convolution``: a gradient step of clients side by side: `models/conv.py` against ``lax.conv`` under ``vmap``, which
+  becomes a grouped convolution. ``models/conv.py`` is the one place that decides; if another wins, it is to choose.
+- ``chunks``: seconds per FedAvg round of 100 clients, by the number of clients side by side.
+- ``fedecouple``: seconds per round of FedeCouple's CIFAR-10 setting (Table II), and proof that nothing moves between
+  host and device inside a block of rounds: it runs under ``jax.transfer_guard("disallow")``.
+- ``precision``: seconds per round and accuracy under each ``run.precision``.
+- ``ten_methods``: 200 rounds of the methods of FedeCouple's Table II, in one call.
+- ``round_time``: `round_time.py` with the PyTorch loop on the same device, for 20 and for 500 clients.
+
+With --small all of them take fewer rounds and clients. FOLDER holds cifar10_20k.npz; without it, images are random and
+accuracies mean nothing.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from conv import LAYERS, direct, step_seconds
+
+from fedjax_pfl import Config, compare, load_config, simulate
+from fedjax_pfl.build import divide, make_engine, place, prepare_devices
+from fedjax_pfl.data.sources import Dataset, from_arrays, load
+from fedjax_pfl.engine import Run
+from fedjax_pfl.method import State
+from fedjax_pfl.models.conv import conv2d
+
+HERE = Path(__file__).resolve().parent
+SETTING = HERE.parent / "configs" / "fedecouple" / "table2_weak_pathological.toml"
+TEN = "local,fedavg_ft,fedprox_ft,ditto,lg_fedavg,fedper,fedrep,fedbabu,fedpac,fedecouple"
+
+
+def images() -> Dataset:
+    """CIFAR-10, or random images in its shape."""
+    if os.environ.get("FEDJAX_PFL_DATA"):
+        return load("npz:cifar10_20k.npz")
+    rng = np.random.default_rng(0)
+    return from_arrays(rng.integers(0, 256, (20_000, 32, 32, 3), np.uint8), np.arange(20_000) % 10)
+
+
+def setting(small: bool, *overrides: str) -> Config:
+    """FedeCouple's CIFAR-10 setting, or a small one like it."""
+    fewer = ["data.clients=4", "data.samples_per_client=60", "training.epochs=1"] if small else []
+    return load_config(SETTING, [*fewer, *overrides])
+
+
+def convolution(small: bool) -> list[dict[str, Any]]:
+    """Seconds of a gradient step per client, both ways."""
+    clients, steps, repeats = (2, 2, 1) if small else (20, 20, 3)
+    rows = []
+    for layer in LAYERS:
+        ours, grouped = (step_seconds(layer, fn, clients, steps, repeats) for fn in (conv2d, direct))
+        rows.append({"layer": layer.name, "clients": clients, "conv2d": ours, "grouped": grouped})
+    return rows
+
+
+def chunks(small: bool) -> list[dict[str, Any]]:
+    """Seconds per round of FedAvg, more and more clients side by side."""
+    clients, samples = (4, 20) if small else (100, 150)
+    rows = []
+    for chunk in (1, 2, 4) if small else (1, 5, 20, 100):
+        config = Config(
+            data={"source": "arrays", "clients": clients, "samples_per_client": samples, "partition": {"kind": "iid"}},
+            model={"name": "cnn2"},
+            method={"name": "fedavg"},
+            training={"rounds": 3 if small else 20, "lr": 0.005},
+            run={"placement": "vmap", "chunk": chunk, "eval_every": 100},
+        )
+        dataset = images()
+        taken = simulate(config, (dataset.images, dataset.labels)).summary["timing"]["seconds_per_round"]
+        rows.append({"clients_side_by_side": chunk, "seconds_per_round": taken})
+    return rows
+
+
+def fedecouple(small: bool) -> dict[str, Any]:
+    """Seconds per round, in blocks of rounds during which no transfer is allowed."""
+    config, dataset, block = setting(small), images(), 2 if small else 10
+    federation, _ = divide(config, dataset)
+    key = jax.random.key(0)
+    engine, _ = place(make_engine(config, dataset), config, key, federation)
+    layout: Any = engine.placement.shardings(engine.clients)
+    shared, per_client = layout
+    federation, key = jax.device_put((federation, key), shared)
+    where = None if shared is None else Run(State(shared, per_client), per_client, shared, shared)
+    run = jax.jit(engine.init, out_shardings=where)(key, federation)
+    program = jax.jit(engine.rounds, out_shardings=where, donate_argnums=1)
+    taken = []
+    for start in range(0, 4 * block, block):
+        numbers = jnp.int32(start), jnp.int32(start + block), jnp.bool(False)
+        arguments = jax.block_until_ready((*jax.device_put(numbers, shared), federation))
+        began = time.perf_counter()
+        with jax.transfer_guard("disallow"):
+            run = jax.block_until_ready(program(key, run, *arguments))
+        taken.append((time.perf_counter() - began) / block)
+    return {"rounds_per_block": block, "seconds_per_round": statistics.median(taken[1:]), "transfers_in_a_block": 0}
+
+
+def precision(small: bool) -> list[dict[str, Any]]:
+    """Time and accuracy under each precision."""
+    dataset, rows = images(), []
+    for name in ("float32", "tensorfloat32", "bfloat16"):
+        rounds = 2 if small else 50
+        config = setting(small, f"run.precision={name}", f"training.rounds={rounds}", f"run.eval_every={rounds}")
+        summary = simulate(config, (dataset.images, dataset.labels)).summary
+        accuracy = summary["personal"][summary["headline"]]["last"]
+        rows.append({"precision": name, "accuracy": accuracy, **summary["timing"]})
+    return rows
+
+
+def ten_methods(small: bool) -> dict[str, Any]:
+    """All of a table in one call."""
+    dataset, rounds = images(), 2 if small else 200
+    config = setting(small, f"training.rounds={rounds}", "run.eval_every=20", "method.name=fedavg")
+    began = time.perf_counter()
+    table = compare(config, TEN.split(","), data=(dataset.images, dataset.labels))
+    return {"seconds": time.perf_counter() - began, "rounds": rounds, "table": table.markdown()}
+
+
+def round_time(small: bool) -> list[dict[str, Any]]:
+    """Rows of `round_time.py`."""
+    cases = "mlp_100_clients_b10" if small else "cnn2_b10,cnn2_b10_500_clients"
+    short = ["--processes", "1", "--rounds", "1"] if small else []
+    out = Path(os.environ.get("TMPDIR", "/tmp")) / f"round_time_{os.getpid()}.json"
+    subprocess.run(
+        [sys.executable, str(HERE / "round_time.py"), "--cases", cases, "--json", str(out), *short], check=True
+    )
+    rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+    out.unlink()
+    return rows
+
+
+PARTS: dict[str, Callable[[bool], Any]] = {
+    part.__name__: part for part in (convolution, chunks, fedecouple, precision, ten_methods, round_time)
+}
+
+
+def main() -> None:
+    """Runs the parts, and writes what there is after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--small", action="store_true", help="to try the script")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of: " + ", ".join(PARTS))
+    options = parser.parse_args()
+    prepare_devices("auto")
+    device = jax.devices()[0]
+    results: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__, "small": options.small}
+    for name in options.parts.split(","):
+        results[name] = PARTS[name](options.small)
+        print(name, json.dumps(results[name], indent=2), flush=True)
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Event files for TensorBoard hold what ``metrics.jsonl`` holds."""
+
+import importlib.util
+import math
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from fedjax_pfl import Config, ConfigError, compare, simulate, sweep
+from fedjax_pfl.record import RunDirectory
+
+needs_tensorboard = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="the package tensorboard is not installed"
+)
+
+
+def config(**run):
+    return Config(
+        data={"source": "digits", "clients": 4, "partition": {"kind": "iid"}, "samples_per_client": 8},
+        model={"name": "mlp", "hidden": 4},
+        method={"name": "fedavg"},
+        training={"rounds": 6, "batch_size": 8, "lr": 0.1},
+        run={"eval_every": 2, "tensorboard": True, **run},
+    )
+
+
+def scalars(folder):
+    """Tag -> {step: value}, as TensorBoard itself reads them; no step may come twice."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder / "tensorboard"))
+    read.Reload()
+    events = {tag: read.Scalars(tag) for tag in read.Tags()["scalars"]}
+    found = {tag: {event.step: event.value for event in events[tag]} for tag in events}
+    assert all(len(found[tag]) == len(events[tag]) for tag in events)
+    return found
+
+
+def scalars_of(history):
+    """The same, of a result's history."""
+    columns = {name.replace(".", "/"): column.astype(np.float32).tolist() for name, column in history.items()}
+    steps = columns.pop("round")
+    return {tag: dict(zip(steps, column, strict=True)) for tag, column in columns.items()}
+
+
+def killed(now):
+    if now.round >= 4:
+        raise TimeoutError
+
+
+@needs_tensorboard
+def test_lines_become_scalars(tmp_path):
+    record = RunDirectory(tmp_path / "run", tensorboard=True)
+    record.begin("", {})
+    lines = [
+        {"round": 2, "train_loss": 0.5, "pre": {"accuracy": 0.25, "new": {"accuracy": 0.125}}, "global": None},
+        {"round": 4, "train_loss": math.nan, "pre": {"accuracy": 0.75, "new": {"accuracy": None}}, "global": 1},
+    ]
+    for line in lines:
+        record.append(line)
+    found = scalars(tmp_path / "run")
+    assert math.isnan(found["train_loss"].pop(4))
+    assert found == {
+        "train_loss": {2: 0.5},
+        "pre/accuracy": {2: 0.25, 4: 0.75},
+        "pre/new/accuracy": {2: 0.125},
+        "global": {4: 1.0},
+    }
+    record.resume("", lines[:1])
+    assert scalars(tmp_path / "run")["pre/accuracy"] == {2: 0.25}
+    record.begin("", {})
+    assert scalars(tmp_path / "run") == {}
+    RunDirectory(tmp_path / "run", overwrite=True).begin("", {})
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+@needs_tensorboard
+def test_a_resumed_run_counts_each_round_once(tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(TimeoutError):
+        simulate(config(out=str(out), checkpoint_every=3), progress=killed)
+    without = shutil.copytree(out, tmp_path / "without")
+    assert scalars(out)["train_loss"].keys() == {2, 4}  # the newest checkpoint is that of round 3
+    result = simulate(config(out=str(out)), resume=out)
+    assert result.history["round"].tolist() == [2, 4, 6]
+    assert scalars(out) == scalars_of(result.history)
+    simulate(config(tensorboard=False), resume=without)
+    assert not (without / "tensorboard").exists()
+
+
+@needs_tensorboard
+def test_runs_of_comparisons_and_sweeps_have_event_files(tmp_path):
+    compare(config(), ["fedavg"], out=tmp_path / "compare")
+    assert scalars(tmp_path / "compare" / "fedavg-seed0")["pre/accuracy"].keys() == {2, 4, 6}
+    sweep(config(), {"run.seed": [0, 1]}, out=tmp_path / "sweep")
+    of_each = [scalars(tmp_path / "sweep" / f"run.seed={seed}")["train_loss"] for seed in (0, 1)]
+    assert of_each[0].keys() == of_each[1].keys() == {2, 4, 6}
+    assert of_each[0] != of_each[1]
+
+
+@pytest.mark.parametrize("run", [simulate, lambda given, **_: sweep(given, {"run.seed": [0]}, out=given.run.out)])
+def test_what_event_files_need(run, monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.tensorboard = True is not usable: false without a run directory"):
+        run(config())
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as though it were not installed
+    with pytest.raises(ConfigError, match=r'without the package .*: pip install "fedjax_pfl\[tensorboard\]"'):
+        run(config(out=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
