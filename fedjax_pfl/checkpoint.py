@@ -206,11 +206,16 @@ def complete_run(config: Config) -> dict[str, Any] | None:
     if folder is None or not (Path(folder) / "config.toml").exists():
         return None
     check_alike(load_config(Path(folder) / "config.toml"), config, folder)
-    if not (Path(folder) / "summary.json").exists():
+    path = Path(folder) / "summary.json"
+    if not path.exists():
         return None
-    summary: dict[str, Any] = json.loads((Path(folder) / "summary.json").read_text(encoding="utf-8"))
-    if summary["rounds"] != config.training.rounds:
-        allowed = f"{summary['rounds']}, as in the complete run in {folder}"
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        rounds = summary["rounds"]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError("summary", str(path), "the summary of a run; without this file it is run again") from None
+    if rounds != config.training.rounds:
+        allowed = f"{rounds}, as in the complete run in {folder}"
         raise ConfigError("training.rounds", config.training.rounds, allowed)
     return summary
 

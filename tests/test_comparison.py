@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -147,6 +148,15 @@ def test_other_settings_are_not_mixed_into_a_table(comparison, out):
     with pytest.raises(ConfigError, match=r"training\.rounds = 5 is not usable: 3, as in the complete run"):
         compare(config(training={"rounds": 5}), METHODS[:1], seeds=[0], out=out)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_damaged_summary_is_named(comparison, out, tmp_path):
+    shutil.copytree(out, tmp_path / "table")
+    path = tmp_path / "table" / f"{METHODS[0]}-seed0" / "summary.json"
+    for damaged in ("{", "[]", "{}"):
+        path.write_text(damaged)
+        with pytest.raises(ConfigError, match=rf"summary = '{path}' is not usable: the summary of a run"):
+            compare(config(), METHODS[:1], seeds=[0], out=tmp_path / "table")
 
 
 @pytest.mark.parametrize(

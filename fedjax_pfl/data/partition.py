@@ -540,7 +540,8 @@ def _check_style(style: str, allowed: tuple[str, ...]) -> None:
 def _check_no_size(size: int | None) -> None:
     """Raises a ConfigError if a size is given to a style that cannot use it."""
     if size is not None:
-        raise ConfigError("data.samples_per_client", size, "leave it out: style 'pfllib' shares out all samples")
+        allowed = "another style with data.samples_per_client: 'pfllib' shares out all samples"
+        raise ConfigError("data.partition.style", "pfllib", allowed)
 
 
 def check_seed(seed: int) -> None:

@@ -149,6 +149,9 @@ def _checked_images(images: np.ndarray, what: str, name: str) -> UInt8[np.ndarra
     if images.ndim != 4:
         hint = "; reshape flat images to [n, h, w, c]" if images.ndim == 2 else ""
         raise ConfigError("data", name, f"the {what} must be [n, h, w, c] or [n, h, w], got {images.shape}{hint}")
+    if images.shape[1] <= 4 < images.shape[3]:
+        hint = "the channels seem to come first; numpy.moveaxis(images, 1, -1) puts them last"
+        raise ConfigError("data", name, f"the {what} must be [n, h, w, c], got {images.shape}: {hint}")
     if images.size == 0:
         raise ConfigError("data", name, f"the {what} hold nothing, their shape is {images.shape}")
     return images

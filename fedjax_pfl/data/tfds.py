@@ -58,7 +58,7 @@ def _decode(name: str, folder: Path) -> Dataset:
         builder = tfds.builder(name, data_dir=folder)
     except Exception as error:  # TFDS has an exception for each reason, down to AssertionError
         _refuse(name, f"tensorflow-datasets refuses it ({str(error).strip().partition(chr(10))[0]})")
-    if not builder.is_prepared():
+    if not (builder.data_path / "dataset_info.json").exists():  # is_prepared() would also log a warning
         _refuse(name, f"it is not prepared in {folder}; {_how_to_prepare(name, folder)}")
     if builder.info.file_format.value != "array_record":  # the others need TensorFlow, or lose rows
         written = f"{builder.data_path} is written as {builder.info.file_format.value}, and array_record is needed"

@@ -570,8 +570,8 @@ def test_repair_is_fast_for_thousands_of_clients():
         ("dirichlet", TEN, 2, 0, 1, {}, "data.samples_per_client"),
         ("weak_pathological", TEN, 20, 0, 11, {}, "data.samples_per_client"),
         ("weak_pathological", TEN, 2, 0, None, {}, "data.samples_per_client"),
-        ("dirichlet", TEN, 2, 0, 10, {"style": "pfllib"}, "data.samples_per_client"),
-        ("pathological", TEN, 2, 0, 10, {"style": "pfllib"}, "data.samples_per_client"),
+        ("dirichlet", TEN, 2, 0, 10, {"style": "pfllib"}, "data.partition.style"),
+        ("pathological", TEN, 2, 0, 10, {"style": "pfllib"}, "data.partition.style"),
         ("pathological", TEN, 2, 0, None, {"classes_per_client": 11}, "data.partition.classes_per_client"),
         ("pathological", TEN, 2, 0, None, {"classes_per_client": 0}, "data.partition.classes_per_client"),
         (

@@ -1,0 +1,676 @@
+"""Mistakes that users make, each through the command line: one line that says what is wrong, exit code 2, no trace.
+
+The name of a case is the mistake, so that ``pytest tests/test_bad_inputs.py -v`` shows the list.
+"""
+
+import io
+import json
+import re
+import shlex
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedjax_pfl import METHODS, load_config, simulate
+from fedjax_pfl.cli import main
+from fedjax_pfl.data.partition import PARTITIONS
+from fedjax_pfl.models import MODELS
+
+CONFIG = """
+[data]
+source = "digits"
+clients = 4
+partition = { kind = "iid" }
+[model]
+name = "mlp"
+[method]
+name = "fedavg"
+[training]
+rounds = 2
+[run]
+compilation_cache = "off"
+"""
+SWEEP = 'config = "config.toml"\n'
+IMAGES, LABELS = np.zeros((40, 4, 4, 1), np.uint8), np.arange(40) % 2
+ANY = "..."  # in an expected message: any text
+HERE = "HERE"  # in an expected message: the working directory
+
+
+def npz(**arrays):
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def png(height, width):
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(file, "png")
+    return file.getvalue()
+
+
+def shard(**users):
+    return json.dumps({"users": list(users), "user_data": users})
+
+
+FILES = {
+    "config.toml": CONFIG,
+    "empty.toml": "",
+    "text.toml": "lr = 0.1 and 30 rounds",
+    "binary.toml": bytes(range(256)),
+    "loose_key.toml": "lr = 0.1\n" + CONFIG,
+    "no_table.toml": CONFIG.replace("[training]\nrounds = 2", "").replace("[data]", "training = 3\n[data]", 1),
+    "misspelt_section.toml": CONFIG.replace("[data]", "[date]"),
+    "misspelt_source.toml": CONFIG.replace("source =", "sorce ="),
+    "good.npz": npz(image=IMAGES, label=LABELS),
+    "no_label.npz": npz(image=IMAGES),
+    "float.npz": npz(image=IMAGES / 255, label=LABELS),
+    "lengths.npz": npz(image=IMAGES, label=LABELS[:30]),
+    "channels_first.npz": npz(image=np.zeros((40, 3, 32, 32), np.uint8), label=LABELS),
+    "empty.npz": npz(image=IMAGES[:0], label=LABELS[:0]),
+    "negative.npz": npz(image=IMAGES, label=LABELS - 1),
+    "float_label.npz": npz(image=IMAGES, label=LABELS / 2),
+    "one_hot.npz": npz(image=IMAGES, label=np.eye(2, dtype=int)[LABELS]),
+    "names.npz": npz(image=IMAGES, label=np.array(["cat", "dog"])[LABELS]),
+    "truncated.npz": npz(image=IMAGES, label=LABELS)[:500],
+    "damaged.npz": npz(image=IMAGES, label=LABELS).replace(bytes(100), bytes(99) + b"x", 1),
+    "no_images/notes.txt": "nothing here",
+    "one_class/cat/1.png": png(4, 4),
+    "sizes/cat/1.png": png(4, 4),
+    "sizes/dog/1.png": png(5, 4),
+    "corrupt/cat/1.png": png(4, 4),
+    "corrupt/dog/1.png": png(4, 4)[:30],
+    "leaf/not_json/a.json": "{",
+    "leaf/no_user_data/a.json": json.dumps({"users": ["ann"], "num_samples": [1]}),
+    "leaf/lengths/a.json": shard(ann={"x": [[0, 0, 0, 0]], "y": [1, 2]}),
+    "leaf/ragged/a.json": shard(ann={"x": [[0, 0, 0, 0], [1, 1]], "y": [1, 2]}),
+    "leaf/bytes/a.json": shard(ann={"x": [[0, 255, 0, 0]], "y": [1]}),
+    "leaf/play/a.json": shard(ROMEO={"x": ["what lig"] * 20, "y": ["h"] * 20}, JULIET={"x": ["O Romeo,"], "y": [" "]}),
+    "no_grid.toml": SWEEP,
+    "empty_grid.toml": SWEEP + "[grid]",
+    "misspelt_grid.toml": SWEEP + "[gird]\ntraining.lr = [0.1]",
+    "no_config.toml": 'config = "none.toml"\n[grid]\ntraining.lr = [0.1]',
+    "overrides.toml": SWEEP + 'overrides = "training.lr=1"\n[grid]\ntraining.lr = [0.1]',
+    "unknown_field.toml": SWEEP + "[grid]\ntraining.rate = [0.1]",
+    "undotted_field.toml": SWEEP + "[grid]\nlr = [0.1]",
+    "no_list.toml": SWEEP + "[grid]\ntraining.lr = 0.1",
+    "twice.toml": SWEEP + "[grid]\ntraining.lr = [0.1, 0.2, 0.1]",
+    "bad_value.toml": SWEEP + "[grid]\ntraining.lr = [0.1, -0.2]",
+    "listed_method.toml": SWEEP + '[grid]\nmethod.name = [["fedavg", "local"]]',
+    "chunk_grid.toml": SWEEP + "[grid]\nrun.chunk = [1, 2]",
+    "baseline.toml": SWEEP + "[grid]\ntraining.lr = [0.1]\n[baseline]\ntraining.lr = 0.2",
+    "no_baseline.toml": SWEEP + 'baseline = "training.lr=0.1"\n[grid]\ntraining.lr = [0.1]',
+    "sweep.toml": SWEEP + "[grid]\ntraining.lr = [0.1]",
+}
+
+METHOD_NAMES, MODEL_NAMES, KINDS = ", ".join(METHODS), ", ".join(MODELS), ", ".join(PARTITIONS)
+SECTIONS = "data, model, method, training, participation, run"
+NPZ, FOLDER, LEAF, TFDS = (f"run config.toml data.source={kind}:" for kind in ("npz", "folder", "leaf", "tfds"))
+PATHOLOGICAL = "run config.toml data.partition.kind=pathological data.partition."
+
+# The mistake: (the command line, what stands after "error: ").
+CASES = {
+    # The command line itself
+    "no such command": ("rum config.toml", "No such command 'rum'... (see fedjax-pfl --help)"),
+    "no such option": ("run config.toml --seed 3", "No such option: --seed (see fedjax-pfl run --help)"),
+    "option without its value": (
+        "run config.toml --out",
+        "Option '--out' requires an argument (see fedjax-pfl... --help)",
+    ),
+    "no config given to compare": ("compare", "Missing argument 'CONFIG.toml' (see fedjax-pfl compare --help)"),
+    "no config given to run": (
+        "run",
+        "CONFIG.toml = '(missing)' is not usable: a config file, or --resume with a run directory",
+    ),
+    "two methods to describe": (
+        "describe local fedavg",
+        "Got unexpected extra argument...(fedavg) (see fedjax-pfl describe --help)",
+    ),
+    "describe an unknown method": ("describe fedsgd", f"METHOD = 'fedsgd' is not usable: allowed: {METHOD_NAMES}"),
+    "override without a section": (
+        "run config.toml lr=0.1",
+        "override = 'lr=0.1' is not usable: expected section.key=value, e.g. training.lr=0.01",
+    ),
+    "override without a value": (
+        "run config.toml training.lr",
+        "override = 'training.lr' is not usable: expected section.key=value, e.g. training.lr=0.01",
+    ),
+    "override inside a value": (
+        "run config.toml data.source.path=a.npz",
+        "override = 'data.source.path=a.npz' is not usable: source is a value, not a table",
+    ),
+    "compare an unknown method": (
+        "compare config.toml --methods fedavg,fedsgd",
+        f"methods = 'fedsgd' is not usable: allowed: {METHOD_NAMES}",
+    ),
+    "compare a method with itself": (
+        "compare config.toml --methods fedavg,fedavg",
+        "methods = ['fedavg', 'fedavg'] is not usable: one or more, each of them once",
+    ),
+    "compare with seeds that are no numbers": (
+        "compare config.toml --seeds a,b",
+        "--seeds = 'a,b' is not usable: whole numbers, separated by commas",
+    ),
+    "compare with a seed twice": (
+        "compare config.toml --seeds 0,0",
+        "seeds = [0, 0] is not usable: one or more, each of them once",
+    ),
+    "compare with a baseline that does not take part": (
+        "compare config.toml --methods fedavg,fedprox --baseline local",
+        "baseline = 'local' is not usable: one of the methods compared: fedavg, fedprox",
+    ),
+    # The config file
+    "config file missing": (
+        "run none.toml",
+        "config file = 'none.toml' is not usable: cannot be read (No such file or directory)",
+    ),
+    "config file is a directory": (
+        "run no_images",
+        "config file = 'no_images' is not usable: cannot be read (Is a directory)",
+    ),
+    "config file is no TOML": ("run text.toml", "config file = 'text.toml' is not usable: not valid TOML: ..."),
+    "config file is binary": ("run binary.toml", "config file = 'binary.toml' is not usable: not valid TOML: ..."),
+    "config file is empty": ("run empty.toml", "data = '(missing)' is not usable: it has no default and must be given"),
+    "sweep file given to run": (
+        "run sweep.toml",
+        f"config = 'config.toml' is not usable: no such key; allowed: {SECTIONS}",
+    ),
+    "key outside of a section": ("run loose_key.toml", f"lr = 0.1 is not usable: no such key; allowed: {SECTIONS}"),
+    "value in the place of a section": ("run no_table.toml", "training = 3 is not usable: expected a table [training]"),
+    "misspelt section": (
+        "run misspelt_section.toml",
+        f"date = {{'source': 'digits', ...}} is not usable: no such key; allowed: {SECTIONS}",
+    ),
+    "misspelt key that has no default": (
+        "run misspelt_source.toml",
+        "data.sorce = 'digits' is not usable: no such key; allowed: source, clients, partition, ...",
+    ),
+    "misspelt key": (
+        "run config.toml training.learning_rate=0.1",
+        "training.learning_rate = 0.1 is not usable: no such key; allowed: rounds, epochs, batch_size, lr, ...",
+    ),
+    "misspelt option of the model": (
+        "run config.toml model.hiden=50",
+        "model.hiden = 50 is not usable: no such key of mlp; allowed: hidden, init",
+    ),
+    # Names
+    "unknown method": (
+        "run config.toml method.name=fedsgd",
+        f"method.name = 'fedsgd' is not usable: allowed: {METHOD_NAMES}",
+    ),
+    "several methods in a run": (
+        'run config.toml \'method.name=["fedavg", "local"]\'',
+        f"method.name = ['fedavg', 'local'] is not usable: allowed: {METHOD_NAMES}",
+    ),
+    "hyperparameter of another method": (
+        "run config.toml method.mu=0.1",
+        "method.mu = 0.1 is not usable: no such key of fedavg; allowed: none",
+    ),
+    "unknown model": ("run config.toml model.name=vgg", f"model.name = 'vgg' is not usable: allowed: {MODEL_NAMES}"),
+    "unknown partition": (
+        "run config.toml data.partition.kind=dirichlett",
+        f"data.partition.kind = 'dirichlett' is not usable: allowed: {KINDS}",
+    ),
+    "parameter of another partition": (
+        "run config.toml data.partition.alpha=0.1",
+        "data.partition.alpha = 0.1 is not usable: no such key of iid; allowed: none",
+    ),
+    "unknown placement": (
+        "run config.toml run.placement=gpu",
+        "run.placement = 'gpu' is not usable: input should be 'auto', 'map', 'vmap' or 'shard'",
+    ),
+    "unknown source": (
+        "run config.toml data.source=cifar10",
+        "data.source = 'cifar10' is not usable: known sources are digits: ...; npz: npz:PATH, ...",
+    ),
+    # Values
+    "text in the place of a number": (
+        "run config.toml training.lr=fast",
+        "training.lr = 'fast' is not usable: input should be a valid number",
+    ),
+    "fraction of a client": (
+        "run config.toml data.clients=2.5",
+        "data.clients = 2.5 is not usable: input should be a valid integer",
+    ),
+    "no clients": (
+        "run config.toml data.clients=0",
+        "data.clients = 0 is not usable: input should be greater than or equal to 1",
+    ),
+    "negative learning rate": (
+        "run config.toml training.lr=-0.1",
+        "training.lr = -0.1 is not usable: input should be greater than 0",
+    ),
+    "learning rate NaN": (
+        "run config.toml training.lr=nan",
+        "training.lr = nan is not usable: input should be a finite number",
+    ),
+    "learning rate infinite": (
+        "run config.toml training.lr=inf",
+        "training.lr = inf is not usable: input should be a finite number",
+    ),
+    "hyperparameter out of range": (
+        "run config.toml method.name=fedprox method.mu=-1",
+        "method.mu = -1 is not usable: input should be greater than or equal to 0",
+    ),
+    "test share in percent": (
+        "run config.toml data.test_share=25",
+        "data.test_share = 25 is not usable: input should be less than 1",
+    ),
+    "nobody takes part": (
+        "run config.toml participation.ratio=0",
+        "participation.ratio = 0 is not usable: a share in (0, 1], or a range [low, high] of shares",
+    ),
+    "range of participation the wrong way round": (
+        "run config.toml participation.ratio=[0.9,0.1]",
+        "participation.ratio = [0.9, 0.1] is not usable: a share in (0, 1], or a range [low, high] of shares",
+    ),
+    "range of participation with one end": (
+        "run config.toml participation.ratio=[0.1]",
+        "participation.ratio = [0.1] is not usable: a share in (0, 1], or a range [low, high] of shares",
+    ),
+    "chunk of no clients": (
+        "run config.toml run.chunk=0",
+        "run.chunk = 0 is not usable: input should be greater than or equal to 1",
+    ),
+    "validation without a share": (
+        "run config.toml data.evaluate_on=validation",
+        "data.evaluate_on = 'validation' is not usable: \"test\", or give data.validation_share a value above 0",
+    ),
+    # What does not fit the data
+    "official split of a source without a test part": (
+        "run config.toml data.split=official",
+        "data.split = 'official' is not usable: digits has no test part of its own; "
+        'use "merge", or give data.test_part_share',
+    ),
+    "natural clients of a source without users": (
+        "run config.toml data.partition.kind=natural",
+        "data.partition.kind = 'natural' is not usable: digits has no users; use one of iid, pathological, ...",
+    ),
+    "more classes per client than there are": (
+        f"{PATHOLOGICAL}classes_per_client=11",
+        "data.partition.classes_per_client = 11 is not usable: "
+        "the data have samples of 10 classes, so 1 to 10 are possible",
+    ),
+    "quotas that PFLlib cannot meet": (
+        f"{PATHOLOGICAL}classes_per_client=3 data.partition.style=pfllib",
+        "data.partition.style = 'pfllib' is not usable: with 4 clients of 3 classes, PFLlib's quotas leave 4 of 10 "
+        "classes without a client; use style = 'random', or clients * classes_per_client = a multiple of 10",
+    ),
+    "more samples per client than there are": (
+        "run config.toml data.samples_per_client=1000",
+        "data.samples_per_client = 1000 is not usable: up to 336: 1797 samples, 4 clients, test_share = 0.25",
+    ),
+    "equal sizes in a style that has none": (
+        f"{PATHOLOGICAL}style=pfllib data.samples_per_client=10",
+        "data.partition.style = 'pfllib' is not usable: "
+        "another style with data.samples_per_client: 'pfllib' shares out all samples",
+    ),
+    "weak_pathological without a size": (
+        "run config.toml data.partition.kind=weak_pathological",
+        "data.samples_per_client = None is not usable: a number; weak_pathological clients are equal in size",
+    ),
+    "too many clients for a Dirichlet partition": (
+        "run config.toml data.partition.kind=dirichlet data.clients=1000",
+        "data.clients = 1000 is not usable: 1 to 898, because 1797 samples must give each client 2",
+    ),
+    "partition of too many clients": (
+        "partition config.toml data.clients=1000",
+        "data.clients = 1000 is not usable: 1 to 898, because 1797 samples must give each client 2",
+    ),
+    "three channel means for gray images": (
+        "run config.toml data.mean=[0.5,0.5,0.5]",
+        "data.mean = [0.5, 0.5, 0.5] is not usable: one number, or one for each of the 1 channels",
+    ),
+    "clients that do not fit into memory": (
+        "run config.toml data.clients=200 model.hidden=100000000",
+        "data.clients = 200 is not usable: the run needs about ... GB; a device has ... GB",
+    ),
+    # What does not fit together
+    "convolutions on images of 4x4": (
+        f"{NPZ}good.npz model.name=cnn2",
+        "model.name = 'cnn2' is not usable: it does not fit 4x4x1 images: "
+        "a 5x5 convolution and pooling do not fit a 4x4 map",
+    ),
+    "text model on images": (
+        "run config.toml model.name=char_lstm",
+        "model.name = 'char_lstm' is not usable: it reads text of 80 symbols, and digits is images",
+    ),
+    "image model on text": (
+        f"{LEAF}leaf/play",
+        "model.name = 'mlp' is not usable: it reads images, and play is text of 80 symbols",
+    ),
+    "augmentation of text": (
+        f"{LEAF}leaf/play model.name=char_lstm training.augment=crop_flip",
+        "training.augment = 'crop_flip' is not usable: \"none\": play is text, and 'crop_flip' augments images",
+    ),
+    "pFedCSPC without a projection head": (
+        "run config.toml method.name=pfedcspc",
+        "method.name = 'pfedcspc' is not usable: it does not work like this: "
+        "it needs a model with a projection head, such as cnn_proj or resnet18_proj",
+    ),
+    "FedCPD without feature maps": (
+        "run config.toml method.name=fedcpd",
+        "method.name = 'fedcpd' is not usable: it does not work like this: "
+        "its distillation (gamma > 0) needs a model with feature maps",
+    ),
+    # npz files
+    "npz without a path": (NPZ, "data.source = 'npz:' is not usable: a path is needed after the colon: npz:PATH"),
+    "npz missing and FEDJAX_PFL_DATA unset": (
+        f"{NPZ}cifar10.npz",
+        "data.source = 'npz:cifar10.npz' is not usable: there is no such file; looked for HERE/cifar10.npz "
+        "(the environment variable FEDJAX_PFL_DATA may name a folder of data files)",
+    ),
+    "npz without labels": (
+        f"{NPZ}no_label.npz",
+        "data.source = 'npz:no_label.npz' is not usable: "
+        "HERE/no_label.npz must hold arrays image (or x) and label (or y); present: image",
+    ),
+    "npz of float images": (
+        f"{NPZ}float.npz",
+        "data.source = 'npz:float.npz' is not usable: the images must be uint8 with values 0..255, got float64; "
+        "scale values of 0..1 by 255, round and cast",
+    ),
+    "npz with channels first": (
+        f"{NPZ}channels_first.npz",
+        "data.source = 'npz:channels_first.npz' is not usable: the images must be [n, h, w, c], got (40, 3, 32, 32): "
+        "the channels seem to come first; numpy.moveaxis(images, 1, -1) puts them last",
+    ),
+    "npz with fewer labels than images": (
+        f"{NPZ}lengths.npz",
+        "data.source = 'npz:lengths.npz' is not usable: one label per image is needed, got 40 images and 30 labels",
+    ),
+    "npz without samples": (
+        f"{NPZ}empty.npz",
+        "data.source = 'npz:empty.npz' is not usable: the images hold nothing, their shape is (0, 4, 4, 1)",
+    ),
+    "npz of negative labels": (
+        f"{NPZ}negative.npz",
+        "data.source = 'npz:negative.npz' is not usable: the labels must be 0 or more, the smallest is -1",
+    ),
+    "npz of labels that are no integers": (
+        f"{NPZ}float_label.npz",
+        "data.source = 'npz:float_label.npz' is not usable: the labels must be integers, got float64",
+    ),
+    "npz of labels that are names": (
+        f"{NPZ}names.npz",
+        "data.source = 'npz:names.npz' is not usable: the labels must be integers, got <U3",
+    ),
+    "npz of one-hot labels": (
+        f"{NPZ}one_hot.npz",
+        "data.source = 'npz:one_hot.npz' is not usable: the labels must be [n], got (40, 2)",
+    ),
+    "npz truncated": (
+        f"{NPZ}truncated.npz",
+        "data.source = 'npz:truncated.npz' is not usable: "
+        "HERE/truncated.npz is no npz file; write one with numpy.savez",
+    ),
+    "npz damaged": (
+        f"{NPZ}damaged.npz",
+        "data.source = 'npz:damaged.npz' is not usable: HERE/damaged.npz cannot be read as plain arrays (...)",
+    ),
+    "npz that is a text file": (
+        f"{NPZ}text.toml",
+        "data.source = 'npz:text.toml' is not usable: HERE/text.toml is no npz file; write one with numpy.savez",
+    ),
+    # Folders, LEAF, tensorflow-datasets
+    "folder missing": (
+        f"{FOLDER}none",
+        "data.source = 'folder:none' is not usable: there is no such folder; looked for HERE/none (...)",
+    ),
+    "folder without images": (
+        f"{FOLDER}no_images",
+        "data.source = 'folder:no_images' is not usable: HERE/no_images holds no folders of images; "
+        "expected is a folder per class (PATH/<class>/*.png), ...",
+    ),
+    "folder of one class": (
+        f"{FOLDER}one_class",
+        "data.source = 'folder:one_class' is not usable: HERE/one_class has images of one class alone, 'cat'; ...",
+    ),
+    "folder of images of several sizes": (
+        f"{FOLDER}sizes",
+        "data.source = 'folder:sizes' is not usable: HERE/sizes/dog/1.png has 4x5 pixels, HERE/sizes/cat/1.png has "
+        "4x4; images of one size are needed: ?size=64 after the path resizes all to 64x64",
+    ),
+    "folder with an unknown option": (
+        f"{FOLDER}sizes?resize=64",
+        "data.source = 'folder:sizes?resize=64' is not usable: "
+        "the only option is ?size=N, to resize images to NxN pixels, N up to 1024",
+    ),
+    "folder with a corrupt image": (
+        f"{FOLDER}corrupt",
+        "data.source = 'folder:corrupt' is not usable: HERE/corrupt/dog/1.png cannot be decoded as an image (...)",
+    ),
+    "LEAF folder without shards": (
+        f"{LEAF}no_images",
+        "data.source = 'leaf:no_images' is not usable: HERE/no_images holds no JSON shard with samples; ...",
+    ),
+    "LEAF shard that is no JSON": (
+        f"{LEAF}leaf/not_json",
+        "data.source = 'leaf:leaf/not_json' is not usable: HERE/leaf/not_json/a.json is no readable JSON file (...)",
+    ),
+    "LEAF shard without user_data": (
+        f"{LEAF}leaf/no_user_data",
+        "data.source = 'leaf:leaf/no_user_data' is not usable: "
+        'HERE/leaf/no_user_data/a.json is no LEAF shard: it has no table "user_data"',
+    ),
+    "LEAF user with more labels than samples": (
+        f"{LEAF}leaf/lengths",
+        "data.source = 'leaf:leaf/lengths' is not usable: "
+        "user 'ann' in HERE/leaf/lengths/a.json: 1 samples x and 2 labels y",
+    ),
+    "LEAF images of several lengths": (
+        f"{LEAF}leaf/ragged",
+        "data.source = 'leaf:leaf/ragged' is not usable: "
+        "user 'ann' in HERE/leaf/ragged/a.json: x is neither texts nor lists of numbers, all of one length",
+    ),
+    "LEAF images that are not scaled": (
+        f"{LEAF}leaf/bytes",
+        "data.source = 'leaf:leaf/bytes' is not usable: "
+        "user 'ann' in HERE/leaf/bytes/a.json: pixels from 0.0 to 255.0; they must be within 0 and 1",
+    ),
+    "unknown name for tensorflow-datasets": (
+        f"{TFDS}cifar11",
+        "data.source = 'tfds:cifar11' is not usable: tensorflow-datasets refuses it (Dataset cifar11 not found.)",
+    ),
+    "tensorflow-datasets not prepared": (
+        f"{TFDS}cifar10",
+        "data.source = 'tfds:cifar10' is not usable: it is not prepared in HERE/tfds; with a network and TensorFlow "
+        "(...), this prepares it: python -c ...",
+    ),
+    # Run directories
+    "run directory that holds another run": (
+        "run config.toml --out complete",
+        "run.out = 'complete' is not usable: the directory is not empty; name another one, or pass --overwrite",
+    ),
+    "run directory without a name": (
+        "run config.toml run.out=",
+        "run.out = '' is not usable: string should have at least 1 character",
+    ),
+    "run directory that is a file": (
+        "run config.toml --out good.npz",
+        "run.out = 'good.npz' is not usable: it is a file, or inside one; name a directory",
+    ),
+    "run directory inside a file": (
+        "run config.toml --out good.npz/run",
+        "run.out = 'good.npz/run' is not usable: it is a file, or inside one; name a directory",
+    ),
+    "comparison into a file": (
+        "compare config.toml --out good.npz",
+        "run.out = 'good.npz' is not usable: it is a file, or inside one; name a directory",
+    ),
+    "comparison into one of another config": (
+        "compare config.toml --methods fedavg --out compared training.epochs=3",
+        "config = 'training.epochs=3' is not usable: "
+        "what the run in compared/fedavg-seed0 was started with: training.epochs=1",
+    ),
+    "compilation cache that is a file": (
+        "run config.toml run.compilation_cache=good.npz",
+        "run.compilation_cache = 'good.npz' is not usable: a folder, or \"off\"; it is a file",
+    ),
+    # Resuming
+    "resume a directory that does not exist": (
+        "run --resume none",
+        "--resume = 'none' is not usable: a run directory: it holds config.toml and checkpoints",
+    ),
+    "resume a directory that is no run": (
+        "run --resume sizes",
+        "--resume = 'sizes' is not usable: a run directory: it holds config.toml and checkpoints",
+    ),
+    "resume without a checkpoint": (
+        "run --resume no_checkpoint",
+        "resume = 'HERE/no_checkpoint' is not usable: a run directory that holds a checkpoint",
+    ),
+    "resume into another directory": (
+        "run --resume interrupted --out other",
+        "--out = 'other' is not usable: leave it out: the run in interrupted goes on there",
+    ),
+    "resume with another config": (
+        "run --resume interrupted training.lr=0.5 run.seed=1",
+        "config = 'run.seed=1, training.lr=0.5' is not usable: "
+        "what the run in interrupted was started with: run.seed=0, training.lr=0.005",
+    ),
+    "resume with fewer rounds than are done": (
+        "run --resume interrupted training.rounds=1",
+        "training.rounds = 1 is not usable: 2 or more: so many are done",
+    ),
+    "resume a complete run": (
+        "run --resume complete",
+        "resume = 'complete' is not usable: "
+        "the run is complete after 2 rounds; to go on, give a larger training.rounds",
+    ),
+    "resume from a damaged checkpoint": (
+        "run --resume damaged",
+        "resume = 'HERE/damaged/checkpoints/2' is not usable: a readable checkpoint (...); "
+        "without this folder, the run resumes from the one before",
+    ),
+    # Sweeps
+    "sweep file missing": (
+        "sweep none.toml",
+        "sweep file = 'none.toml' is not usable: cannot be read (No such file or directory)",
+    ),
+    "sweep file is no TOML": ("sweep text.toml", "sweep file = 'text.toml' is not usable: not valid TOML: ..."),
+    "config file given to sweep": (
+        "sweep config.toml",
+        "sweep file = 'config.toml' is not usable: config (a path), [grid]; optional: overrides, [baseline]; "
+        "it has data, method, model, run, training",
+    ),
+    "sweep without a grid": (
+        "sweep no_grid.toml",
+        "grid = {} is not usable: one field or more, each with a list of values",
+    ),
+    "sweep with an empty grid": (
+        "sweep empty_grid.toml",
+        "grid = {} is not usable: one field or more, each with a list of values",
+    ),
+    "sweep with a misspelt grid": (
+        "sweep misspelt_grid.toml",
+        "sweep file = 'misspelt_grid.toml' is not usable: config (a path), [grid]; optional: overrides, [baseline]; "
+        "it has gird",
+    ),
+    "sweep of a config that is missing": (
+        "sweep no_config.toml",
+        "config file = 'none.toml' is not usable: cannot be read (No such file or directory)",
+    ),
+    "sweep whose overrides are no list": (
+        "sweep overrides.toml",
+        "overrides = 'training.lr=1' is not usable: a list of strings, e.g. [\"training.lr=0.01\"]",
+    ),
+    "sweep over an unknown field": (
+        "sweep unknown_field.toml",
+        "training.rate = 0.1 is not usable: no such key; allowed: rounds, epochs, batch_size, lr, ...",
+    ),
+    "sweep over a field without a section": (
+        "sweep undotted_field.toml",
+        "grid.lr = 0.1 is not usable: a dotted field such as training.lr",
+    ),
+    "sweep over one value": (
+        "sweep no_list.toml",
+        "grid.training.lr = 0.1 is not usable: a list of one value or more, each of them once",
+    ),
+    "sweep over a value twice": (
+        "sweep twice.toml",
+        "grid.training.lr = [0.1, 0.2, 0.1] is not usable: a list of one value or more, each of them once",
+    ),
+    "sweep over a value out of range": (
+        "sweep bad_value.toml",
+        "training.lr = -0.2 is not usable: input should be greater than 0",
+    ),
+    "sweep over a list of methods in a list": (
+        "sweep listed_method.toml",
+        f"method.name = ['fedavg', 'local'] is not usable: allowed: {METHOD_NAMES}",
+    ),
+    "sweep over what changes no numbers": (
+        "sweep chunk_grid.toml",
+        "grid.run.chunk = [1, 2] is not usable: of the run table, run.seed alone changes numbers",
+    ),
+    "sweep whose baseline is not in the grid": (
+        "sweep baseline.toml",
+        "baseline = 'training.lr=0.2' is not usable: one of the combinations in the grid, without the seed",
+    ),
+    "sweep whose baseline is no table": (
+        "sweep no_baseline.toml",
+        "sweep file = 'no_baseline.toml' is not usable: config (a path), [grid]; optional: overrides, [baseline]; "
+        "it has config, baseline, grid",
+    ),
+    "sweep into a file": (
+        "sweep sweep.toml --out good.npz/runs",
+        "run.out = 'good.npz/runs' is not usable: it is a file, or inside one; name a directory",
+    ),
+    "sweep into one of another config": (
+        "sweep sweep.toml --out swept",
+        "config = 'training.lr=0.1' is not usable: "
+        "what the run in swept/training.lr=0.1 was started with: training.lr=0.005",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """The working directory of all cases, which none may change: files with mistakes, and what a run has left."""
+    here = tmp_path_factory.mktemp("work")
+    for name, content in FILES.items():
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    complete = here / "complete"
+    simulate(load_config(here / "config.toml", ["run.checkpoint_every=1", f"run.out={complete}"]))
+    for name in ("interrupted", "no_checkpoint", "damaged"):
+        shutil.copytree(complete, here / name)
+        (here / name / "summary.json").unlink()
+    shutil.rmtree(here / "no_checkpoint" / "checkpoints")
+    for path in (here / "damaged" / "checkpoints" / "2" / "run" / "d").iterdir():
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    shutil.copytree(complete, here / "compared" / "fedavg-seed0")
+    shutil.copytree(complete, here / "swept" / "training.lr=0.1")
+    return here
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_trace(here, monkeypatch):
+    """Neither compiles anything, nor adds, changes or removes a file."""
+    monkeypatch.chdir(here)
+    monkeypatch.delenv("FEDJAX_PFL_DATA", raising=False)
+    monkeypatch.setenv("TFDS_DATA_DIR", str(here / "tfds"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    for program in ("simulation._compile", "sweep_program.map_clients"):
+        monkeypatch.setattr(f"fedjax_pfl.{program}", lambda *_: pytest.fail("compiled"))
+    before = contents(here)
+    yield
+    assert contents(here) == before
+
+
+def contents(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("line", "message"), CASES.values(), ids=CASES)
+def test_a_mistake_is_one_line_and_exit_code_2(line, message, here, monkeypatch, capfd, caplog):
+    monkeypatch.setattr(sys, "argv", ["fedjax-pfl", *shlex.split(line)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    shown = capfd.readouterr()
+    assert (left.value.code, shown.out, caplog.messages) == (2, "", [])  # pytest keeps what is logged from stderr
+    parts = map(re.escape, f"error: {message}\n".replace(HERE, str(here)).split(ANY))
+    assert re.fullmatch(".*".join(parts), shown.err), shown.err
