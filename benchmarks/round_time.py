@@ -1,94 +1,167 @@
-"""One FedAvg round of fedjax_pfl against a plain PyTorch loop over the same clients, model, batches and data.
+"""One communication round of every method, against a PyTorch loop that does the same work, and FedAvg against peers.
 
     pip install -e ".[bench]"
     python benchmarks/round_time.py --json benchmarks/results/round_time.json
 
-The reference is PyTorch at its best, not a peer's code: images are normalised and in memory beforehand, there is no
-data loader, and clients are trained one after the other with ``torch.optim.SGD`` on all cores. It starts from the same
-weights and takes the same mini-batches in the same order, and the two averaged models are compared.
+``--cases a,b`` and ``--methods x,y`` run a part of it; FILE keeps its other rows. ``--peer-python fedjax=PYTHON`` adds
+a peer that PYTHON can import (`benchmarks/README.md` says how to set one up).
+
+The reference, ``loop``, is a compact writing of each method the way PFLlib does a round (`peers/pytorch_loop.py`,
+`peers/pytorch_methods.py`): clients one after the other in one process, a model and an SGD of their own, a shuffling
+``DataLoader`` over normalised tensors in memory, parameters averaged on the server. It has the same model, mini-batches
+of the same size, the same epochs, losses and server work as ours, and draws what we draw in every round (augmentation,
+synthetic features, clusters). We save one thing by design, the features of a frozen extractor, which we compute once
+per round; the loop computes them in every head epoch. ``without_loader`` is PyTorch at its best: the mini-batches are
+slices of the tensors. For FedAvg it starts from our weights and takes our mini-batches, and the two averaged models
+must agree. Evaluation is not timed, nor what serves it alone: FedAvg-FT, FedProx-FT and FedBABU fine-tune there.
 
 Each side runs in a process of its own, since memory allocators and thread pools of two frameworks in one process
 disturb each other, and in several processes by turns, since two runs of one program differ by more than two rounds of
-one run. A process counts with the median of its rounds, a side with the median of its processes. The floor is the
-arithmetic of the round (multiply-adds of forward and backward pass) at the rate of a large float32 matrix product.
+one run. A process first runs a round on two mini-batches per client, which does not count: it compiles the program, and
+leaves behind what later rounds start from (prototypes, teachers). It counts with the median of its rounds, a side with
+the median of its processes. What is reported are ratios.
+
+The floor is the arithmetic that a round cannot do without, at the rate of a large float32 matrix product: the matrix
+products and convolutions, forward and backward, of clients and server, as ``torch.utils.flop_counter`` counts them
+while the loop runs a round in which features of frozen extractors are computed once (`peers/pytorch_round.py`).
+Elementwise work (distances in k-means, augmentation, the steps of SGD) and FedPAC's quadratic programs are not in it.
 """
 
 import argparse
+import inspect
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch import nn
+from peers import case as exchange
 
+from fedjax_pfl import METHODS
 from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
 from fedjax_pfl.config import Config
-from fedjax_pfl.data.federated import Federation
-from fedjax_pfl.data.sources import from_arrays
-from fedjax_pfl.engine import Engine, Run, round_keys
+from fedjax_pfl.data.federated import Federation, pack
+from fedjax_pfl.data.sources import Dataset, from_arrays
+from fedjax_pfl.engine import Run, round_keys
+from fedjax_pfl.method import State
 from fedjax_pfl.ops.local import permutation, phase_key
+
+PEERS = Path(__file__).resolve().parent / "peers"
+PEER_SCRIPTS = {"fedjax": "fedjax_round.py", "pfl": "pfl_round.py"}
+# Convolutions (channels, kernel size, padding), each followed by 2x2 max-pooling; widths of the dense layers.
+MODELS: dict[str, dict[str, Any]] = {
+    "mlp": {"blocks": [], "dense": [100], "activation": "relu", "projection": None},
+    "cnn2": {"blocks": [(32, 5, 0), (64, 5, 0)], "dense": [512], "activation": "relu", "projection": None},
+    "cnn3": {
+        "blocks": [(16, 5, 0), (32, 5, 1), (64, 3, 1)],
+        "dense": [128],
+        "activation": "leaky_relu",
+        "projection": None,
+    },
+    "cnn_proj": {"blocks": [(6, 5, 0), (16, 5, 0)], "dense": [120, 84], "activation": "relu", "projection": 256},
+}
+CLASSES = 10
+SEED = 0
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed: clients x 600 training images each."""
+    """What is timed.
+
+    Attributes:
+      name: of the case.
+      model: of all methods, but for those that need another.
+      clients: N.
+      samples: training images per client.
+      shape: of an image.
+      batch_size: B.
+      epochs: E.
+      lr: learning rate.
+      methods: what is run; hyperparameters that are not their defaults.
+      models: of the methods that need another.
+      processes: per side.
+      rounds: timed rounds per process.
+      against: sides besides ``ours`` and ``loop``; peers where they are there.
+    """
 
     name: str
     model: str
     clients: int
+    samples: int
     shape: tuple[int, int, int]
     batch_size: int
-    # Multiply-adds per sample of each weight layer, first to last.
-    layers: tuple[int, ...]
+    epochs: int
+    lr: float
+    methods: Mapping[str, Mapping[str, Any]]
+    models: Mapping[str, str] = field(default_factory=dict)
+    processes: int = 3
+    rounds: int = 2
+    against: tuple[str, ...] = ()
+
+    def config(self, method: str) -> Config:
+        """The config of ours."""
+        return Config(
+            data={"source": "arrays", "clients": self.clients, "partition": {"kind": "iid"}, "test_share": 0.2},
+            model={"name": self.models.get(method, self.model)},
+            method={"name": method, **self.methods[method]},
+            training={"batch_size": self.batch_size, "epochs": self.epochs, "lr": self.lr},
+        )
+
+    def dataset(self) -> Dataset:
+        """Random images; a fifth of them to test on."""
+        samples = self.clients * self.samples * 5 // 4
+        images = np.random.default_rng(0).integers(0, 256, (samples, *self.shape), dtype=np.uint8)
+        return from_arrays(images, np.arange(samples) % CLASSES)
 
     @property
-    def flops(self) -> float:
-        """Floating-point operations of a round: forward, both gradients; the first layer needs none of its input."""
-        per_sample = 2 * (3 * sum(self.layers) - self.layers[0])
-        return per_sample * 600.0 * self.clients
+    def warm_up(self) -> int:
+        """Samples per client in the round that does not count."""
+        return min(self.samples, 2 * self.batch_size)
 
 
-CASES = (
-    Case("cnn2_b10", "cnn2", 20, (32, 32, 3), 10, (28 * 28 * 75 * 32, 10 * 10 * 800 * 64, 1600 * 512, 512 * 10)),
-    Case(
-        "cnn3_b32",
-        "cnn3",
-        20,
-        (32, 32, 3),
-        32,
-        (28 * 28 * 75 * 16, 12 * 12 * 400 * 32, 6 * 6 * 288 * 64, 576 * 128, 128 * 10),
-    ),
-    Case("mlp_100_clients_b10", "mlp", 100, (28, 28, 1), 10, (784 * 100, 100 * 10)),
-)
-LR = 0.005
-SEED = 0
+FEDAVG: dict[str, dict[str, Any]] = {"fedavg": {}}
+IN_MEMORY = ("without_loader", *PEER_SCRIPTS)
+COLOUR = (32, 32, 3)
+CASES = {
+    case.name: case
+    for case in (
+        Case("cnn2_b10", "cnn2", 20, 600, COLOUR, 10, 1, 0.005, FEDAVG, against=IN_MEMORY),
+        Case("cnn3_b32", "cnn3", 20, 600, COLOUR, 32, 1, 0.005, FEDAVG, against=IN_MEMORY),
+        Case("mlp_100_clients_b10", "mlp", 100, 600, (28, 28, 1), 10, 1, 0.005, FEDAVG, against=IN_MEMORY),
+        Case(
+            "fedrep_cnn2_b10",
+            *("cnn2", 20, 600, COLOUR, 10, 5, 0.005),
+            methods={"fedrep": {"head_epochs": 5}},
+            processes=2,
+            rounds=1,
+        ),
+        # configs/fedecouple/table2_weak_pathological.toml
+        Case("fedecouple_cnn3_b10", "cnn3", 20, 600, COLOUR, 10, 5, 0.05, {"fedecouple": {}}, processes=2, rounds=1),
+        # For accelerators (`gpu.py`); minutes per round on a CPU.
+        Case("cnn2_b10_500_clients", "cnn2", 500, 600, COLOUR, 10, 1, 0.005, FEDAVG, against=IN_MEMORY),
+        # PGFedSplit mixes heads in every round, so that this is timed, too.
+        Case(
+            "all_methods",
+            *("cnn2", 10, 200, COLOUR, 32, 1, 0.005),
+            methods={name: {} for name in METHODS} | {"pgfedsplit": {"interval": 1, "adaptive": False}},
+            models={"pfedcspc": "cnn_proj"},
+            processes=2,
+        ),
+    )
+}
 
-
-def torch_model(case: Case) -> nn.Sequential:
-    """The same network in PyTorch's own idiom."""
-    if case.model == "mlp":
-        return nn.Sequential(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
-    if case.model == "cnn2":
-        blocks, activation, dense = [(3, 32, 5, 0), (32, 64, 5, 0)], nn.ReLU, [(1600, 512)]
-    else:
-        blocks, activation, dense = [(3, 16, 5, 0), (16, 32, 5, 1), (32, 64, 3, 1)], nn.LeakyReLU, [(576, 128)]
-    layers: list[nn.Module] = []
-    for inputs, outputs, size, padding in blocks:
-        layers += [nn.Conv2d(inputs, outputs, size, padding=padding), activation(), nn.MaxPool2d(2)]
-    layers.append(nn.Flatten())
-    for inputs, outputs in dense:
-        layers += [nn.Linear(inputs, outputs), activation()]
-    return nn.Sequential(*layers, nn.Linear(dense[-1][1], 10))
+USUAL = [name for name in CASES if name != "cnn2_b10_500_clients"]
 
 
 def to_torch(params: dict) -> list[np.ndarray]:
@@ -110,105 +183,129 @@ def to_torch(params: dict) -> list[np.ndarray]:
     return tensors
 
 
-def torch_round(model: nn.Module, start: list[torch.Tensor], clients: list[tuple], batch_size: int) -> list:
-    """A FedAvg round: every client in turn, one epoch over its samples in the given order."""
-    criterion = nn.CrossEntropyLoss()
-    parameters = list(model.parameters())
-    average = [torch.zeros_like(tensor) for tensor in start]
-    total = sum(len(y) for _, y, _ in clients)
-    for x, y, order in clients:
-        with torch.no_grad():
-            for parameter, tensor in zip(parameters, start, strict=True):
-                parameter.copy_(tensor)
-        optimizer = torch.optim.SGD(parameters, lr=LR)
-        for first in range(0, len(y), batch_size):
-            rows = order[first : first + batch_size]
-            optimizer.zero_grad()
-            criterion(model(x[rows]), y[rows]).backward()
-            optimizer.step()
-        with torch.no_grad():
-            for mean, parameter in zip(average, parameters, strict=True):
-                mean += parameter * (len(y) / total)
-    return average
+def shortened(federation: Federation, samples: int) -> Federation:
+    """The same federation with the first training samples of each client alone, in the same shapes."""
+    index = np.asarray(federation.train.index)
+    short = pack(list(index[:, :samples]), np.asarray(federation.y), CLASSES)
+    return federation._replace(train=short._replace(index=federation.train.index))
 
 
-def set_up(case: Case) -> tuple[Engine, Run, Federation, np.ndarray, np.ndarray]:
-    """The engine, the state before the first round, and the data, which both sides start from."""
-    rng = np.random.default_rng(0)
-    samples = case.clients * 800
-    images = rng.integers(0, 256, (samples, *case.shape), dtype=np.uint8)
-    labels = np.arange(samples) % 10
-    config = Config(
-        data={"source": "arrays", "clients": case.clients, "partition": {"kind": "iid"}},
-        model={"name": case.model},
-        method={"name": "fedavg"},
-        training={"batch_size": case.batch_size, "lr": LR},
-    )
-    dataset = from_arrays(images, labels)
+def describe(case: Case, method: str) -> exchange.Case:
+    """What the other sides are told to run."""
+    config, dataset = case.config(method), case.dataset()
     federation, _ = divide(config, dataset)
-    engine, _ = place(make_engine(config, dataset), config, jax.random.key(SEED), federation)
-    shared, _ = engine.placement.shardings(case.clients)
-    if shared is not None:
-        federation = jax.device_put(federation, shared)
-    return engine, jax.jit(engine.init)(jax.random.key(SEED), federation), federation, images, labels
+    rows = np.asarray(federation.train.index)
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(METHODS[method]).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    settings = {
+        "model": MODELS[config.model["name"]],
+        "shape": case.shape,
+        "classes": CLASSES,
+        "method": method,
+        "options": defaults | dict(case.methods[method]),
+        "batch_size": case.batch_size,
+        "epochs": case.epochs,
+        "lr": case.lr,
+        "warm_up": case.warm_up,
+    }
+    initial, orders = [], []
+    if "without_loader" in case.against:
+        engine = make_engine(config, dataset)
+        key = jax.random.key(SEED)
+        initial = to_torch(jax.jit(engine.init)(key, federation).state.server)
+        for t, samples in enumerate((case.warm_up, case.samples)):
+            keys = round_keys(key, jnp.int32(t)).clients
+            orders.append(np.stack([batch_order(keys, client, samples) for client in range(case.clients)]))
+    return exchange.Case(settings, dataset.images, np.asarray(dataset.labels, np.int64), rows, initial, orders)
 
 
-def ours(case: Case) -> Callable[[], list[np.ndarray]]:
-    """A round of the engine; returns the averaged model."""
-    engine, initial, federation, _, _ = set_up(case)
-    program = jax.jit(engine.rounds)
-
-    def round_() -> list[np.ndarray]:
-        run = program(jax.random.key(SEED), initial, np.int32(0), np.int32(1), np.bool_(False), federation)
-        return to_torch(jax.block_until_ready(run.state.server))
-
-    return round_
+def batch_order(keys: jax.Array, client: int, samples: int) -> np.ndarray:
+    """The order of a client's samples in its only epoch of a round."""
+    epoch = jax.random.fold_in(phase_key(jax.random.fold_in(keys, client), "local"), 0)
+    return np.asarray(permutation(jax.random.split(epoch)[0], jnp.int32(samples), samples))
 
 
-def reference(case: Case) -> Callable[[], list[np.ndarray]]:
-    """The same round in PyTorch."""
-    _, initial, federation, images, labels = set_up(case)
-    keys = round_keys(jax.random.key(SEED), jnp.int32(0)).clients
-    clients = []
-    for client in range(case.clients):
-        rows = np.asarray(federation.train.index[client])
-        epoch = jax.random.fold_in(phase_key(jax.random.fold_in(keys, client), "local"), 0)
-        order = permutation(jax.random.split(epoch)[0], jnp.int32(len(rows)), len(rows))
-        x = torch.tensor((images[rows].transpose(0, 3, 1, 2) / 255.0 - 0.5) / 0.5, dtype=torch.float32)
-        clients.append((x, torch.tensor(labels[rows]), torch.tensor(np.asarray(order))))
-    model = torch_model(case)
-    start = [torch.tensor(tensor) for tensor in to_torch(initial.state.server)]
-    return lambda: [tensor.numpy() for tensor in torch_round(model, start, clients, case.batch_size)]
-
-
-def measure(case: Case, side: str, rounds: int, out: Path) -> None:
-    """Runs in a process of its own: the median time of some rounds, after one that does not count."""
+def ours(case: Case, method: str, rounds: int, out: Path) -> None:
+    """Times rounds of the engine; runs in a process of its own."""
     prepare_devices("auto")
-    round_ = (ours if side == "ours" else reference)(case)
-    model = round_()
-    times = [seconds(round_) for _ in range(rounds)]
-    np.savez(out, *model, seconds=statistics.median(times))
+    config, dataset = case.config(method), case.dataset()
+    federation, _ = divide(config, dataset)
+    key = jax.random.key(SEED)
+    engine, _ = place(make_engine(config, dataset), config, key, federation)
+    layout: Any = engine.placement.shardings(case.clients)
+    shared, per_client = layout
+    short = shortened(federation, case.warm_up)
+    if shared is not None:
+        key, federation, short = jax.device_put((key, federation, short), shared)
+        layout = Run(State(shared, per_client), per_client, shared, shared)
+    else:
+        layout = None
+    run = jax.jit(engine.init, out_shardings=layout)(key, federation)
+    program = jax.jit(engine.rounds, out_shardings=layout, donate_argnums=1)
+    arguments = key, run, np.int32(0), np.int32(1), np.bool_(False), federation
+    # Compiled ahead, so that a call with other shapes or shardings would fail and not be timed with its compilation.
+    compiled = program.lower(*arguments).compile()
+    kept: dict[str, Any] = {"run": run, "t": 0}
+
+    def round_(warm_up: bool) -> None:
+        t = kept["t"]
+        run = compiled(
+            key, kept["run"], np.int32(t), np.int32(t + 1), np.bool_(False), short if warm_up else federation
+        )
+        kept.update(run=jax.block_until_ready(run), t=t + 1)
+
+    def model() -> list[np.ndarray]:
+        return to_torch(kept["run"].state.server) if "without_loader" in case.against else []
+
+    result = exchange.measure(round_, rounds, model)
+    exchange.save(out, result["seconds"], model=result["first"])
 
 
-def compare(case: Case, processes: int, rounds: int) -> tuple[float, float, float]:
-    """Median seconds of both sides, and the largest difference between the models they arrive at."""
-    times: dict[str, list[float]] = {"ours": [], "reference": []}
-    models = {}
+def compare(case: Case, method: str, processes: int, rounds: int, pythons: Mapping[str, str]) -> dict[str, Any]:
+    """Runs all sides by turns.
+
+    Returns:
+      ``seconds``, each side's median; ``processes``, the median of each of its processes; ``flops`` of a round; and
+      ``difference``, the largest between our model and PyTorch's, where both were given the same mini-batches.
+    """
+    times: dict[str, list[float]] = {}
+    models: dict[str, list[np.ndarray]] = {}
+    flops = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(processes):
-            for side, taken in times.items():
-                out = Path(folder) / f"{side}.npz"
-                arguments = ["--case", case.name, "--side", side, "--rounds", str(rounds), "--out", str(out)]
-                subprocess.run([sys.executable, __file__, *arguments], check=True)
+        told, out = Path(folder) / "case.npz", Path(folder) / "out.npz"
+        exchange.write(told, describe(case, method))
+        # The first process compiles for all.
+        cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        common = [str(told), "--rounds", str(rounds), "--out", str(out)]
+        loop = [sys.executable, str(PEERS / "pytorch_round.py"), *common]
+        sides = {
+            "ours": [sys.executable, __file__, "--ours", case.name, method, str(rounds), str(out)],
+            "loop": loop,
+            "without_loader": [*loop, "--without-loader"],
+            **{name: [python, str(PEERS / PEER_SCRIPTS[name]), *common] for name, python in pythons.items()},
+        }
+        for number in range(processes):
+            for side in ("ours", "loop", *(side for side in case.against if side in sides)):
+                count = ["--count"] if side == "loop" and number == 0 else []
+                subprocess.run([*sides[side], *count], check=True, env=os.environ | cache)
                 with np.load(out) as saved:
-                    taken.append(float(saved["seconds"]))
-                    models[side] = [saved[name] for name in saved.files if name != "seconds"]
-    pairs = zip(models["ours"], models["reference"], strict=True)
-    difference = max(float(np.abs(a - b).max()) for a, b in pairs)
-    return statistics.median(times["ours"]), statistics.median(times["reference"]), difference
+                    times.setdefault(side, []).append(float(saved["seconds"]))
+                    models[side] = [saved[name] for name in saved.files if name.startswith("model_")]
+                    flops = max(flops, float(saved["flops"]))
+    result = {"seconds": {side: statistics.median(taken) for side, taken in times.items()}, "processes": times}
+    result["flops"] = flops
+    if "without_loader" in times:
+        pairs = zip(models["ours"], models["without_loader"], strict=True)
+        difference = max(float(np.abs(a - b).max()) for a, b in pairs)
+        assert difference < 1e-3, f"{case.name}: the two rounds disagree by {difference}"
+        result["difference"] = difference
+    return result
 
 
-def gemm_rate() -> float:
+def matmul_rate() -> float:
     """FLOP/s of a large float32 matrix product, the better of JAX and PyTorch."""
     n = 2048
     a = torch.randn(n, n)
@@ -225,36 +322,82 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+COLUMNS = ("case", "method", "ours", "PFLlib-style loop", "without loader", "fedjax", "pfl", "floor", "floor / ours")
+HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row of the table: our seconds, how many times as long the others take, and the floor."""
+    own = row["seconds"]["ours"]
+    others = [row["seconds"].get(side) for side in ("loop", *IN_MEMORY)]
+    cells = [row["case"], row["method"], f"{own:.2f} s"]
+    cells += ["" if other is None else f"{other / own:.1f}x" for other in others]
+    if row.get("flops"):
+        floor = row["flops"] / row["matmul_rate"]
+        cells += [f"{floor:.2f} s", f"{floor / own:.0%}"]
+    else:
+        cells += ["", ""]
+    return f"| {' | '.join(cells)} |"
+
+
+def chosen(text: str, known: Mapping[str, Any]) -> list[str]:
+    """The names in a comma-separated list.
+
+    Raises:
+      argparse.ArgumentTypeError: one is not known.
+    """
+    names = text.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(known)}")
+    return names
+
+
+def peer(text: str) -> tuple[str, str]:
+    """NAME=PYTHON.
+
+    Raises:
+      argparse.ArgumentTypeError: it is not of that form.
+    """
+    name, _, python = text.partition("=")
+    if name not in PEER_SCRIPTS or not Path(python).exists():
+        allowed = f"NAME=PYTHON, NAME one of {', '.join(PEER_SCRIPTS)}, PYTHON an interpreter that has it"
+        raise argparse.ArgumentTypeError(f"{text}: {allowed}")
+    return name, python
+
+
 def main() -> None:
-    """Times all cases and prints a table."""
-    names = [case.name for case in CASES]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write a list of {case, seconds_ours, seconds_reference, ratio}")
-    parser.add_argument("--cases", nargs="*", choices=names, default=names)
-    parser.add_argument("--processes", type=int, default=3, help="processes per side and case")
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds per process")
-    parser.add_argument("--case", choices=names, help=argparse.SUPPRESS)
-    parser.add_argument("--side", choices=["ours", "reference"], help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    cases = {case.name: case for case in CASES}
-    if arguments.side:
-        measure(cases[arguments.case], arguments.side, arguments.rounds, arguments.out)
+    """Times the chosen cases and methods, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="rows are written here, one by one; others in the file stay")
+    parser.add_argument("--cases", type=lambda text: chosen(text, CASES), default=USUAL)
+    parser.add_argument("--methods", type=lambda text: chosen(text, METHODS), default=list(METHODS))
+    parser.add_argument("--peer-python", type=peer, action="append", default=[], metavar="NAME=PYTHON")
+    parser.add_argument("--processes", type=int, help="processes per side, instead of each case's own number")
+    parser.add_argument("--rounds", type=int, help="timed rounds per process, likewise")
+    parser.add_argument("--ours", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.ours:
+        name, method, rounds, out = options.ours
+        ours(CASES[name], method, int(rounds), Path(out))
         return
-    rate = gemm_rate()
-    versions = f"jax {jax.__version__}, torch {torch.__version__}"
-    print(f"{versions}, {cores()} {platform.machine()} cores, {rate / 1e9:.0f} GFLOP/s")
-    print(f"{'case':22}{'ours':>9}{'PyTorch':>9}{'ratio':>8}{'floor':>9}{'difference':>12}")
-    rows = []
-    for name in arguments.cases:
-        mine, theirs, difference = compare(cases[name], arguments.processes, arguments.rounds)
-        assert difference < 1e-3, f"{name}: the two rounds disagree by {difference}"
-        rows.append({"case": name, "seconds_ours": mine, "seconds_reference": theirs, "ratio": theirs / mine})
-        numbers = f"{mine:8.2f}s{theirs:8.2f}s{theirs / mine:7.2f}x{cases[name].flops / rate:8.2f}s{difference:12.1e}"
-        print(f"{name:22}{numbers}", flush=True)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    rows: list[dict[str, Any]] = []
+    if options.json and options.json.exists():
+        rows = json.loads(options.json.read_text(encoding="utf-8"))
+    rate = matmul_rate()
+    print(f"jax {jax.__version__}, torch {torch.__version__}, {cores()} {platform.machine()} cores", end=", ")
+    print(f"{rate / 1e9:.0f} GFLOP/s\n\n{HEADER}", flush=True)
+    for name in options.cases:
+        case = CASES[name]
+        for method in (method for method in case.methods if method in options.methods):
+            processes, timed = options.processes or case.processes, options.rounds or case.rounds
+            measured = compare(case, method, processes, timed, dict(options.peer_python))
+            row = {"case": name, "method": method, **measured, "matmul_rate": rate}
+            print(line(row), flush=True)
+            rows = [old for old in rows if (old["case"], old["method"]) != (name, method)] + [row]
+            if options.json:
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,152 @@
+"""Seconds until a run can start: to trace and lower, and to compile, each program of each method.
+
+    python benchmarks/compile_time.py --json benchmarks/results/compile_time.json
+
+A case is a method with a model, on 20 clients and random 28x28x1 images, clients spread over the devices as by default.
+The programs are those that `simulate` compiles: the initial state, a block of rounds, PRE and, where there is a global
+model, its scores. A case runs in a process of its own, the programs one after the other (`simulate` compiles them side
+by side), and then once more in a second process, which finds the compiled programs in the cache that the first one has
+left. Instructions are those of the program that XLA is given.
+"""
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl import METHODS, Config, load_config
+from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
+from fedjax_pfl.data.federated import Federation
+from fedjax_pfl.data.sources import from_arrays
+from fedjax_pfl.engine import Engine, Run
+from fedjax_pfl.method import State
+
+MODELS = ("mlp", "cnn2")
+# A model for the methods that run on no other, and what they need on a model without feature maps.
+OWN_MODEL = {"pfedcspc": "cnn_proj"}
+WITHOUT_MAPS = {"fedcpd": ["method.gamma=0.0"]}
+
+
+def programs(engine: Engine, key: jax.Array, data: Federation) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What a run compiles: names, and functions that trace and lower."""
+    shared, per_client = engine.placement.shardings(engine.clients)
+    layout: Any = None
+    if shared is not None:
+        data, key = jax.device_put((data, key), shared)
+        layout = Run(State(shared, per_client), per_client, shared, shared)
+    number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
+    run = jax.eval_shape(engine.init, key, data)
+    if layout is not None:
+        run = jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            run,
+            jax.tree.broadcast(layout, run),
+        )
+    yield "init", lambda: jax.jit(engine.init, out_shardings=layout).lower(key, data)
+    rounds = jax.jit(engine.rounds, out_shardings=layout, donate_argnums=1)
+    yield "rounds", lambda: rounds.lower(key, run, number, number, flag, data)
+    yield "pre", lambda: jax.jit(engine.pre).lower(key, number, run.state, data)
+    if engine.method.global_predict is not None:
+        yield "global", lambda: jax.jit(engine.global_scores).lower(run.state, data)
+
+
+def measure(method: str, model: str, overrides: list[str], cache: str) -> dict[str, dict[str, float]]:
+    """Of each program of a case: seconds to trace and lower, seconds to compile, instructions."""
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    settings = [
+        f"method.name={method}",
+        f"model.name={model}",
+        *(WITHOUT_MAPS.get(method, []) if model == "mlp" else []),
+    ]
+    config = configured([*settings, *overrides])
+    prepare_devices(config.run.placement)
+    rng = np.random.default_rng(0)
+    samples = 40 * config.data.clients
+    dataset = from_arrays(rng.integers(0, 256, (samples, 28, 28, 1), dtype=np.uint8), np.arange(samples) % 10)
+    key = jax.random.key(config.run.seed)
+    federation, _ = divide(config, dataset)
+    engine, _ = place(make_engine(config, dataset), config, key, federation)
+    found = {}
+    for name, lower in programs(engine, key, federation):
+        began = time.perf_counter()
+        lowered = lower()
+        traced = time.perf_counter()
+        lowered.compile()
+        compiled = time.perf_counter()
+        instructions = len(re.findall(r"^\s+\S+ = ", lowered.as_text("hlo"), re.MULTILINE))
+        found[name] = {"trace": traced - began, "compile": compiled - traced, "instructions": instructions}
+    return found
+
+
+def configured(overrides: list[str]) -> Config:
+    """The config of a case: defaults, twenty clients, and what the command line adds."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write('[data]\nsource = "arrays"\nclients = 20\npartition = { kind = "iid" }\n')
+        file.flush()
+        return load_config(file.name, overrides)
+
+
+def main() -> None:
+    """Runs every case, prints a table and, if asked to, writes all figures down."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--parts", default="cold,warm", choices=["cold", "cold,warm"])
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--case", nargs=3, metavar=("METHOD", "MODEL", "CACHE"), help="one case, as JSON")
+    options = parser.parse_args()
+    if options.case:
+        method, model, cache = options.case
+        print(json.dumps(measure(method, model, options.set, cache)))
+        return
+    print("| method | model | instructions | trace | compile: rounds | PRE | init | global | all, cold | all, warm |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    cases = []
+    for model in options.models:
+        for method in options.methods:
+            if method in OWN_MODEL and model != options.models[-1]:
+                continue
+            on = OWN_MODEL.get(method, model)
+            case: dict[str, Any] = {"method": method, "model": on}
+            with tempfile.TemporaryDirectory() as cache:
+                for part in options.parts.split(","):
+                    command = [sys.executable, __file__, *sys.argv[1:], "--case", method, on, cache]
+                    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+                    case[part] = json.loads(done.stdout.splitlines()[-1])
+            cases.append(case)
+            print(row(case), flush=True)
+    if options.json:
+        machine = f"{cores()} {platform.machine()} cores, JAX {jax.__version__} on {jax.default_backend()}"
+        report = {"machine": machine, "set": options.set, "cases": cases}
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def row(case: dict[str, Any]) -> str:
+    """A line of the table."""
+    cold = case["cold"]
+
+    def total(part: str, *figures: str) -> float:
+        return sum(program[figure] for program in case[part].values() for figure in figures)
+
+    compiled = [f"{cold[name]['compile']:.2f}" if name in cold else "–" for name in ("rounds", "pre", "init", "global")]
+    warm = f"{total('warm', 'trace', 'compile'):.2f}" if "warm" in case else "–"
+    seconds = [f"{total('cold', 'trace'):.2f}", *compiled, f"{total('cold', 'trace', 'compile'):.2f}", warm]
+    return f"| {case['method']} | {case['model']} | {total('cold', 'instructions'):.0f} | {' | '.join(seconds)} |"
+
+
+if __name__ == "__main__":
+    main()
