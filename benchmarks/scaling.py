@@ -1,22 +1,26 @@
-"""How the cost of a run grows: with the clients of a round, with clients that are not in it, and with uneven sizes.
+"""What a round costs as clients become more: time and memory, unequal sizes, evaluation.
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
+    python benchmarks/scaling.py --parts cohort,ragged
 
-- ``clients``: seconds per client-step (one mini-batch of one client) and per evaluated client, all clients in every
-  round, for more and more clients of 20 images each (MLP, batch 10).
-- ``cohort``: FedRep on N clients x 20 training images, 100 of them in each round: the seconds per round are to depend
-  on these 100 and not on N, and the memory to stay bounded.
-- ``ragged``: the sizes of Dir(0.1) against equal sizes with the same total. Side by side, a chunk runs as long as its
-  largest client; waste is the share of steps that its smaller ones sit out.
-- ``memory``: bytes per client that runs, as estimated before compilation, and as XLA sets them aside.
+Parts, each of which prints a table:
 
-Each case runs in a process of its own. Images are random.
+- steps: seconds per client and gradient step for 10 to 10,000 clients who all take part, on a model that is small
+  enough for what a client costs besides its steps to show;
+- cohort: 100 participants per round out of 100, 1,000 and 10,000 clients: the round must cost the same. Evaluation is
+  of all clients, so that its cost is given per client;
+- ragged: Dir(0.1) sizes against equal ones with the same total: steps that only fill up a chunk of clients who run side
+  by side, and the time;
+- memory: bytes per client, estimated before compilation, planned by XLA, and what the process grew by;
+- evaluation: seconds per evaluated client against seconds per trained client.
+
+Images are those of Fashion-MNIST where $FEDJAX_PFL_DATA holds fashion_mnist_70k.npz (again from the first one where
+clients need more), random ones otherwise. Every case runs in a process of its own, so that its peak memory is its own.
 """
 
 import argparse
-import itertools
 import json
-import math
+import os
 import platform
 import resource
 import statistics
@@ -24,154 +28,272 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from compile_time import programs
 
-from fedjax_pfl import Config, simulate
-from fedjax_pfl.build import cores, divide, make_engine
-from fedjax_pfl.data.sources import from_arrays
-from fedjax_pfl.engine import Placement
-from fedjax_pfl.memory import estimate
+from fedjax_pfl import Config
+from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
+from fedjax_pfl.data.federated import Federation
+from fedjax_pfl.data.sources import Dataset, from_arrays
+from fedjax_pfl.engine import Engine, Run
+from fedjax_pfl.memory import Memory, size
 
 BATCH = 10
-COHORT = 100
+CHUNKS = (10, 20)
 
 
-def images(samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random images in the shape of Fashion-MNIST, ten classes in equal shares."""
-    return np.random.default_rng(0).integers(0, 256, (samples, 28, 28, 1), np.uint8), np.arange(samples) % 10
+class Prepared(NamedTuple):
+    """A run that is about to start."""
+
+    engine: Engine
+    memory: Memory
+    key: jax.Array
+    data: Federation
+    programs: dict[str, Any]
 
 
-def config(clients: int, method: str, rounds: int, **tables: dict[str, Any]) -> Config:
-    """A run that evaluates at its end alone."""
-    base: dict[str, dict[str, Any]] = {
-        "data": {"source": "arrays", "clients": clients, "partition": {"kind": "iid"}, "test_share": 0.2},
-        "model": {"name": "mlp"},
-        "method": {"name": method},
-        "training": {"rounds": rounds, "epochs": 1, "batch_size": BATCH, "lr": 0.01},
-        "run": {"eval_every": rounds},
-    }
-    for section, fields in tables.items():
-        base[section] = {**base.get(section, {}), **fields}
-    return Config(**base)
+def images(samples: int) -> Dataset:
+    """So many labelled images of 28x28 pixels."""
+    file = Path(os.environ.get("FEDJAX_PFL_DATA", ".")) / "fashion_mnist_70k.npz"
+    if file.exists():
+        with np.load(file) as arrays:
+            rows = np.arange(samples) % len(arrays["label"])
+            return from_arrays(arrays["image"][rows], arrays["label"][rows])
+    rng = np.random.default_rng(0)
+    return from_arrays(rng.integers(0, 256, (samples, 28, 28, 1), dtype=np.uint8), np.arange(samples) % 10)
 
 
-def run(given: Config, samples: int) -> dict[str, Any]:
-    """Seconds per round (median over blocks of rounds, without the first), and seconds of the evaluation."""
-    seen: list[tuple[int, float]] = []
-    result = simulate(given, images(samples), progress=lambda now: seen.append((now.round, time.perf_counter())))
-    blocks = itertools.pairwise(seen[1:-1])
-    per_round = [(late[1] - early[1]) / (late[0] - early[0]) for early, late in blocks]
-    whole = seen[-1][1] - seen[-2][1]
-    return {
-        "seconds_per_round": statistics.median(per_round),
-        "evaluation_seconds": max(0.0, whole - (seen[-1][0] - seen[-2][0]) * statistics.median(per_round)),
-        "peak_bytes": peak(),
-        "sizes": result.partition["n_train"],
-    }
-
-
-def peak() -> int:
-    """The most bytes that this process has held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def clients(number: int) -> dict[str, Any]:
-    """FedAvg on so many clients, all in every round."""
-    measured = run(config(number, "fedavg", max(4, 4000 // number)), number * 25)
-    steps = number * math.ceil(20 / BATCH)
-    return {
-        "clients": number,
-        "microseconds_per_client_step": 1e6 * measured["seconds_per_round"] / steps,
-        "microseconds_per_evaluated_client": 1e6 * measured["evaluation_seconds"] / number,
-        "peak_gigabytes": measured["peak_bytes"] / 1e9,
-    }
-
-
-def cohort(number: int, model: str) -> dict[str, Any]:
-    """FedRep on so many clients, 100 of them in each round."""
-    who = {"ratio": COHORT / number}
-    measured = run(config(number, "fedrep", 60, participation=who, model={"name": model}), number * 25)
-    return {
-        "clients": number,
-        "model": model,
-        "seconds_per_round": measured["seconds_per_round"],
-        "evaluation_milliseconds_per_client": 1e3 * measured["evaluation_seconds"] / number,
-        "peak_gigabytes": measured["peak_bytes"] / 1e9,
-    }
-
-
-def ragged(placement: str, chunk: int) -> dict[str, Any]:
-    """FedAvg on 100 clients with sizes of Dir(0.1) and with equal ones."""
-    shares = {"iid": {"kind": "iid"}, "dirichlet": {"kind": "dirichlet", "beta": 0.1}}
-    where = {"placement": placement} | ({"chunk": chunk} if placement == "vmap" else {})
-    seconds, waste = {}, {}
-    for name, partition in shares.items():
-        given = config(100, "fedavg", 12, data={"partition": partition}, run=where)
-        measured = run(given, 20_000)
-        seconds[name] = measured["seconds_per_round"]
-        steps = np.sort(np.ceil(np.array(measured["sizes"]) / BATCH))[::-1]
-        longest = np.repeat(steps[::chunk], chunk)[: len(steps)]
-        waste[name] = float(longest.sum() / steps.sum() - 1)
-    ratio = seconds["dirichlet"] / seconds["iid"]
-    return {"placement": placement, "chunk": chunk, "waste": waste["dirichlet"], "ragged_to_equal": ratio}
-
-
-def memory(method: str) -> dict[str, Any]:
-    """Bytes per client that runs: what the estimate says, and what XLA sets aside for a chunk of four."""
-    side_by_side = 4
-    given = config(4, method, 1, model={"name": "cnn2"}, training={"batch_size": 32})
-    dataset = from_arrays(*images(1000))
-    federation, _ = divide(given, dataset)
+def prepare(clients: int, samples: int, **tables: dict[str, Any]) -> Prepared:
+    """Compiles the programs of a run on equal clients with so many samples each, a fifth of them for the test."""
+    config = Config(
+        **{
+            "data": {"source": "arrays", "clients": clients, "test_share": 0.2, "partition": {"kind": "iid"}},
+            "training": {"batch_size": BATCH},
+            **tables,
+        }
+    )
+    prepare_devices(config.run.placement)
+    dataset = images(clients * samples)
     key = jax.random.key(0)
-    engine = replace(make_engine(given, dataset), placement=Placement(chunk=side_by_side))
-    number, flag = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.bool_)
-    state = jax.eval_shape(engine.init, key, federation)
-    compiled = jax.jit(engine.rounds, donate_argnums=1).lower(key, state, number, number, flag, federation).compile()
-    taken = compiled.memory_analysis().temp_size_in_bytes / side_by_side
+    data, _ = divide(config, dataset)
+    engine, memory = place(make_engine(config, dataset), config, key, data)
+    shared, _ = engine.placement.shardings(clients)
+    if shared is not None:
+        data, key = jax.device_put((data, key), shared)
+    compiled = {name: lower().compile() for name, lower in programs(engine, key, data)}
+    return Prepared(engine, memory, key, data, compiled)
+
+
+def seconds_per_round(prepared: Prepared, rounds: int, repeats: int) -> tuple[float, Run]:
+    """The median over blocks of so many rounds, after one that does not count, and the state after the last."""
+    key, data = prepared.key, prepared.data
+    run, times = prepared.programs["init"](key, data), []
+    for block in range(repeats + 1):
+        began, t = time.perf_counter(), block * rounds
+        run = prepared.programs["rounds"](key, run, np.int32(t), np.int32(t + rounds), np.bool_(False), data)
+        jax.block_until_ready(run)
+        times.append((time.perf_counter() - began) / rounds)
+    return statistics.median(times[1:]), run
+
+
+def seconds_per_evaluation(prepared: Prepared, run: Run, repeats: int) -> float:
+    """The median time of PRE for all clients, after one that does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        jax.block_until_ready(prepared.programs["pre"](prepared.key, np.int32(0), run.state, prepared.data))
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had so far."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return int(stats.get("peak_bytes_in_use", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+
+
+def steps(clients: int, repeats: int) -> dict[str, Any]:
+    """One epoch of 16 samples for every client, two steps."""
+    model = {"name": "mlp", "hidden": 10}
+    prepared = prepare(clients, 20, model=model, method={"name": "fedavg"})
+    seconds, _ = seconds_per_round(prepared, max(1, 1000 // clients), repeats)
+    return {
+        "clients": clients,
+        "milliseconds per round": 1e3 * seconds,
+        "microseconds per client-step": 1e6 * seconds / (2 * clients),
+        "peak GB": peak_bytes() / 1e9,
+    }
+
+
+def cohort(clients: int, model: str, repeats: int) -> dict[str, Any]:
+    """A hundred participants with 20 training samples each."""
+    prepared = prepare(
+        clients,
+        25,
+        model={"name": model},
+        method={"name": "fedrep", "head_epochs": 1},
+        participation={"ratio": 100 / clients},
+    )
+    seconds, run = seconds_per_round(prepared, 3, repeats)
+    state, data = size(run.state.clients), size(prepared.data)
+    # Before the evaluation, which has more in hand at a time than a round.
+    peak = peak_bytes()
+    evaluation = seconds_per_evaluation(prepared, run, 1)
+    return {
+        "clients": clients,
+        "model": model,
+        "seconds per round": seconds,
+        "peak GB": peak / 1e9,
+        "with evaluation": peak_bytes() / 1e9,
+        "data GB": data / 1e9,
+        "client state GB": state / 1e9,
+        "milliseconds per evaluated client": 1e3 * evaluation / clients,
+    }
+
+
+def ragged(beta: float | None, placement: str, chunk: int, repeats: int) -> dict[str, Any]:
+    """A hundred clients: Dir(beta) sizes, or equal ones with the same total."""
+    partition = {"kind": "iid"} if beta is None else {"kind": "dirichlet", "beta": beta}
+    options = {"chunk": chunk} if placement == "vmap" else {}
+    prepared = prepare(
+        100,
+        200,
+        data={"source": "arrays", "clients": 100, "partition": partition},
+        model={"name": "mlp"},
+        method={"name": "fedavg"},
+        run={"placement": placement, **options},
+    )
+    seconds, _ = seconds_per_round(prepared, 1, repeats)
+    sizes = np.asarray(prepared.data.train.count)
+    ordered = sizes[np.asarray(prepared.engine._order(jnp.arange(len(sizes)), jnp.asarray(sizes)))]
+    return {
+        "sizes": "equal" if beta is None else f"Dir({beta})",
+        "smallest": int(sizes.min()),
+        "largest": int(sizes.max()),
+        "placement": f"{placement} {chunk}" if options else placement,
+        "waste": waste(ordered, chunk),
+        "waste in any order": waste(sizes, chunk),
+        "steps": int(steps_of(sizes).sum()),
+        "seconds": seconds,
+    }
+
+
+def steps_of(sizes: np.ndarray) -> np.ndarray:
+    """The steps of an epoch of each client."""
+    return -(-sizes // BATCH)
+
+
+def waste(sizes: np.ndarray, chunk: int) -> float:
+    """Steps executed / steps needed - 1, where a chunk runs as long as its largest client."""
+    needed = steps_of(sizes)
+    executed = chunk * needed.reshape(-1, chunk).max(axis=1).sum()
+    return float(executed / needed.sum() - 1)
+
+
+def memory(method: str, model: str, clients: int, ratio: float) -> dict[str, Any]:
+    """Bytes of a run with 16 training samples per client."""
+    before = peak_bytes()
+    prepared = prepare(clients, 20, model={"name": model}, method={"name": method}, participation={"ratio": ratio})
+    placement, needs = prepared.engine.placement, {}
+    compiled = peak_bytes()
+    for name, program in prepared.programs.items():
+        plan = program.memory_analysis()
+        held = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+        needs[name] = placement.devices * (held + plan.temp_size_in_bytes)
+    _, run = seconds_per_round(prepared, 1, 1)
+    trained = peak_bytes()
+    seconds_per_evaluation(prepared, run, 1)
+    estimate = prepared.memory.resident + placement.devices * placement.chunk * prepared.memory.per_client
     return {
         "method": method,
-        "estimate_megabytes": estimate(engine, key, federation).per_client / 1e6,
-        "xla_megabytes": taken / 1e6,
+        "model": model,
+        "clients": clients,
+        "cohort": prepared.engine.cohort_size,
+        "client state KB": size(run.state.clients) / clients / 1e3,
+        "estimate MB": estimate / 1e6,
+        **{f"XLA {name} MB": bytes_ / 1e6 for name, bytes_ in needs.items() if name != "global"},
+        "grown by rounds MB": (trained - compiled) / 1e6,
+        "grown by all MB": (peak_bytes() - before) / 1e6,
     }
 
 
-PARTS: dict[str, tuple[Callable[..., dict[str, Any]], list[tuple]]] = {
-    "clients": (clients, [(10,), (100,), (1_000,), (10_000,)]),
-    "cohort": (cohort, [(100, "mlp"), (1_000, "mlp"), (10_000, "mlp"), (100, "cnn2"), (10_000, "cnn2")]),
-    "ragged": (ragged, [("map", 1), ("vmap", 10), ("vmap", 20)]),
-    "memory": (memory, [("fedavg",), ("fedrep",), ("fedecouple",)]),
+def evaluation(method: str, model: str, repeats: int) -> dict[str, Any]:
+    """A hundred clients with 120 training and 30 test samples each, one epoch per round."""
+    prepared = prepare(100, 150, model={"name": model}, method={"name": method})
+    trained, run = seconds_per_round(prepared, 1, repeats)
+    evaluated = seconds_per_evaluation(prepared, run, repeats)
+    return {
+        "method": method,
+        "model": model,
+        "milliseconds per trained client": 10 * trained,
+        "milliseconds per evaluated client": 10 * evaluated,
+        "ratio": evaluated / trained,
+    }
+
+
+def cases(part: str, repeats: int) -> list[tuple[Any, ...]]:
+    """The arguments of each case of a part."""
+    if part == "steps":
+        return [(clients, repeats) for clients in (10, 100, 1000, 10000)]
+    if part == "cohort":
+        return [(clients, model, repeats) for model in ("mlp", "cnn2") for clients in (100, 1000, 10000)]
+    if part == "ragged":
+        placements = [("map", CHUNKS[0]), *(("vmap", chunk) for chunk in CHUNKS)]
+        return [(beta, *placement, repeats) for placement in placements for beta in (0.1, None)]
+    if part == "memory":
+        methods = ("fedavg", "fedrep", "ditto", "fedpac", "fedecouple")
+        return [(method, "mlp", 500, ratio) for method in methods for ratio in (1.0, 0.1)]
+    return [(method, model, repeats) for model in ("mlp", "cnn2") for method in ("fedavg", "fedrep", "fedavg_ft")]
+
+
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "steps": steps,
+    "cohort": cohort,
+    "ragged": ragged,
+    "memory": memory,
+    "evaluation": evaluation,
 }
 
 
 def main() -> None:
-    """Runs the parts, and writes what there is after each case."""
+    """Runs the parts, prints a table of each and, if asked to, writes all figures down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--parts", default=",".join(PARTS), help="of: " + ", ".join(PARTS))
-    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, default=5, help="timed blocks of rounds per case")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--case", nargs=2, metavar=("PART", "NUMBER"), help="one case, as JSON on standard output")
     options = parser.parse_args()
     if options.case:
         part, number = options.case
-        measure, cases = PARTS[part]
-        print(json.dumps(measure(*cases[int(number)])))
+        print(json.dumps(PARTS[part](*cases(part, options.repeats)[int(number)])))
         return
-    machine = f"{cores()} {platform.machine()} cores, JAX {jax.__version__}"
-    results: dict[str, Any] = {"machine": machine}
+    found: dict[str, list[dict[str, Any]]] = {}
     for part in options.parts.split(","):
-        results[part] = []
-        for number in range(len(PARTS[part][1])):
-            command = [sys.executable, __file__, "--case", part, str(number)]
+        found[part] = []
+        for number in range(len(cases(part, options.repeats))):
+            command = [sys.executable, __file__, "--repeats", str(options.repeats), "--case", part, str(number)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            results[part].append(json.loads(done.stdout.splitlines()[-1]))
-            print(part, json.dumps(results[part][-1]), flush=True)
-            if options.json:
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            row = json.loads(done.stdout.splitlines()[-1])
+            if not found[part]:
+                print(f"\n{part}\n\n| {' | '.join(row)} |\n|{'---|' * len(row)}")
+            found[part].append(row)
+            print(f"| {' | '.join(shown(value) for value in row.values())} |", flush=True)
+    if options.json:
+        machine = f"{cores()} {platform.machine()} cores, JAX {jax.__version__} on {jax.default_backend()}"
+        report = {"machine": machine, "repeats": options.repeats, **found}
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def shown(value: Any) -> str:
+    """A cell of a table: three significant digits of what is no whole number."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 if __name__ == "__main__":
