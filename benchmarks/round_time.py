@@ -300,7 +300,9 @@ def compare(case: Case, method: str, processes: int, rounds: int, pythons: Mappi
     if "without_loader" in times:
         pairs = zip(models["ours"], models["without_loader"], strict=True)
         difference = max(float(np.abs(a - b).max()) for a, b in pairs)
-        assert difference < 1e-3, f"{case.name}: the two rounds disagree by {difference}"
+        # Other mini-batches would make a difference of some 1e-5; an accelerator rounds products by more than that.
+        limit = 1e-5 if jax.default_backend() == "cpu" else 1e-3
+        assert difference < limit, f"{case.name}: the two rounds disagree by {difference}"
         result["difference"] = difference
     return result
 
