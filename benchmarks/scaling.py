@@ -92,7 +92,7 @@ def prepare(clients: int, samples: int, **tables: dict[str, Any]) -> Prepared:
 def seconds_per_round(prepared: Prepared, repeats: int, rounds: int = 1, *, post: bool = False) -> tuple[float, Run]:
     """The median over blocks of so many rounds, after one that does not count, and the state after the last.
 
-    With ``post``, participants are scored in the last round of a block, which under partial participation they always are.
+    With ``post``, participants are scored in the last round of a block; under partial participation they always are.
     """
     key, data = prepared.key, prepared.data
     run, times = prepared.programs["init"](key, data), []

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -40,6 +41,7 @@ def command(*arguments):
     """Runs the installed command in a process of its own, as a user does."""
     program = "from fedjax_pfl.cli import main; main()"
     environment = {key: value for key, value in os.environ.items() if key != "FEDJAX_PFL_DATA"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(jax.config.values["jax_disable_most_optimizations"]))
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         capture_output=True,

@@ -80,6 +80,7 @@ def test_summary_has_the_promised_fields(reference):
             "worst_10_percent",
             "weighted_last",
         } <= summary["personal"][point].keys()
+    assert summary["new_clients"] is None
     assert summary["timing"].keys() == {"compile_seconds", "seconds_per_round", "total_seconds"}
     assert summary["environment"]["platform"] == "cpu"
     assert summary["environment"]["device_count"] == 2
