@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -45,16 +46,38 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier
 _UsageError: Any = typer.BadParameter.__base__
 
 
+_INTERRUPTED = 128 + signal.SIGINT
+
+
 def main() -> None:
     """Entry point: bad input is one line on stderr and exit code 2."""
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="fedjax-pfl", standalone_mode=False))
+    except (KeyboardInterrupt, typer.Abort):
+        _leave(_INTERRUPTED)
+    except SystemExit as end:
+        if end.code in (_INTERRUPTED, 128 + signal.SIGTERM):
+            _leave(end.code)
+        raise
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else "fedjax-pfl"
         print(f"error: {error.format_message().rstrip('.')} (see {command} --help)", file=sys.stderr)
     sys.exit(2)
+
+
+def _leave(code: int) -> None:
+    """Ends an interrupted process at once: threads of XLA's, still compiling, crash where the interpreter closes first.
+
+    A process among several goes the long way, on which it takes leave of the others.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    jax = sys.modules.get("jax")
+    if jax is None or not jax.distributed.is_initialized():
+        os._exit(code)
+    sys.exit(code)
 
 
 @app.command()
@@ -96,7 +119,7 @@ def run(
             result = simulate(loaded, overwrite=overwrite, resume=resume, progress=report)
     except (KeyboardInterrupt, SystemExit) as interrupt:
         print(f"interrupted; if it had begun: fedjax-pfl run --resume {loaded.run.out}", file=sys.stderr)
-        sys.exit(interrupt.code if isinstance(interrupt, SystemExit) else 130)
+        sys.exit(interrupt.code if isinstance(interrupt, SystemExit) else _INTERRUPTED)
     if not quiet:
         _print_summary(result.summary)
         if not math.isfinite(result.history["train_loss"][-1]):
@@ -136,7 +159,7 @@ def compare(
         comparison = compare(loaded, names, seeds=numbers, baseline=baseline, out=out, progress=report)
     except (KeyboardInterrupt, SystemExit) as interrupt:
         print(f"interrupted; the same command with --out {out} goes on", file=sys.stderr)
-        sys.exit(interrupt.code if isinstance(interrupt, SystemExit) else 130)
+        sys.exit(interrupt.code if isinstance(interrupt, SystemExit) else _INTERRUPTED)
     _print_markdown(comparison.markdown())
     print(f"written to {out}")
     if comparison.failed:
@@ -164,7 +187,7 @@ def sweep(
         result = sweep(config, grid, baseline=baseline, out=out, progress=report, executor=executor)
     except KeyboardInterrupt:
         print(f"interrupted; the same command with --out {out} goes on", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(_INTERRUPTED)
     _print_markdown(result.markdown())
     print(f"written to {out}")
     if result.failed:

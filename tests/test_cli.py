@@ -37,9 +37,9 @@ def quick(tmp_path):
     return path
 
 
-def command(*arguments):
-    """Runs the installed command in a process of its own, as a user does."""
-    program = "from fedjax_pfl.cli import main; main()"
+def command(*arguments, first=""):
+    """Runs the installed command, after a statement if there is one, in a process of its own, as a user does."""
+    program = f"{first}\nfrom fedjax_pfl.cli import main; main()"
     environment = {key: value for key, value in os.environ.items() if key != "FEDJAX_PFL_DATA"}
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(jax.config.values["jax_disable_most_optimizations"]))
     return subprocess.run(
@@ -87,6 +87,20 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(quick):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == "error: training.lr = -1 is not usable: input should be greater than 0\n"
+
+
+@pytest.mark.parametrize(("end", "code"), [("KeyboardInterrupt", 130), ("SystemExit(143)", 143)])
+def test_an_interruption_says_how_to_go_on_and_is_the_exit_code(end, code, quick, tmp_path):
+    # A thread still at work, as XLA's are, would otherwise keep the process alive.
+    first = f"""
+import threading, time, fedjax_pfl.simulation as simulation
+def simulate(*args, **options):
+    threading.Thread(target=time.sleep, args=(300,)).start()
+    raise {end}
+simulation.simulate = simulate"""
+    done = command("run", quick, "--out", tmp_path / "out", first=first)
+    assert done.returncode == code
+    assert done.stderr == f"interrupted; if it had begun: fedjax-pfl run --resume {tmp_path / 'out'}\n"
 
 
 def test_quiet_prints_nothing(quick, tmp_path):
