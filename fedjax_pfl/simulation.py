@@ -4,7 +4,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -336,28 +336,31 @@ def _compile(engine: Engine, keys: _Keys, data: Federation) -> tuple[_Programs, 
             run,
             jax.tree.broadcast(run_layout, run),
         )
-    lowered = [
-        jax.jit(engine.init, out_shardings=run_layout).lower(key, data),
-        jax.jit(engine.rounds, out_shardings=run_layout, donate_argnums=1).lower(key, run, number, number, flag, data),
-        jax.jit(engine.pre, out_shardings=shared).lower(key, number, run.state, data),
-        jax.jit(engine.post, out_shardings=shared).lower(key, number, run, data),
-    ]
-    if engine.method.global_predict is not None:
-        lowered.append(jax.jit(engine.global_scores, out_shardings=shared).lower(run.state, data))
-    with ThreadPoolExecutor() as pool:
-        init, rounds, pre, post, *scorer = pool.map(jax.stages.Lowered.compile, lowered)
+    with ThreadPoolExecutor() as pool:  # while XLA compiles one, the next is traced
+
+        def compiling(fn: Callable, layout: Any, *args: Any, donate: int | None = None, **options: Any) -> Future:
+            jitted = jax.jit(fn, out_shardings=layout, donate_argnums=donate)
+            return pool.submit(jitted.lower(*args).compile, options)
+
+        # The longest first. Most of the initial state's are random numbers, drawn once: not worth LLVM's best efforts.
+        rounds = compiling(engine.rounds, run_layout, key, run, number, number, flag, data, donate=1)
+        init = compiling(engine.init, run_layout, key, data, xla_backend_optimization_level=1)
+        pre = compiling(engine.pre, shared, key, number, run.state, data)
+        post = compiling(engine.post, shared, key, number, run, data)
+        scorer = compiling(engine.global_scores, shared, run.state, data) if engine.method.global_predict else None
 
     def global_scores(state: State, data: Federation) -> tuple[float | None, float | None]:
-        if not scorer:
+        if scorer is None:
             return None, None
-        scores = scorer[0](state, data)
+        scores = scorer.result()(state, data)
         return float(scores.accuracy), float(scores.macro_f1)
 
     def place_run(run: Run) -> Run:
         placed: Run = jax.device_put(run, run_layout)
         return placed
 
-    return _Programs(init, place_run, rounds, pre, post, global_scores), keys, data, time.perf_counter() - began
+    programs = _Programs(init.result(), place_run, rounds.result(), pre.result(), post.result(), global_scores)
+    return programs, keys, data, time.perf_counter() - began
 
 
 def line_scores(
