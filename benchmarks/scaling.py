@@ -246,7 +246,7 @@ def cases(part: str, repeats: int) -> list[tuple[Any, ...]]:
     if part == "cohort":
         return [(clients, model, repeats) for model in ("mlp", "cnn2") for clients in (100, 1000, 10000)]
     if part == "ragged":
-        placements = [("map", CHUNKS[0]), *(("vmap", chunk) for chunk in CHUNKS)]
+        placements = [("map", 1), *(("vmap", chunk) for chunk in CHUNKS)]
         return [(beta, *placement, repeats) for placement in placements for beta in (0.1, None)]
     if part == "memory":
         methods = ("fedavg", "fedrep", "ditto", "fedpac", "fedecouple")
