@@ -21,6 +21,7 @@ OVERRIDES = (
     "method.name=fedpac",
     "model.hidden=8",
     "data.clients=6",
+    "data.new_clients=0.2",
     "participation.ratio=0.7",
     "training.rounds=6",
     "run.eval_every=3",
