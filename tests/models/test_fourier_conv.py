@@ -1,0 +1,122 @@
+"""FourierConv against lax.conv and its autodiff gradients, and where conv2d takes its way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fedjax_pfl.models import fourier_conv
+from fedjax_pfl.models.conv import conv2d
+from fedjax_pfl.models.fourier_conv import FourierConv, _algorithm, _rank, _tiles, pays
+
+# image (height, width), kernel, ((top, bottom), (left, right)); even and odd numbers of points
+SIZES = [
+    ((14, 14), (5, 5), ((0, 0), (0, 0))),
+    ((12, 9), (5, 3), ((0, 0), (0, 0))),
+    ((7, 8), (3, 2), ((1, 1), (2, 0))),
+    ((5, 6), (5, 1), ((0, 3), (1, 2))),
+    ((3, 4), (3, 4), ((0, 0), (0, 0))),
+    ((17, 8), (5, 3), ((0, 0), (0, 0))),
+    ((9, 14), (3, 3), ((1, 2), (2, 1))),
+]
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def reference(x, kernel, pads):
+    return lax.conv_general_dilated(x, kernel, (1, 1), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def near(found, expected):
+    """Up to the rounding of a direct sum, relative to the largest entry: small ones are differences of large terms."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("n", range(1, 19))
+def test_one_dimension_is_correlation_in_the_promised_number_of_products(n):
+    rng = np.random.default_rng(n)
+    for taps in range(1, n + 1):
+        x, kernel = rng.normal(size=n), rng.normal(size=taps)
+        points, on_taps, outputs = _algorithm(n - taps + 1, taps)
+        assert len(points) == len(on_taps) == outputs.shape[1] == _rank(n)
+        found = outputs @ ((on_taps @ kernel) * (points @ x))
+        np.testing.assert_allclose(found, np.correlate(x, kernel, "valid"), atol=1e-13)
+
+
+@pytest.mark.parametrize("cached", [2**19, 300], ids=["one tile", "tiles"])
+@pytest.mark.parametrize(("image", "taps", "pads"), SIZES)
+def test_all_three_products_are_those_of_lax_conv(image, taps, pads, cached, monkeypatch):
+    monkeypatch.setattr(fourier_conv, "_CACHED", cached)
+    x, kernel = draw(3, *image, 2), draw(*taps, 2, 4, seed=1)
+    pixels = image[0] + sum(pads[0]), image[1] + sum(pads[1])
+    conv = FourierConv(pixels, (*taps, 2, 4), pads)
+
+    @jax.jit
+    def both(x, kernel, seed):
+        y, pullback = jax.vjp(lambda x, kernel: reference(x, kernel, pads), x, kernel)
+        dy = jax.random.normal(seed, y.shape)
+        return (conv.output(x, kernel), conv.input_gradient(dy, kernel), conv.kernel_gradient(x, dy)), (
+            y,
+            *pullback(dy),
+        )
+
+    for found, expected in zip(*both(x, kernel, jax.random.key(2)), strict=True):
+        near(found, expected)
+
+
+def test_tiles_cover_the_outputs_and_their_kernels_fit_the_cache():
+    assert _tiles((10, 10), (5, 5, 16, 32)) == [(1, 10), (1, 10)]
+    assert _tiles((10, 10), (5, 5, 32, 64)) == [(2, 5), (2, 5)]
+    assert _tiles((13, 4), (5, 5, 32, 64)) == [(2, 7), (2, 2)]
+
+
+def test_it_pays_for_large_kernels_on_enough_images():
+    assert pays(10, (14, 14), (5, 5, 32, 64))
+    assert pays(32, (16, 16), (5, 5, 16, 32))
+    assert not pays(1, (14, 14), (5, 5, 32, 64))
+    assert not pays(32, (8, 8), (3, 3, 32, 64))
+    assert not pays(32, (32, 32), (1, 1, 64, 64))
+
+
+@pytest.fixture(scope="module")
+def step():
+    """Output and both gradients of a layer that goes this way, 10 images of 14x14 with 9 to 12 channels."""
+
+    def both(x, kernel, dy):
+        y, pullback = jax.vjp(conv2d, x, kernel)
+        return y, *pullback(dy)
+
+    return both
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="FourierConv is for CPUs")
+def test_conv2d_takes_this_way_where_it_pays(step):
+    x, kernel, dy = draw(10, 14, 14, 9), draw(5, 5, 9, 12, seed=1), draw(10, 10, 10, 12, seed=2)
+    compiled = jax.jit(step).lower(x, kernel, dy).compile()
+    assert "convolution(" not in compiled.as_text()
+    y, pullback = jax.vjp(lambda x, kernel: reference(x, kernel, "VALID"), x, kernel)
+    for found, expected in zip(compiled(x, kernel, dy), (y, *pullback(dy)), strict=True):
+        near(found, expected)
+    few = jax.jit(step).lower(x[..., :3], kernel[:, :, :3], dy).compile()
+    assert "convolution(" in few.as_text()
+
+
+def test_clients_side_by_side_get_what_they_get_one_by_one(step):
+    x, kernel, dy = draw(2, 10, 14, 14, 9), draw(2, 5, 5, 9, 12, seed=1), draw(2, 10, 10, 10, 12, seed=2)
+    together = jax.jit(jax.vmap(step))(x, kernel, dy)
+    alone = jax.jit(lambda *operands: lax.map(lambda operands: step(*operands), operands))(x, kernel, dy)
+    for found, expected in zip(together, alone, strict=True):
+        near(found, expected)
+
+
+@pytest.mark.parametrize("width", [4, 5, 9])
+def test_the_first_layers_kernel_gradient_whatever_the_width(width):
+    x, kernel, dy = draw(3, 6, width + 2, 3), draw(5, 3, 3, 4, seed=1), draw(3, 2, width, 4, seed=2)
+    found, expected = (
+        jax.jit(jax.grad(lambda kernel, conv=conv: jnp.sum(conv(x, kernel) * dy)))(kernel)
+        for conv in (conv2d, lambda x, kernel: reference(x, kernel, "VALID"))
+    )
+    near(found, expected)
