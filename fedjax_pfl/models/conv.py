@@ -11,9 +11,10 @@ contraction is a channel-last convolution or a matrix product:
   the pixels they came from (for a 5x5 VALID kernel half the arithmetic of convolving the padded cotangent);
 - gradient of the kernel: a convolution of the input, channels as batch, with the cotangent as the kernel; with strides,
   where that would have to be a dilated one, patches of the input times the cotangent, in half the time for ResNet-18;
+  where there are few input channels, image by image, blocks of columns of the one times the other;
 - a 1x1 kernel is a matrix product in every direction;
 - where a kernel is large enough and channels are many (5x5 in the second layer of the papers' networks), all three
-  directions take :class:`FourierConv`'s way on a CPU, with a sixth of the multiplications.
+  directions take :class:`FourierConv`'s way on a CPU, with a quarter to a seventh of the multiplications.
 
 Under ``vmap`` with one kernel per client the convolutions would become grouped convolutions, slow on a CPU; they turn
 into patches and one batched matrix product instead. A kernel shared by all clients stays one large convolution.

@@ -1,17 +1,17 @@
 """Convolution with fewer multiplications, at the roots of unity: for CPUs, where a 5x5 kernel is bound by arithmetic.
 
-In one dimension, ``taps`` values of a kernel slide over n values of a row and leave ``outputs`` = n - taps + 1. The
-n-point Fourier transform turns that into one product per frequency (correlation theorem; the valid outputs never wrap
-around), the real frequencies one multiplication each, the others three (a complex product in three real ones, after
-Gauss). All of it is linear but for these ``rank`` products, so that
+The product of two polynomials, of ``outputs`` and ``taps`` coefficients, has n = ``outputs`` + ``taps`` - 1 of them,
+and n points determine it: evaluate both factors there, multiply, interpolate. At roots of unity that is the Fourier
+transform, and rounds no worse than the direct sum; a pair of conjugate roots takes three real multiplications (Gauss),
+a real root one, about 3 n / 2 in all, the ``rank``. Transposed, it is a kernel that slides over the n values of a row
+(Winograd, Arithmetic Complexity of Computations, 1980),
 
     y = outputs @ ((taps @ kernel) * (points @ x)),     y [outputs], kernel [taps], x [n],
 
-with three constant real matrices (Winograd, Arithmetic Complexity of Computations, 1980, gives the form; points at the
-roots of unity keep rounding at that of the direct sum). Images use it along both axes, where there are many channels in
-tiles. The products of one pair of points, summed over channels, are a matrix product: tiles times inputs times
-inputs times outputs. A 5x5 kernel on 14x14 pixels takes 576 products per pair of channels instead of 2500. Both
-gradients are the same form with transposed matrices.
+with three constant real matrices. Images use it along both axes, where there are many channels in tiles. The products
+of one pair of points, summed over channels, are a matrix product: tiles times inputs times inputs times outputs. A 5x5
+kernel on 14x14 pixels takes 400 products per pair of channels, 576 in four tiles, instead of 2500. Both gradients are
+the same form with transposed matrices.
 """
 
 import functools
@@ -57,8 +57,8 @@ def _algorithm(outputs: int, taps: int) -> _Algorithm:
         last = np.eye(terms)[[-1] * infinity]
         return np.concatenate([real[alone], real[pairs], imaginary[pairs], (real + imaginary)[pairs], last])
 
-    # From p = Ar Br, q = Ai Bi and s = (Ar + Ai)(Br + Bi), AB = (p - q) + i (s - p - q); back from the roots, a
-    # coefficient is (cos Re(AB) - sin Im(AB)) / roots, with Im(AB) at the conjugate, and twice that for the pairs.
+    # From p = Re A Re B, q = Im A Im B and s = (Re A + Im A)(Re B + Im B) follows AB = (p - q) + i (s - p - q). Back
+    # from the roots, a coefficient is the sum of (cos Re AB - sin Im AB) / roots, twice that for the pairs.
     c, s = cos[:, :roots], sin[:, :roots]
     back = np.concatenate([c[alone], 2 * (c + s)[pairs], 2 * (s - c)[pairs], -2 * s[pairs]]) / roots
     interpolate = np.zeros((len(back) + infinity, n))
