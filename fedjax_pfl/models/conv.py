@@ -11,7 +11,7 @@ contraction is a channel-last convolution or a matrix product:
   the pixels they came from (for a 5x5 VALID kernel half the arithmetic of convolving the padded cotangent);
 - gradient of the kernel: a convolution of the input, channels as batch, with the cotangent as the kernel; with strides,
   where that would have to be a dilated one, patches of the input times the cotangent, in half the time for ResNet-18;
-  where there are few input channels, image by image, blocks of columns of the one times the other;
+  where there are few input channels, on a CPU, image by image, blocks of columns of the one times the other;
 - a 1x1 kernel is a matrix product in every direction;
 - where a kernel is large enough and channels are many (5x5 in the second layer of the papers' networks), all three
   directions take :class:`FourierConv`'s way on a CPU, with a quarter to a seventh of the multiplications.
@@ -46,7 +46,7 @@ _FEW_CHANNELS = 8
 _CHANNEL_MULTIPLE = 8
 # The kernel's gradient has the outputs as columns: with fewer than these, lanes of the processor would idle.
 _LANES = 16
-# Output columns taken together in the kernel's gradient of a layer with few channels.
+# Output columns taken together in the kernel's gradient of a layer with few channels, on a CPU.
 _BLOCK = 4
 
 
@@ -125,6 +125,7 @@ def _patches(x: Images, size: tuple[int, int], strides: tuple[int, int], pads: P
     return jnp.concatenate(taps, axis=-1)
 
 
+@functools.cache
 def _fourier(
     x: tuple[int, ...], kernel: tuple[int, ...], dtype: jnp.dtype, strides: tuple[int, int], pads: Pads
 ) -> FourierConv | None:
@@ -137,11 +138,11 @@ def _fourier(
     return None
 
 
-def _on_cpu(fourier: Callable | None, spatial: Callable, *operands: Array) -> Array:
+def _on_cpu(special: Callable | None, general: Callable, *operands: Array) -> Array:
     """The first on a CPU, if there is one, else the second."""
-    if fourier is None:
-        return spatial(*operands)
-    return lax.platform_dependent(*operands, cpu=fourier, default=spatial)
+    if special is None:
+        return general(*operands)
+    return lax.platform_dependent(*operands, cpu=special, default=general)
 
 
 def _output_by_rows(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads) -> Maps:
@@ -231,8 +232,6 @@ def _kernel_gradient_op(
     def spatial(x: Images, dy: Maps) -> Kernel:
         if strides != (1, 1) or size == (1, 1):
             return _kernel_gradient_by_patches(x, dy, strides, pads, size)
-        if x.shape[-1] <= _FEW_CHANNELS:
-            return _kernel_gradient_by_blocks(x, dy, pads, size)
         outputs = dy.shape[-1]
         dy = jnp.pad(dy, ((0, 0), (0, 0), (0, 0), (0, max(0, _LANES - outputs))))
         d_kernel = lax.conv_general_dilated(
@@ -241,6 +240,8 @@ def _kernel_gradient_op(
         return d_kernel.transpose(1, 2, 0, 3)[..., :outputs]
 
     def one_client(x: Images, dy: Maps) -> Kernel:
+        if strides == (1, 1) and size != (1, 1) and x.shape[-1] <= _FEW_CHANNELS:
+            return _on_cpu(functools.partial(_kernel_gradient_by_blocks, pads=pads, size=size), spatial, x, dy)
         fourier = _fourier(x.shape, (*size, x.shape[-1], dy.shape[-1]), x.dtype, strides, pads)
         return _on_cpu(fourier.kernel_gradient if fourier else None, spatial, x, dy)
 

@@ -28,8 +28,7 @@ _CACHED = 2**19
 # The transforms cost about as much as the products: it pays where so many times fewer multiplications are left.
 _GAIN = 3
 
-
-Kernel = tuple[int, ...]  # height, width, inputs, outputs
+KernelShape = tuple[int, ...]  # height, width, inputs, outputs
 
 
 class _Algorithm(NamedTuple):
@@ -73,7 +72,7 @@ def _rank(n: int) -> int:
     return max(1, 3 * (n // 2) - (n % 2 == 0))
 
 
-def _tiles(outputs: Sequence[int], kernel: Kernel) -> list[tuple[int, int]]:
+def _tiles(outputs: Sequence[int], kernel: KernelShape) -> list[tuple[int, int]]:
     """(tiles, outputs of each) down and across: the fewest whose transformed kernels stay in the cache."""
     taps, channels = kernel[:2], kernel[2:]
     for most in range(1, max(outputs) + 1):
@@ -84,7 +83,7 @@ def _tiles(outputs: Sequence[int], kernel: Kernel) -> list[tuple[int, int]]:
     return [(-(-m // size), size) for m, size in zip(outputs, sizes, strict=True)]
 
 
-def pays(batch: int, pixels: tuple[int, int], kernel: Kernel) -> bool:
+def pays(batch: int, pixels: tuple[int, int], kernel: KernelShape) -> bool:
     """Whether it is quicker than direct convolution, by multiplications per pair of channels.
 
     Args:
@@ -110,7 +109,7 @@ class FourierConv:
       pads: ((top, bottom), (left, right)) zeros around the images given.
     """
 
-    def __init__(self, pixels: tuple[int, int], kernel: Kernel, pads: tuple[tuple[int, int], tuple[int, int]]):
+    def __init__(self, pixels: tuple[int, int], kernel: KernelShape, pads: tuple[tuple[int, int], tuple[int, int]]):
         taps = kernel[0], kernel[1]
         height, width = (n - k + 1 for n, k in zip(pixels, taps, strict=True))
         (count, stride), (columns, step) = _tiles((height, width), kernel)

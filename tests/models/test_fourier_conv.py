@@ -1,7 +1,8 @@
 """FourierConv against lax.conv and its autodiff gradients, and where conv2d takes its way."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -9,6 +10,7 @@ from jax import lax
 from fedjax_pfl.models import fourier_conv
 from fedjax_pfl.models.conv import conv2d
 from fedjax_pfl.models.fourier_conv import FourierConv, _algorithm, _rank, _tiles, pays
+from tests.models.test_conv import draw, reference, value_and_gradients
 
 # image (height, width), kernel, ((top, bottom), (left, right)); even and odd numbers of points
 SIZES = [
@@ -20,14 +22,6 @@ SIZES = [
     ((17, 8), (5, 3), ((0, 0), (0, 0))),
     ((9, 14), (3, 3), ((1, 2), (2, 1))),
 ]
-
-
-def draw(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def reference(x, kernel, pads):
-    return lax.conv_general_dilated(x, kernel, (1, 1), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def near(found, expected):
@@ -56,12 +50,9 @@ def test_all_three_products_are_those_of_lax_conv(image, taps, pads, cached, mon
 
     @jax.jit
     def both(x, kernel, seed):
-        y, pullback = jax.vjp(lambda x, kernel: reference(x, kernel, pads), x, kernel)
-        dy = jax.random.normal(seed, y.shape)
-        return (conv.output(x, kernel), conv.input_gradient(dy, kernel), conv.kernel_gradient(x, dy)), (
-            y,
-            *pullback(dy),
-        )
+        dy = jax.random.normal(seed, conv.output(x, kernel).shape)
+        found = conv.output(x, kernel), conv.input_gradient(dy, kernel), conv.kernel_gradient(x, dy)
+        return found, value_and_gradients(functools.partial(reference, padding=pads), x, kernel, dy)
 
     for found, expected in zip(*both(x, kernel, jax.random.key(2)), strict=True):
         near(found, expected)
@@ -81,42 +72,24 @@ def test_it_pays_for_large_kernels_on_enough_images():
     assert not pays(32, (32, 32), (1, 1, 64, 64))
 
 
-@pytest.fixture(scope="module")
-def step():
-    """Output and both gradients of a layer that goes this way, 10 images of 14x14 with 9 to 12 channels."""
-
-    def both(x, kernel, dy):
-        y, pullback = jax.vjp(conv2d, x, kernel)
-        return y, *pullback(dy)
-
-    return both
+# Output and both gradients of a layer that goes this way with 10 images of 14x14 and 9 to 12 channels.
+layer = functools.partial(value_and_gradients, conv2d)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="FourierConv is for CPUs")
-def test_conv2d_takes_this_way_where_it_pays(step):
+def test_conv2d_takes_this_way_where_it_pays():
     x, kernel, dy = draw(10, 14, 14, 9), draw(5, 5, 9, 12, seed=1), draw(10, 10, 10, 12, seed=2)
-    compiled = jax.jit(step).lower(x, kernel, dy).compile()
+    compiled = jax.jit(layer).lower(x, kernel, dy).compile()
     assert "convolution(" not in compiled.as_text()
-    y, pullback = jax.vjp(lambda x, kernel: reference(x, kernel, "VALID"), x, kernel)
-    for found, expected in zip(compiled(x, kernel, dy), (y, *pullback(dy)), strict=True):
+    for found, expected in zip(compiled(x, kernel, dy), value_and_gradients(reference, x, kernel, dy), strict=True):
         near(found, expected)
-    few = jax.jit(step).lower(x[..., :3], kernel[:, :, :3], dy).compile()
+    few = jax.jit(layer).lower(x[..., :3], kernel[:, :, :3], dy).compile()
     assert "convolution(" in few.as_text()
 
 
-def test_clients_side_by_side_get_what_they_get_one_by_one(step):
+def test_clients_side_by_side_get_what_they_get_one_by_one():
     x, kernel, dy = draw(2, 10, 14, 14, 9), draw(2, 5, 5, 9, 12, seed=1), draw(2, 10, 10, 10, 12, seed=2)
-    together = jax.jit(jax.vmap(step))(x, kernel, dy)
-    alone = jax.jit(lambda *operands: lax.map(lambda operands: step(*operands), operands))(x, kernel, dy)
+    together = jax.jit(jax.vmap(layer))(x, kernel, dy)
+    alone = jax.jit(lambda *operands: lax.map(lambda operands: layer(*operands), operands))(x, kernel, dy)
     for found, expected in zip(together, alone, strict=True):
         near(found, expected)
-
-
-@pytest.mark.parametrize("width", [4, 5, 9])
-def test_the_first_layers_kernel_gradient_whatever_the_width(width):
-    x, kernel, dy = draw(3, 6, width + 2, 3), draw(5, 3, 3, 4, seed=1), draw(3, 2, width, 4, seed=2)
-    found, expected = (
-        jax.jit(jax.grad(lambda kernel, conv=conv: jnp.sum(conv(x, kernel) * dy)))(kernel)
-        for conv in (conv2d, lambda x, kernel: reference(x, kernel, "VALID"))
-    )
-    near(found, expected)
