@@ -46,8 +46,10 @@ _FEW_CHANNELS = 8
 _CHANNEL_MULTIPLE = 8
 # The kernel's gradient has the outputs as columns: with fewer than these, lanes of the processor would idle.
 _LANES = 16
-# Output columns taken together in the kernel's gradient of a layer with few channels, on a CPU.
+# Output columns taken together in the kernel's gradient of a layer with few channels, on a CPU ...
 _BLOCK = 4
+# ... where images times outputs are at least so many; with fewer the convolution is quicker (batch 10 with 16 outputs).
+_BLOCKS_PAY = 300
 
 
 def conv2d(x: Images, kernel: Kernel, *, strides: tuple[int, int] = (1, 1), padding: Padding = "VALID") -> Maps:
@@ -240,7 +242,8 @@ def _kernel_gradient_op(
         return d_kernel.transpose(1, 2, 0, 3)[..., :outputs]
 
     def one_client(x: Images, dy: Maps) -> Kernel:
-        if strides == (1, 1) and size != (1, 1) and x.shape[-1] <= _FEW_CHANNELS:
+        few_channels = strides == (1, 1) and size != (1, 1) and x.shape[-1] <= _FEW_CHANNELS
+        if few_channels and len(x) * dy.shape[-1] >= _BLOCKS_PAY:
             return _on_cpu(functools.partial(_kernel_gradient_by_blocks, pads=pads, size=size), spatial, x, dy)
         fourier = _fourier(x.shape, (*size, x.shape[-1], dy.shape[-1]), x.dtype, strides, pads)
         return _on_cpu(fourier.kernel_gradient if fourier else None, spatial, x, dy)

@@ -25,8 +25,8 @@ from jaxtyping import Array, Float
 
 # Numbers: more than so many in the transforms of all kernels, and they leave a core's cache between their uses.
 _CACHED = 2**19
-# The transforms cost about as much as the products: it pays where so many times fewer multiplications are left.
-_GAIN = 3
+# Multiplications in small products, and memory between them: it pays where so many times fewer are left.
+_GAIN = 1.75
 
 KernelShape = tuple[int, ...]  # height, width, inputs, outputs
 
@@ -84,20 +84,26 @@ def _tiles(outputs: Sequence[int], kernel: KernelShape) -> list[tuple[int, int]]
 
 
 def pays(batch: int, pixels: tuple[int, int], kernel: KernelShape) -> bool:
-    """Whether it is quicker than direct convolution, by multiplications per pair of channels.
+    """Whether it is quicker than direct convolution, by all multiplications of one direction.
 
     Args:
       batch: images.
       pixels: height and width, padding included.
       kernel: its shape.
     """
-    taps = kernel[:2]
-    outputs = [n - k + 1 for n, k in zip(pixels, taps, strict=True)]
-    tiles = _tiles(outputs, kernel)
-    products = math.prod(_rank(size + k - 1) for (_, size), k in zip(tiles, taps, strict=True))
-    # The kernel's own transform is shared by the batch, and grows with the kernel.
-    ours = products * (batch * math.prod(count for count, _ in tiles) + taps[1])
-    return batch * math.prod(outputs) * math.prod(taps) >= _GAIN * ours
+    taps, inputs, outputs = kernel[:2], kernel[2], kernel[3]
+    height, width = (n - k + 1 for n, k in zip(pixels, taps, strict=True))
+    (down, stride), (across, step) = _tiles((height, width), kernel)
+    n, n2 = stride + taps[0] - 1, step + taps[1] - 1
+    rank, rank2 = _rank(n), _rank(n2)
+
+    def transform(n: int, n2: int) -> int:
+        """Between n x n2 numbers and rank x rank2 points, columns first."""
+        return n * n2 * rank2 + n * rank2 * rank
+
+    tile = rank * rank2 * inputs * outputs + transform(n, n2) * (inputs + outputs)
+    ours = batch * down * across * tile + transform(*taps) * inputs * outputs
+    return batch * height * width * math.prod(kernel) >= _GAIN * ours
 
 
 class FourierConv:

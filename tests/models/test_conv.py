@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from fedjax_pfl.models import conv
 from fedjax_pfl.models.conv import conv2d, max_pool2x2, max_pool3x3
 
 
@@ -19,9 +20,9 @@ def draw(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-def value_and_gradients(conv, x, kernel, weight):
+def value_and_gradients(way, x, kernel, weight):
     """The output, and both gradients of its product with a random weight."""
-    y, pullback = jax.vjp(conv, x, kernel)
+    y, pullback = jax.vjp(way, x, kernel)
     return y, *pullback(weight)
 
 
@@ -60,18 +61,42 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("image", "size", "strides", "padding"), CASES)
-def test_value_and_gradients_are_those_of_lax_conv(image, size, strides, padding):
+def check(image, size, strides, padding):
     x, kernel = draw(2, *image), draw(*size, image[-1], 7, seed=1)
     settings = {"strides": strides, "padding": padding}
     weight = draw(*jax.eval_shape(functools.partial(reference, **settings), x, kernel).shape, seed=2)
 
     @jax.jit
     def both(x, kernel, weight):
-        convs = functools.partial(conv2d, **settings), functools.partial(reference, **settings)
-        return [value_and_gradients(conv, x, kernel, weight) for conv in convs]
+        ways = functools.partial(conv2d, **settings), functools.partial(reference, **settings)
+        return [value_and_gradients(way, x, kernel, weight) for way in ways]
 
     assert_close(*both(x, kernel, weight))
+
+
+@pytest.mark.parametrize(("image", "size", "strides", "padding"), CASES)
+def test_value_and_gradients_are_those_of_lax_conv(image, size, strides, padding):
+    check(image, size, strides, padding)
+
+
+@pytest.mark.parametrize(
+    ("image", "size", "strides", "padding"), [case for case in CASES if case[0][-1] <= 8 and case[2] == (1, 1)]
+)
+def test_the_kernels_gradient_in_blocks(image, size, strides, padding, monkeypatch):
+    monkeypatch.setattr(conv, "_BLOCKS_PAY", 0)
+    check(image, size, strides, padding)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="blocks are for CPUs")
+def test_blocks_are_for_many_images_and_outputs():
+    def loops(outputs):
+        x, dy = draw(10, 8, 8, 3), draw(10, 4, 4, outputs)
+        return "while(" in jax.jit(conv._kernel_gradient_op((1, 1), ((0, 0), (0, 0)), (5, 5))).lower(x, dy).as_text(
+            "hlo"
+        )
+
+    assert loops(32)
+    assert not loops(16)
 
 
 # Which of x and kernel carry the client axis, from the outermost vmap inwards.
@@ -109,8 +134,8 @@ def test_the_same_under_vmap(name, inputs):
 
     @jax.jit
     def both(x, kernel, weight):
-        convs = functools.partial(conv2d, **settings), functools.partial(reference, **settings)
-        return [nest(functools.partial(value_and_gradients, conv), axes)(x, kernel, weight) for conv in convs]
+        ways = functools.partial(conv2d, **settings), functools.partial(reference, **settings)
+        return [nest(functools.partial(value_and_gradients, way), axes)(x, kernel, weight) for way in ways]
 
     assert_close(*both(x, kernel, weight))
 
@@ -126,24 +151,24 @@ def test_gradients_through_a_vmap_with_one_side_shared(shared):
     @jax.jit
     def both(x, kernel):
         return [
-            jax.grad(lambda x, k, c=c: jnp.sum(jax.vmap(c, in_axes)(x, k) * weight), (0, 1))(x, kernel) for c in convs
+            jax.grad(lambda x, k, c=c: jnp.sum(jax.vmap(c, in_axes)(x, k) * weight), (0, 1))(x, kernel) for c in ways
         ]
 
-    convs = conv2d, reference
+    ways = conv2d, reference
     assert_close(*both(x, kernel))
 
 
 def test_the_same_inside_a_loop_side_by_side():
     x, start = draw(3, 2, 6, 6, 5), draw(3, 3, 3, 5, 5, seed=1) * 0.2
 
-    def descend(conv, x, kernel):
+    def descend(way, x, kernel):
         def step(_, kernel):
-            return kernel - 0.01 * jax.grad(lambda k: jnp.mean(jnp.tanh(conv(x, k)) ** 2))(kernel)
+            return kernel - 0.01 * jax.grad(lambda k: jnp.mean(jnp.tanh(way(x, k)) ** 2))(kernel)
 
         return lax.fori_loop(0, 3, step, kernel)
 
     both = jax.jit(
-        lambda x, kernel: [jax.vmap(functools.partial(descend, conv))(x, kernel) for conv in (conv2d, reference)]
+        lambda x, kernel: [jax.vmap(functools.partial(descend, way))(x, kernel) for way in (conv2d, reference)]
     )
     assert_close(*([result] for result in both(x, start)))
     assert not np.allclose(both(x, start)[0], start, rtol=1e-3)
