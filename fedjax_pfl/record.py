@@ -46,14 +46,19 @@ class RunDirectory:
           tensorboard: write an event file, too; `check_tensorboard` says whether that is possible.
 
         Raises:
-          ConfigError: the path is a file, or a directory that holds something.
+          ConfigError: the path is a file, or a directory that holds something or cannot be read.
         """
         self.path = Path(path)
         self.checkpoints = self.path / _CHECKPOINTS
         self._events = _EventFile(self.path / _EVENTS) if tensorboard else None
-        if any(at.is_file() for at in (self.path, *self.path.parents)):
+        try:
+            is_file = any(at.is_file() for at in (self.path, *self.path.parents))
+            holds_something = self.path.is_dir() and any(self.path.iterdir())
+        except OSError as error:
+            raise self._unusable(error) from None
+        if is_file:
             raise ConfigError("run.out", str(path), "it is a file, or inside one; name a directory")
-        if self.path.is_dir() and any(self.path.iterdir()) and not (overwrite or resume):
+        if holds_something and not (overwrite or resume):
             raise ConfigError("run.out", str(path), "the directory is not empty; name another one, or pass --overwrite")
 
     @property
@@ -62,17 +67,21 @@ class RunDirectory:
         return (self.path / "summary.json").exists()
 
     def begin(self, config: str, partition: dict[str, Any]) -> None:
-        """Creates the directory and writes config and partition; an earlier run's files go."""
+        """Creates the directory and writes config and partition; an earlier run's files go.
+
+        Raises:
+          ConfigError: the directory cannot be created or written.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            for name in _FILES:
+                (self.path / name).unlink(missing_ok=True)
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+            self._begin_events([])
+            write_atomically(self.path / "config.toml", config)
+            write_atomically(self.path / "partition.json", json.dumps(partition) + "\n")
         except OSError as error:
-            raise ConfigError("run.out", str(self.path), f"cannot be created ({error.strerror})") from None
-        for name in _FILES:
-            (self.path / name).unlink(missing_ok=True)
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
-        self._begin_events([])
-        write_atomically(self.path / "config.toml", config)
-        write_atomically(self.path / "partition.json", json.dumps(partition) + "\n")
+            raise self._unusable(error) from None
 
     def resume(self, config: str, lines: list[dict[str, Any]]) -> None:
         """Takes the directory back to a checkpoint: the metrics up to it, and no summary."""
@@ -96,6 +105,9 @@ class RunDirectory:
             writer.writerow(clients)
             writer.writerows(zip(*(column.tolist() for column in clients.values()), strict=True))
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError("run.out", str(self.path), f"name a directory that can be written ({error.strerror})")
 
     def _begin_events(self, lines: Sequence[dict[str, Any]]) -> None:
         """Replaces what an earlier run, or this one before it was stopped, has left of events."""

@@ -56,6 +56,7 @@ def shard(**users):
 
 
 FILES = {
+    "occupied/config.toml/file": "",
     "config.toml": CONFIG,
     "empty.toml": "",
     "text.toml": "lr = 0.1 and 30 rounds",
@@ -495,6 +496,14 @@ CASES = {
     "run directory inside a file": (
         "run config.toml --out good.npz/run",
         "run.out = 'good.npz/run' is not usable: it is a file, or inside one; name a directory",
+    ),
+    "run directory with too long a name": (
+        f"run config.toml --out {'a' * 300}",
+        f"run.out = '{'a' * 300}' is not usable: name a directory that can be written (File name too long)",
+    ),
+    "run directory that holds a folder where a file goes": (
+        "run config.toml --out occupied --overwrite",
+        "run.out = 'occupied' is not usable: name a directory that can be written (Is a directory)",
     ),
     "comparison into a file": (
         "compare config.toml --out good.npz",
