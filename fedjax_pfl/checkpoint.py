@@ -167,9 +167,14 @@ def check_resumable(saved: Saved, config: Config, partition: str, directory: str
       directory: the run directory, for the messages.
 
     Raises:
-      ConfigError: another config (all fields that differ are named), other data, or fewer rounds than are done.
+      ConfigError: another config (all fields that differ are named), other data, fewer rounds than are done, or a
+        checkpoint whose config is none of this version.
     """
-    check_alike(Config(**saved.config), config, directory)
+    try:
+        old = Config(**saved.config)
+    except ConfigError as error:
+        raise ConfigError("resume", directory, f"a checkpoint of this version; its config has {error}") from None
+    check_alike(old, config, directory)
     if partition != saved.partition:
         allowed = f"the data that the checkpoint in {directory} was run with: another partition came out of these"
         raise ConfigError("data.source", config.data.source, allowed)

@@ -161,6 +161,17 @@ def test_a_damaged_checkpoint_is_named(copy):
     fails_untouched(copy, r"resume = .*checkpoints/2.* a readable checkpoint \(", config(copy))
 
 
+def test_a_checkpoint_of_another_version_is_named(copy):
+    progress = copy / "checkpoints" / "2" / "progress" / "metadata"
+    saved = json.loads(progress.read_text())
+    saved["config"]["method"]["name"] = "of_long_ago"
+    progress.write_text(json.dumps(saved))
+    match = (
+        r"resume = '.*copy' is not usable: a checkpoint of this version; its config has method\.name = 'of_long_ago'"
+    )
+    fails_untouched(copy, match, config(copy))
+
+
 def test_checkpoints_need_a_run_directory():
     with pytest.raises(ConfigError, match=r"run\.checkpoint_every = 2 is not usable: 0 without a run directory"):
         simulate(config("", run={"out": None}))
