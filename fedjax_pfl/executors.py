@@ -101,6 +101,6 @@ def check_executor(name: str) -> None:
         raise ConfigError("executor", name, f"allowed: {', '.join(EXECUTORS)}")
     if name == "ray":
         try:
-            import ray  # noqa: F401
+            import ray  # noqa: F401  # only whether it can be
         except ImportError:
             raise ConfigError("executor", name, 'it needs Ray: pip install "fedjax_pfl[ray]"') from None

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,9 @@ class RunDirectory:
         self.path = Path(path)
         self.checkpoints = self.path / _CHECKPOINTS
         self._events = _EventFile(self.path / _EVENTS) if tensorboard else None
-        try:
+        with self._usable():
             is_file = any(at.is_file() for at in (self.path, *self.path.parents))
             holds_something = self.path.is_dir() and any(self.path.iterdir())
-        except OSError as error:
-            raise self._unusable(error) from None
         if is_file:
             raise ConfigError("run.out", str(path), "it is a file, or inside one; name a directory")
         if holds_something and not (overwrite or resume):
@@ -72,7 +71,7 @@ class RunDirectory:
         Raises:
           ConfigError: the directory cannot be created or written.
         """
-        try:
+        with self._usable():
             self.path.mkdir(parents=True, exist_ok=True)
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
@@ -80,16 +79,20 @@ class RunDirectory:
             self._begin_events([])
             write_atomically(self.path / "config.toml", config)
             write_atomically(self.path / "partition.json", json.dumps(partition) + "\n")
-        except OSError as error:
-            raise self._unusable(error) from None
 
     def resume(self, config: str, lines: list[dict[str, Any]]) -> None:
-        """Takes the directory back to a checkpoint: the metrics up to it, and no summary."""
-        for name in ("summary.json", "clients.csv"):
-            (self.path / name).unlink(missing_ok=True)
-        write_atomically(self.path / "config.toml", config)
-        write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(_without_nan(line)) + "\n" for line in lines))
-        self._begin_events(lines)
+        """Takes the directory back to a checkpoint: the metrics up to it, and no summary.
+
+        Raises:
+          ConfigError: the directory cannot be written.
+        """
+        metrics = "".join(json.dumps(_without_nan(line)) + "\n" for line in lines)
+        with self._usable():
+            for name in ("summary.json", "clients.csv"):
+                (self.path / name).unlink(missing_ok=True)
+            write_atomically(self.path / "config.toml", config)
+            write_atomically(self.path / "metrics.jsonl", metrics)
+            self._begin_events(lines)
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Adds a line to ``metrics.jsonl`` and its scalars to the event file, at once."""
@@ -106,8 +109,13 @@ class RunDirectory:
             writer.writerows(zip(*(column.tolist() for column in clients.values()), strict=True))
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
-    def _unusable(self, error: OSError) -> ConfigError:
-        return ConfigError("run.out", str(self.path), f"name a directory that can be written ({error.strerror})")
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            allowed = f"name a directory that can be written ({error.strerror})"
+            raise ConfigError("run.out", str(self.path), allowed) from None
 
     def _begin_events(self, lines: Sequence[dict[str, Any]]) -> None:
         """Replaces what an earlier run, or this one before it was stopped, has left of events."""
@@ -163,7 +171,7 @@ def check_tensorboard(out: str | os.PathLike[str] | None) -> None:
         raise ConfigError("run.tensorboard", True, "false without a run directory: give run.out")
     try:
         import tensorboard.compat.proto.event_pb2
-        import tensorboard.summary.writer.record_writer  # noqa: F401
+        import tensorboard.summary.writer.record_writer  # noqa: F401  # only whether they can be
     except ImportError:
         allowed = 'false without the package tensorboard: pip install "fedjax_pfl[tensorboard]"'
         raise ConfigError("run.tensorboard", True, allowed) from None

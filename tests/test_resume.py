@@ -172,6 +172,11 @@ def test_a_checkpoint_of_another_version_is_named(copy):
     fails_untouched(copy, match, config(copy))
 
 
+def test_a_directory_that_cannot_be_written_is_named(copy):
+    (copy / "clients.csv").mkdir()
+    fails_untouched(copy, r"run\.out = '.*copy' is not usable: name a directory that can be written", config(copy))
+
+
 def test_checkpoints_need_a_run_directory():
     with pytest.raises(ConfigError, match=r"run\.checkpoint_every = 2 is not usable: 0 without a run directory"):
         simulate(config("", run={"out": None}))

@@ -5,6 +5,7 @@ copied into, a ``DataLoader`` that shuffles tensors in memory, and a ``torch.opt
 averages parameters by the number of samples. A head phase runs the frozen extractor on every mini-batch of every epoch.
 """
 
+import abc
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ def normalise(images: Tensor) -> Tensor:
     return torch.from_numpy(normalised(images.numpy()))
 
 
-class Loop:
+class Loop(abc.ABC):
     """Server and clients of a method; a method is a ``local``, an ``aggregate`` and what they keep.
 
     Attributes:
@@ -99,13 +100,13 @@ class Loop:
     def set_up(self) -> None:
         """What a method keeps besides the models."""
 
+    @abc.abstractmethod
     def local(self, client: Client) -> Any:
         """A client's part in a round; returns its upload."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def aggregate(self, uploads: list[Any]) -> None:
         """The server's part in a round."""
-        raise NotImplementedError
 
     def round(self, warm_up: bool = False) -> None:
         """One communication round, on few samples of each client if it is not to count."""

@@ -11,7 +11,8 @@ contraction is a channel-last convolution or a matrix product:
   the pixels they came from (for a 5x5 VALID kernel half the arithmetic of convolving the padded cotangent);
 - gradient of the kernel: a convolution of the input, channels as batch, with the cotangent as the kernel; with strides,
   where that would have to be a dilated one, patches of the input times the cotangent, in half the time for ResNet-18;
-  where there are few input channels, on a CPU, image by image, blocks of columns of the one times the other;
+  where input channels are few, images and outputs many, on a CPU, image by image, blocks of columns of the one times
+  the other;
 - a 1x1 kernel is a matrix product in every direction;
 - where a kernel is large enough and channels are many (5x5 in the second layer of the papers' networks), all three
   directions take :class:`FourierConv`'s way on a CPU, with a quarter to a seventh of the multiplications.
@@ -242,8 +243,8 @@ def _kernel_gradient_op(
         return d_kernel.transpose(1, 2, 0, 3)[..., :outputs]
 
     def one_client(x: Images, dy: Maps) -> Kernel:
-        few_channels = strides == (1, 1) and size != (1, 1) and x.shape[-1] <= _FEW_CHANNELS
-        if few_channels and len(x) * dy.shape[-1] >= _BLOCKS_PAY:
+        few_channels = x.shape[-1] <= _FEW_CHANNELS
+        if strides == (1, 1) and size != (1, 1) and few_channels and len(x) * dy.shape[-1] >= _BLOCKS_PAY:
             return _on_cpu(functools.partial(_kernel_gradient_by_blocks, pads=pads, size=size), spatial, x, dy)
         fourier = _fourier(x.shape, (*size, x.shape[-1], dy.shape[-1]), x.dtype, strides, pads)
         return _on_cpu(fourier.kernel_gradient if fourier else None, spatial, x, dy)

@@ -61,7 +61,13 @@ CASES = [
 ]
 
 
-def check(image, size, strides, padding):
+def near(found, expected):
+    """Up to the rounding of a direct sum, relative to the largest entry: small ones are differences of large terms."""
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
+
+
+def check(image, size, strides, padding, agree=assert_close):
     x, kernel = draw(2, *image), draw(*size, image[-1], 7, seed=1)
     settings = {"strides": strides, "padding": padding}
     weight = draw(*jax.eval_shape(functools.partial(reference, **settings), x, kernel).shape, seed=2)
@@ -71,7 +77,7 @@ def check(image, size, strides, padding):
         ways = functools.partial(conv2d, **settings), functools.partial(reference, **settings)
         return [value_and_gradients(way, x, kernel, weight) for way in ways]
 
-    assert_close(*both(x, kernel, weight))
+    agree(*both(x, kernel, weight))
 
 
 @pytest.mark.parametrize(("image", "size", "strides", "padding"), CASES)
@@ -84,16 +90,15 @@ def test_value_and_gradients_are_those_of_lax_conv(image, size, strides, padding
 )
 def test_the_kernels_gradient_in_blocks(image, size, strides, padding, monkeypatch):
     monkeypatch.setattr(conv, "_BLOCKS_PAY", 0)
-    check(image, size, strides, padding)
+    check(image, size, strides, padding, agree=near)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="blocks are for CPUs")
 def test_blocks_are_for_many_images_and_outputs():
+    gradient = jax.jit(conv._kernel_gradient_op((1, 1), ((0, 0), (0, 0)), (5, 5)))
+
     def loops(outputs):
-        x, dy = draw(10, 8, 8, 3), draw(10, 4, 4, outputs)
-        return "while(" in jax.jit(conv._kernel_gradient_op((1, 1), ((0, 0), (0, 0)), (5, 5))).lower(x, dy).as_text(
-            "hlo"
-        )
+        return "while(" in gradient.lower(draw(10, 8, 8, 3), draw(10, 4, 4, outputs)).as_text("hlo")
 
     assert loops(32)
     assert not loops(16)
