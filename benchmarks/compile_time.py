@@ -26,10 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import METHODS, Config, load_config
-from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import from_arrays
-from fedjax_pfl.engine import Engine, Run
+from fedjax_pfl.engine.round import Engine, Run
+from fedjax_pfl.experiment.build import cores, divide, make_engine, place, prepare_devices
 from fedjax_pfl.method import State
 
 MODELS = ("mlp", "cnn2")

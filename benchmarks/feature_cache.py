@@ -21,9 +21,9 @@ import numpy as np
 from jaxtyping import Array
 
 from fedjax_pfl import load_config
-from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.data.sources import load
+from fedjax_pfl.experiment.build import cores, divide, make_engine, place, prepare_devices
 from fedjax_pfl.ops import local
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "fedecouple" / "table2_weak_pathological.toml"

@@ -33,9 +33,9 @@ import numpy as np
 from conv import LAYERS, direct, step_seconds
 
 from fedjax_pfl import Config, compare, load_config, simulate
-from fedjax_pfl.build import divide, make_engine, place, prepare_devices
 from fedjax_pfl.data.sources import Dataset, from_arrays, load
-from fedjax_pfl.engine import Run
+from fedjax_pfl.engine.round import Run
+from fedjax_pfl.experiment.build import divide, make_engine, place, prepare_devices
 from fedjax_pfl.method import State
 from fedjax_pfl.models.conv import conv2d
 

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from fedjax_pfl import load_config
-from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
 from fedjax_pfl.data.sources import load
+from fedjax_pfl.experiment.build import cores, divide, make_engine, place, prepare_devices
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "pfedcspc" / "table2_global_and_local.toml"
 OFF = ["method.kappa=0.0", "method.pmi=off", "method.kp_weight=0.0"]

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
-from fedjax_pfl.config import Config
 from fedjax_pfl.data.sources import from_arrays
+from fedjax_pfl.experiment.build import cores, divide, make_engine, place, prepare_devices
+from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.models import MODELS, build
 
 SHAPE = (32, 32, 3)

@@ -49,13 +49,13 @@ import torch
 from peers import case as exchange
 
 from fedjax_pfl import METHODS
-from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
-from fedjax_pfl.config import Config
 from fedjax_pfl.data.federated import Federation, pack
 from fedjax_pfl.data.sources import Dataset, from_arrays
-from fedjax_pfl.engine import Run, round_keys
+from fedjax_pfl.engine.round import Run, round_keys
+from fedjax_pfl.experiment.build import cores, divide, make_engine, place, prepare_devices
+from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.method import State
-from fedjax_pfl.ops.local import permutation, phase_key
+from fedjax_pfl.ops.training import permutation, phase_key
 
 PEERS = Path(__file__).resolve().parent / "peers"
 PEER_SCRIPTS = {"fedjax": "fedjax_round.py", "pfl": "pfl_round.py"}

@@ -37,11 +37,12 @@ import numpy as np
 from compile_time import programs
 
 from fedjax_pfl import Config
-from fedjax_pfl.build import cores, divide, make_engine, place, prepare_devices
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import Dataset, from_arrays
-from fedjax_pfl.engine import Engine, Run
-from fedjax_pfl.memory import Memory, size
+from fedjax_pfl.engine.memory import Memory
+from fedjax_pfl.engine.round import Engine, Run
+from fedjax_pfl.engine.traffic import size
+from fedjax_pfl.experiment.build import cores, divide, make_engine, place, prepare_devices
 
 BATCH = 10
 CHUNKS = (10, 20)

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from fedjax_pfl import load_config, simulate, sweep
-from fedjax_pfl.build import cores, prepare_devices
+from fedjax_pfl.experiment.build import cores, prepare_devices
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "fashion_mnist_dirichlet.toml"
 FIXED = [

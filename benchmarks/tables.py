@@ -29,11 +29,11 @@ import numpy as np
 from scipy import stats
 
 from fedjax_pfl import Config, ConfigError, Result, load_config, simulate
-from fedjax_pfl.build import cores
-from fedjax_pfl.evaluate import harmonic_mean
-from fedjax_pfl.record import write_atomically
-from fedjax_pfl.report import NONE, grid, mean_and_spread, paired_p
-from fedjax_pfl.simulation import first_reached
+from fedjax_pfl.engine.scoring import harmonic_mean
+from fedjax_pfl.experiment.build import cores
+from fedjax_pfl.experiment.driver import first_reached
+from fedjax_pfl.experiment.record import write_atomically
+from fedjax_pfl.experiment.tables import NONE, grid, mean_and_spread, paired_p
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

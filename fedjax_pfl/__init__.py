@@ -7,26 +7,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedjax_pfl.comparison import Comparison, compare
-    from fedjax_pfl.config import Config, load_config
     from fedjax_pfl.errors import ConfigError
+    from fedjax_pfl.experiment.comparison import Comparison, compare
+    from fedjax_pfl.experiment.config import Config, load_config
+    from fedjax_pfl.experiment.driver import Result, simulate
+    from fedjax_pfl.experiment.sweep import Sweep, load_sweep, sweep
     from fedjax_pfl.methods import METHODS
-    from fedjax_pfl.simulation import Result, simulate
-    from fedjax_pfl.sweeps import Sweep, load_sweep, sweep
 
 # Imported at first use: JAX takes a second, which `fedjax-pfl --help` should not.
 _HOME = {
-    "Comparison": "comparison",
-    "Config": "config",
+    "Comparison": "experiment.comparison",
+    "Config": "experiment.config",
     "ConfigError": "errors",
     "METHODS": "methods",
-    "Result": "simulation",
-    "Sweep": "sweeps",
-    "compare": "comparison",
-    "load_config": "config",
-    "load_sweep": "sweeps",
-    "simulate": "simulation",
-    "sweep": "sweeps",
+    "Result": "experiment.driver",
+    "Sweep": "experiment.sweep",
+    "compare": "experiment.comparison",
+    "load_config": "experiment.config",
+    "load_sweep": "experiment.sweep",
+    "simulate": "experiment.driver",
+    "sweep": "experiment.sweep",
 }
 
 __all__ = [

@@ -92,7 +92,7 @@ class Method(NamedTuple):
       init: key -> (server, client): the state before round 0, the same for every client.
       local: key, t, view, client, data -> (client, upload, info): a participant's work in round t, for one client.
         ``data`` is a :class:`~fedjax_pfl.data.federated.ClientData` of training samples, ``info`` a
-        :class:`~fedjax_pfl.ops.local.TrainInfo`.
+        :class:`~fedjax_pfl.ops.training.TrainInfo`.
       aggregate: key, t, server, clients, uploads, cohort -> (server, clients): the only function that sees a client
         axis, K rows of it. Absent rows have weight 0 and uploads of zeros, and what it returns for them is discarded.
       predict: view, client, x -> logits [batch, classes]. Sees inputs only, never labels.

@@ -56,7 +56,7 @@ from fedjax_pfl.data.federated import Federation, pack  # noqa: E402
 from fedjax_pfl.models import MODELS, build  # noqa: E402
 from fedjax_pfl.models.cnn import CNN  # noqa: E402
 from fedjax_pfl.models.projection import Projected  # noqa: E402
-from fedjax_pfl.ops.local import Trainer  # noqa: E402
+from fedjax_pfl.ops.training import Trainer  # noqa: E402
 
 # With them (in jax.jit's compiler_options), two programs round what both of them compute alike.
 WITH_EMITTERS = {"xla_cpu_use_fusion_emitters": True}

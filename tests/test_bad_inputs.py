@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from fedjax_pfl import METHODS, load_config, simulate
-from fedjax_pfl.cli import main
+from fedjax_pfl.cli.commands import main
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.models import MODELS
 

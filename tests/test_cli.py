@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedjax_pfl import METHODS
-from fedjax_pfl.cli import app
+from fedjax_pfl.cli.commands import app
 from fedjax_pfl.data.sources import SOURCES
 from fedjax_pfl.models import MODELS
 
@@ -39,7 +39,7 @@ def quick(tmp_path):
 
 def command(*arguments, first=""):
     """Runs the installed command, after a statement if there is one, in a process of its own, as a user does."""
-    program = f"{first}\nfrom fedjax_pfl.cli import main; main()"
+    program = f"{first}\nfrom fedjax_pfl.cli.commands import main; main()"
     environment = {key: value for key, value in os.environ.items() if key != "FEDJAX_PFL_DATA"}
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(jax.config.values["jax_disable_most_optimizations"]))
     return subprocess.run(
@@ -93,7 +93,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(quick):
 def test_an_interruption_says_how_to_go_on_and_is_the_exit_code(end, code, quick, tmp_path):
     # A thread still at work, as XLA's are, would otherwise keep the process alive.
     first = f"""
-import threading, time, fedjax_pfl.simulation as simulation
+import threading, time, fedjax_pfl.experiment.driver as simulation
 def simulate(*args, **options):
     threading.Thread(target=time.sleep, args=(300,)).start()
     raise {end}
@@ -154,7 +154,5 @@ def test_every_method_model_and_public_name_is_documented():
 
 
 def test_help_needs_no_jax():
-    program = (
-        "import sys; from fedjax_pfl.cli import app; assert 'jax' not in sys.modules and 'numpy' not in sys.modules"
-    )
+    program = "import sys; from fedjax_pfl.cli.commands import app; assert 'jax' not in sys.modules and 'numpy' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -10,9 +10,9 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from fedjax_pfl import Config, ConfigError, compare, simulate
-from fedjax_pfl.cli import app
-from fedjax_pfl.comparison import Cell, Comparison
-from fedjax_pfl.report import figures_of
+from fedjax_pfl.cli.commands import app
+from fedjax_pfl.experiment.comparison import Cell, Comparison
+from fedjax_pfl.experiment.tables import figures_of
 
 METHODS = ("local", "fedavg", "fedcpd")  # the last one asks for feature maps, which an MLP has not: it fails
 SEEDS = (0, 1)

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.checkpoint import Checkpoints, Saved
-from fedjax_pfl.engine import Engine, Participation, Placement, round_keys
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.placement import Placement
+from fedjax_pfl.engine.round import Engine, round_keys
+from fedjax_pfl.experiment.checkpoint import Checkpoints, Saved
 from fedjax_pfl.method import Static
 from fedjax_pfl.methods import METHODS
 from tests.conftest import TRAIN_SIZES

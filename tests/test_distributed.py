@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import simulate
-from fedjax_pfl.config import load_config
+from fedjax_pfl.experiment.config import load_config
 
 # FedPAC's server solves a program per client and writes to each; clients come and go.
 OVERRIDES = (
@@ -28,7 +28,7 @@ OVERRIDES = (
     "run.checkpoint_every=3",
 )
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
-COMMAND = [sys.executable, "-c", "from fedjax_pfl.cli import main; main()", "run"]
+COMMAND = [sys.executable, "-c", "from fedjax_pfl.cli.commands import main; main()", "run"]
 # Gloo and the coordinator talk over loopback.
 LOCAL = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 

@@ -11,12 +11,14 @@ import pytest
 
 from fedjax_pfl.data.augment import augment
 from fedjax_pfl.data.federated import client_data, pack
-from fedjax_pfl.engine import Engine, Participation, Placement, round_keys
-from fedjax_pfl.evaluate import Scores, summarize
-from fedjax_pfl.memory import exchange
+from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.placement import Placement
+from fedjax_pfl.engine.round import Engine, round_keys
+from fedjax_pfl.engine.scoring import Scores, summarize
 from fedjax_pfl.method import Method, PerClass, Sometimes, part_of
 from fedjax_pfl.methods import METHODS
-from fedjax_pfl.ops.local import TrainInfo
+from fedjax_pfl.ops.training import TrainInfo
 from tests.conftest import TRAIN_SIZES
 from tests.reference import MLP, at, client_key, held, to_numpy, weighted_mean
 from tests.toys import witness

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Config, ConfigError, simulate, sweep
-from fedjax_pfl.build import divide
 from fedjax_pfl.data.federated import Clients
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.engine import Engine, Participation, Placement
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.placement import Placement
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.experiment.build import divide
 from fedjax_pfl.methods import METHODS
 from tests.conftest import TRAIN_SIZES, WITH_EMITTERS
 from tests.reference import MLP, at, client_key, held, to_numpy

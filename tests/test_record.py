@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Config, ConfigError, compare, simulate, sweep
-from fedjax_pfl.record import RunDirectory
+from fedjax_pfl.experiment.record import RunDirectory
 
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="the package tensorboard is not installed"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Config, ConfigError, simulate
-from fedjax_pfl.checkpoint import Checkpoints
+from fedjax_pfl.experiment.checkpoint import Checkpoints
 
 
 def config(out, **tables):

@@ -10,11 +10,12 @@ import pytest
 from scipy.stats import hmean
 
 from fedjax_pfl import Config, ConfigError, simulate
-from fedjax_pfl.build import divide, make_engine
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.data.split import draw_test, manifest
-from fedjax_pfl.memory import count, estimate, exchange, peak_bytes, size
+from fedjax_pfl.engine.memory import estimate, exchange, peak_bytes
+from fedjax_pfl.engine.traffic import count, size
+from fedjax_pfl.experiment.build import divide, make_engine
 from tests.reference import MLP, held, to_numpy
 
 
@@ -312,7 +313,7 @@ def test_samples_per_client_counts_training_samples(wanted, share):
     ],
 )
 def test_what_does_not_fit_the_data_is_an_error_before_compilation(tables, field, monkeypatch):
-    monkeypatch.setattr("fedjax_pfl.simulation._compile", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("fedjax_pfl.experiment.driver._compile", lambda *_: pytest.fail("compiled"))
     with pytest.raises(ConfigError) as caught:
         simulate(config(**tables))
     assert caught.value.field == field
@@ -326,11 +327,11 @@ def test_a_model_that_does_not_fit_the_images_says_so():
 
 
 def test_a_run_that_does_not_fit_into_memory_says_so(monkeypatch):
-    monkeypatch.setattr("fedjax_pfl.build.available", lambda: 10_000)
+    monkeypatch.setattr("fedjax_pfl.experiment.build.available", lambda: 10_000)
     with pytest.raises(ConfigError, match="GB") as caught:
         simulate(config())
     assert caught.value.field == "data.clients"
-    monkeypatch.setattr("fedjax_pfl.build.available", lambda: 400_000)
+    monkeypatch.setattr("fedjax_pfl.experiment.build.available", lambda: 400_000)
     with pytest.raises(ConfigError, match="GB") as caught:
         simulate(config(run={"placement": "vmap", "chunk": 100}))
     assert caught.value.field == "run.chunk"
@@ -415,6 +416,6 @@ def test_programs_are_compiled_with_the_precision_that_the_config_has(monkeypatc
     def compile_nothing(*args):
         raise SeenError(jax.config.jax_default_matmul_precision)
 
-    monkeypatch.setattr("fedjax_pfl.simulation._compile", compile_nothing)
+    monkeypatch.setattr("fedjax_pfl.experiment.driver._compile", compile_nothing)
     with pytest.raises(SeenError, match=f"^{precision}$"):
         simulate(config(run={} if precision == "float32" else {"precision": precision}))

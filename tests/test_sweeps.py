@@ -14,10 +14,10 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from fedjax_pfl import Config, ConfigError, load_sweep, simulate, sweep
-from fedjax_pfl.cli import app
-from fedjax_pfl.executors import _run_on_ray
-from fedjax_pfl.sweep_program import program_inputs
-from fedjax_pfl.sweeps import Cell, Sweep, _programs
+from fedjax_pfl.cli.commands import app
+from fedjax_pfl.experiment.executors import _run_on_ray
+from fedjax_pfl.experiment.programs import program_inputs
+from fedjax_pfl.experiment.sweep import Cell, Sweep, _programs
 
 GRID = {"method.name": ["fedprox", "fedcpd"], "training.lr": [0.05, 0.2], "run.seed": [0, 1]}
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.method import Method
 from fedjax_pfl.ops.aggregate import weighted_mean
-from fedjax_pfl.ops.local import TrainInfo
+from fedjax_pfl.ops.training import TrainInfo
 
 
 def witness(model, train, *, gain: float = 1.0):

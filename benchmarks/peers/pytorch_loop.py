@@ -97,7 +97,7 @@ class Loop(abc.ABC):
         """The tensors on the device."""
         return tuple(tensor.to(self.device) for tensor in tensors)
 
-    def set_up(self) -> None:
+    def set_up(self) -> None:  # noqa: B027  # most methods keep nothing
         """What a method keeps besides the models."""
 
     @abc.abstractmethod

@@ -8,7 +8,7 @@ from fedjax_pfl.method import Method
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.models.base import Model
 from fedjax_pfl.ops.finetune import Scope, finetune
-from fedjax_pfl.ops.local import Trainer
+from fedjax_pfl.ops.training import Trainer
 
 
 def fedavg_ft(

@@ -8,8 +8,8 @@ from fedjax_pfl.method import Method
 from fedjax_pfl.models.base import Model
 from fedjax_pfl.ops.aggregate import weighted_mean
 from fedjax_pfl.ops.finetune import Scope, finetune
-from fedjax_pfl.ops.local import Trainer
 from fedjax_pfl.ops.losses import cross_entropy
+from fedjax_pfl.ops.training import Trainer
 
 
 def fedbabu(

@@ -11,7 +11,6 @@ from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import weighted_mean
 from fedjax_pfl.ops.feature_distillation import feature_distillation, init_distiller
 from fedjax_pfl.ops.heads import train_head
-from fedjax_pfl.ops.local import Trainer, cache_features, is_off, phase_key
 from fedjax_pfl.ops.losses import cross_entropy
 from fedjax_pfl.ops.prototypes import (
     Prototypes,
@@ -22,6 +21,7 @@ from fedjax_pfl.ops.prototypes import (
     prototype_contrast,
     update_prototypes,
 )
+from fedjax_pfl.ops.training import Trainer, cache_features, is_off, phase_key
 
 
 class Server(NamedTuple):

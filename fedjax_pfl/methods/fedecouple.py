@@ -11,9 +11,9 @@ from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import cosine_weights, weighted_mean
 from fedjax_pfl.ops.distill import distillation
-from fedjax_pfl.ops.local import Trainer, cache_features, is_off, phase_key
 from fedjax_pfl.ops.losses import cross_entropy
 from fedjax_pfl.ops.prototypes import Reduction, centre_loss, class_means, class_sums_under
+from fedjax_pfl.ops.training import Trainer, cache_features, is_off, phase_key
 
 
 class Heads(NamedTuple):

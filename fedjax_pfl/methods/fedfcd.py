@@ -10,7 +10,6 @@ from jax import lax
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.method import Method, PerClass
 from fedjax_pfl.models.base import Model, Params
-from fedjax_pfl.ops.local import Trainer, TrainInfo, cache_features, is_off
 from fedjax_pfl.ops.losses import cross_entropy
 from fedjax_pfl.ops.prototypes import (
     Prototypes,
@@ -20,6 +19,7 @@ from fedjax_pfl.ops.prototypes import (
     class_sums_under,
     update_prototypes,
 )
+from fedjax_pfl.ops.training import Trainer, TrainInfo, cache_features, is_off
 
 
 class Server(NamedTuple):

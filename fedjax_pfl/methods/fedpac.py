@@ -12,7 +12,6 @@ from fedjax_pfl.method import Method, PerClass
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import simplex_qp, weighted_mean
 from fedjax_pfl.ops.heads import train_head
-from fedjax_pfl.ops.local import Trainer, cache_features, is_off
 from fedjax_pfl.ops.losses import cross_entropy
 from fedjax_pfl.ops.prototypes import (
     Prototypes,
@@ -22,6 +21,7 @@ from fedjax_pfl.ops.prototypes import (
     class_sums_under,
     update_prototypes,
 )
+from fedjax_pfl.ops.training import Trainer, cache_features, is_off
 
 NEGLIGIBLE = 1e-3  # weights of other clients' heads up to this are dropped (official code)
 

@@ -7,8 +7,8 @@ from annotated_types import Ge
 from fedjax_pfl.method import Method
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.models.base import Model
-from fedjax_pfl.ops.local import Trainer, is_off
 from fedjax_pfl.ops.losses import cross_entropy, proximal
+from fedjax_pfl.ops.training import Trainer, is_off
 
 
 def fedprox(model: Model, train: Trainer, *, mu: Annotated[float, Ge(0)] = 0.01) -> Method:

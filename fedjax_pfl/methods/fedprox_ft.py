@@ -9,7 +9,7 @@ from fedjax_pfl.methods.fedavg_ft import fedavg_ft
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.models.base import Model
 from fedjax_pfl.ops.finetune import Scope
-from fedjax_pfl.ops.local import Trainer
+from fedjax_pfl.ops.training import Trainer
 
 
 def fedprox_ft(

@@ -8,8 +8,8 @@ from fedjax_pfl.method import Method
 from fedjax_pfl.methods.fedper import fedper
 from fedjax_pfl.models.base import Model
 from fedjax_pfl.ops.heads import train_head
-from fedjax_pfl.ops.local import Trainer, cache_features
 from fedjax_pfl.ops.losses import cross_entropy
+from fedjax_pfl.ops.training import Trainer, cache_features
 
 
 def fedrep(

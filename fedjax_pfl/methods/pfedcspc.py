@@ -15,10 +15,10 @@ from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import weighted_mean
 from fedjax_pfl.ops.calibration import augment_prototypes, augmented_contrast, gather, weighted_contrast
 from fedjax_pfl.ops.cluster import kmeans, sample_means
-from fedjax_pfl.ops.local import Trainer, cache_features, is_off, phase_key
 from fedjax_pfl.ops.losses import cross_entropy, masked_mean, proximal
 from fedjax_pfl.ops.prototypes import Prototypes, directions, prototype_contrast, update_prototypes
 from fedjax_pfl.ops.relations import Penalty, angle_alignment, edge_alignment
+from fedjax_pfl.ops.training import Trainer, cache_features, is_off, phase_key
 
 
 class Server(NamedTuple):

@@ -15,7 +15,6 @@ from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import weighted_mean
 from fedjax_pfl.ops.distill import distillation
 from fedjax_pfl.ops.heads import train_head
-from fedjax_pfl.ops.local import Trainer, cache_features, is_off, phase_key
 from fedjax_pfl.ops.losses import cross_entropy, masked_mean
 from fedjax_pfl.ops.prototypes import (
     Prototypes,
@@ -25,6 +24,7 @@ from fedjax_pfl.ops.prototypes import (
     class_sums_under,
     update_prototypes,
 )
+from fedjax_pfl.ops.training import Trainer, cache_features, is_off, phase_key
 
 Covariance = Literal["diagonal", "full"]
 Scale = Literal["max", "proportion", "mean", "one"]

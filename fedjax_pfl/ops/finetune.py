@@ -7,8 +7,8 @@ from jaxtyping import Array, Int, Key
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.heads import train_head
-from fedjax_pfl.ops.local import Scalar, Trainer, cache_features
 from fedjax_pfl.ops.losses import cross_entropy
+from fedjax_pfl.ops.training import Scalar, Trainer, cache_features
 
 Scope = Literal["full", "head", "extractor"]
 

@@ -4,8 +4,8 @@ from jaxtyping import Array, Int, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.models.base import Model, Params
-from fedjax_pfl.ops.local import Scalar, Trainer
 from fedjax_pfl.ops.losses import cross_entropy
+from fedjax_pfl.ops.training import Scalar, Trainer
 
 
 def train_head(
@@ -28,7 +28,7 @@ def train_head(
       model: classifies features with a head.
       train: the local trainer.
       head: phi, to start from.
-      features: samples as an extractor sees them, from :func:`~fedjax_pfl.ops.local.cache_features`.
+      features: samples as an extractor sees them, from :func:`~fedjax_pfl.ops.training.cache_features`.
       phase: name of this phase.
       epochs: instead of the trainer's number.
       lr: instead of the trainer's rate.

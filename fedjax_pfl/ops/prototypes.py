@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.models.base import Model, Params
-from fedjax_pfl.ops.local import cache_features
 from fedjax_pfl.ops.losses import masked_mean
+from fedjax_pfl.ops.training import cache_features
 
 Reduction = Literal["mse", "mean_l2"]
 

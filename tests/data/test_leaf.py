@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Config
-from fedjax_pfl.build import divide, make_engine
 from fedjax_pfl.data.leaf import ALPHABET
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.build import divide, make_engine
 
 RNG = np.random.default_rng(0)
 WHITE, BLACK = [1.0] * 9, [0] * 9

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.engine import Engine
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.fedavg import fedavg
 from tests.reference import MLP, client_key, held, to_numpy
 

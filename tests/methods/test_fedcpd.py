@@ -13,15 +13,17 @@ from scipy.special import softmax
 
 from fedjax_pfl import Config, ConfigError, simulate
 from fedjax_pfl.data.federated import Batch, client_data
-from fedjax_pfl.engine import Engine, Participation, Run, round_keys
-from fedjax_pfl.memory import count, exchange
+from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.round import Engine, Run, round_keys
+from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedcpd import fedcpd
 from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.ops.feature_distillation import feature_distillation
-from fedjax_pfl.ops.local import TrainInfo
 from fedjax_pfl.ops.losses import cross_entropy
 from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, prototype_contrast
+from fedjax_pfl.ops.training import TrainInfo
 from tests.conftest import CLASSES, TRAIN_SIZES, WITH_EMITTERS
 from tests.reference import (
     MLP,

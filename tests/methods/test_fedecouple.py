@@ -13,15 +13,16 @@ from scipy.special import softmax
 
 from fedjax_pfl.data.augment import augment
 from fedjax_pfl.data.federated import Clients, Federation, client_data
-from fedjax_pfl.engine import Engine
-from fedjax_pfl.memory import count, exchange, size
+from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedecouple import fedecouple
 from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.models import MODELS, build
-from fedjax_pfl.ops.local import cache_features, phase_key
 from fedjax_pfl.ops.prototypes import centre_loss
+from fedjax_pfl.ops.training import cache_features, phase_key
 from tests.conftest import CLASSES, TRAIN_SIZES
 from tests.reference import (
     MLP,

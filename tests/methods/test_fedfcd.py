@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.engine import Engine, Participation, Run, round_keys
-from fedjax_pfl.memory import count, exchange
+from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.round import Engine, Run, round_keys
+from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods.fedfcd import fedfcd
-from fedjax_pfl.ops.local import Trainer
+from fedjax_pfl.ops.training import Trainer
 from tests.conftest import CLASSES
 from tests.reference import (
     MLP,

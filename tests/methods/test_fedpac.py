@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.engine import Engine, Participation, Run, round_keys
-from fedjax_pfl.memory import count, exchange
+from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.round import Engine, Run, round_keys
+from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods.fedpac import NEGLIGIBLE, fedpac, head_weights
 from fedjax_pfl.methods.fedrep import fedrep
 from tests.conftest import CLASSES

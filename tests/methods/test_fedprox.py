@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.engine import Engine, Participation
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.models import Model

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.engine import Engine
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
 from fedjax_pfl.methods.fedprox_ft import fedprox_ft

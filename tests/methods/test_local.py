@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.engine import Engine
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.local import local
 from tests.reference import MLP, client_key, held, to_numpy
 

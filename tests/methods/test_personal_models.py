@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.engine import Engine
-from fedjax_pfl.memory import count, exchange
+from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods import METHODS
 from tests.conftest import WITH_EMITTERS
 from tests.reference import MLP, client_key, held, to_numpy, weighted_mean

@@ -13,10 +13,12 @@ import pytest
 from scipy.special import softmax
 
 from fedjax_pfl import Config, ConfigError, simulate
-from fedjax_pfl.build import make_engine
 from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.engine import Engine, Participation, Run, round_keys
-from fedjax_pfl.memory import count, exchange
+from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.round import Engine, Run, round_keys
+from fedjax_pfl.engine.traffic import count
+from fedjax_pfl.experiment.build import make_engine
 from fedjax_pfl.method import Cohort, PerClass
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
@@ -24,8 +26,8 @@ from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.methods.pfedcspc import Upload, pfedcspc
 from fedjax_pfl.ops.calibration import Corpus, augment_prototypes
 from fedjax_pfl.ops.cluster import kmeans, sample_means
-from fedjax_pfl.ops.local import Trainer, phase_key
 from fedjax_pfl.ops.prototypes import Prototypes
+from fedjax_pfl.ops.training import Trainer, phase_key
 from tests.conftest import CLASSES
 from tests.reference import (
     MLP,

@@ -16,16 +16,18 @@ from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, logsumexp
 
 from fedjax_pfl import Config, ConfigError
-from fedjax_pfl.build import make_engine
 from fedjax_pfl.data.federated import ClientData, client_data
 from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.engine import Engine, Participation, round_keys
-from fedjax_pfl.memory import count, exchange
+from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.round import Engine, round_keys
+from fedjax_pfl.engine.traffic import count
+from fedjax_pfl.experiment.build import make_engine
 from fedjax_pfl.method import Cohort, PerClass, Sometimes
 from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.methods.pgfedsplit import Gaussians, Upload, mix, mixing_coefficient, pgfedsplit, update_gaussians
-from fedjax_pfl.ops.local import phase_key
 from fedjax_pfl.ops.prototypes import Prototypes
+from fedjax_pfl.ops.training import phase_key
 from tests.conftest import CLASSES
 from tests.reference import (
     MLP,

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.engine import Engine
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.models import MODELS, build
 from fedjax_pfl.models.norm import is_statistic
 from fedjax_pfl.models.projection import Projected
 from fedjax_pfl.models.resnet import ResNet
-from fedjax_pfl.ops.local import Trainer
+from fedjax_pfl.ops.training import Trainer
 from tests.models.test_models import convolution
 from tests.reference import held, linear, softmax_loss, to_numpy
 

@@ -14,18 +14,19 @@ import numpy as np
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, UInt32
 
-from fedjax_pfl.build import divide, make_engine
-from fedjax_pfl.config import Config
 from fedjax_pfl.data.federated import Clients, Federation
 from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.engine import Engine, Placement, Run, map_clients
+from fedjax_pfl.engine.memory import available, estimate, exchange
+from fedjax_pfl.engine.placement import Placement, map_clients
+from fedjax_pfl.engine.round import Engine, Run
+from fedjax_pfl.engine.scoring import Scores
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.evaluate import Scores
-from fedjax_pfl.memory import available, estimate, exchange
+from fedjax_pfl.experiment.build import divide, make_engine
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.driver import client_table, environment, line_scores, summary_of, traffic_summary
+from fedjax_pfl.experiment.record import RunDirectory
 from fedjax_pfl.method import Static
 from fedjax_pfl.methods import METHODS
-from fedjax_pfl.record import RunDirectory
-from fedjax_pfl.simulation import client_table, environment, line_scores, summary_of, traffic_summary
 
 _TRAINING_NUMBERS = ("lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
 

@@ -8,52 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
 from fedjax_pfl.data.federated import Federation
-from fedjax_pfl.engine import Engine, Traffic
-from fedjax_pfl.method import PerClass, Sometimes, State, part_of
-
-
-class Exchange(NamedTuple):
-    """Shapes (``jax.ShapeDtypeStruct``) of what one client holds and exchanges.
-
-    Attributes:
-      view: what is sent down to every participant.
-      client: a client's personal state; of its field ``inbox``, if any, every round sends a new value down.
-      upload: what is sent up.
-    """
-
-    view: PyTree
-    client: PyTree
-    upload: PyTree
-
-    @property
-    def down(self) -> PyTree:
-        """All that a client receives in a round."""
-        return self.view, getattr(self.client, "inbox", ())
-
-    @property
-    def up(self) -> PyTree:
-        """All that a client sends in a round."""
-        return self.upload
-
-    def dense_bytes(self, traffic: Traffic) -> int:
-        """Bytes exchanged if all parts were always sent whole."""
-        return int(traffic.down) * size(self.down) + int(traffic.up) * size(self.up)
-
-    def sent_bytes(self, traffic: Traffic) -> int:
-        """Bytes exchanged: only the class rows that are held, and no part in rounds that leave it out."""
-        left_out = 0
-        for tree, times, rows, sometimes in (
-            (self.view, traffic.down, traffic.rows_down, traffic.sometimes_down),
-            (self.upload, traffic.up, traffic.rows_up, traffic.sometimes_up),
-        ):
-            for part, sent in ((part_of(tree, PerClass), rows), (part_of(tree, Sometimes), sometimes)):
-                if part is not None:
-                    flags, content = part
-                    left_out += (int(times) * flags.size - int(sent)) * (size(content) // flags.size)
-        return self.dense_bytes(traffic) - left_out
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.traffic import Exchange, size
+from fedjax_pfl.method import State
 
 
 class Memory(NamedTuple):
@@ -66,16 +26,6 @@ class Memory(NamedTuple):
 
     resident: int
     per_client: int
-
-
-def count(tree: PyTree) -> int:
-    """Number of scalars in a tree of arrays or shapes."""
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
-
-
-def size(tree: PyTree) -> int:
-    """Bytes of a tree of arrays or shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _one_client(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[State, tuple, tuple]:

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.checkpoint import complete_run
-from fedjax_pfl.config import Config, load_config, read_toml
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.executors import EXECUTORS, Outcome, check_executor
-from fedjax_pfl.record import RunDirectory, check_tensorboard, write_atomically
-from fedjax_pfl.report import NONE, figures_of, mean_and_spread, paired_p
-from fedjax_pfl.report import grid as markdown_table
-from fedjax_pfl.sweep_program import program_inputs
+from fedjax_pfl.experiment.checkpoint import complete_run
+from fedjax_pfl.experiment.config import Config, load_config, read_toml
+from fedjax_pfl.experiment.executors import EXECUTORS, Outcome, check_executor
+from fedjax_pfl.experiment.programs import program_inputs
+from fedjax_pfl.experiment.record import RunDirectory, check_tensorboard, write_atomically
+from fedjax_pfl.experiment.tables import NONE, figures_of, mean_and_spread, paired_p
+from fedjax_pfl.experiment.tables import grid as markdown_table
 
 SEED = "run.seed"
 # A value of one of these brings a table of options of its own.

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl.config import Config, load_config
-from fedjax_pfl.engine import Run
+from fedjax_pfl.engine.round import Run
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.config import Config, load_config
 
 # How a run is carried out: these may differ between a checkpoint and the run that goes on from it.
 _FREE = (

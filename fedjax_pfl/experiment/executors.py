@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pfl.build import prepare_devices
-from fedjax_pfl.config import Config
 from fedjax_pfl.data.sources import from_arrays, load
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.sweep_program import run_together
+from fedjax_pfl.experiment.build import prepare_devices
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.programs import run_together
 
 # The summaries of a program's runs, or why it failed.
 Outcome = list[dict[str, Any]] | str

@@ -14,17 +14,19 @@ import numpy as np
 from jax.sharding import AxisType
 from jaxtyping import Array, Int, Key
 
-from fedjax_pfl.config import Config
 from fedjax_pfl.data.federated import Clients, Federation, pack
 from fedjax_pfl.data.partition import PARTITIONS, Rows
 from fedjax_pfl.data.sources import Dataset
 from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, split_rows
-from fedjax_pfl.engine import Engine, Participation, Placement
+from fedjax_pfl.engine.memory import Memory, available, estimate
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.placement import Placement
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.memory import Memory, available, estimate
+from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS, Model, build
-from fedjax_pfl.ops.local import Trainer
+from fedjax_pfl.ops.training import Trainer
 
 # Samples of the pooled test set per block; a block is evaluated like a client.
 _POOLED_BLOCK = 512

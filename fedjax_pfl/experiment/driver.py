@@ -14,18 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from fedjax_pfl.build import divide, make_engine, place, prepare_devices
-from fedjax_pfl.checkpoint import Checkpoints, Saved, Stop, check_resumable, stop_on_signals, versions
-from fedjax_pfl.config import Config
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import from_arrays, load
-from fedjax_pfl.distributed import agree, is_first, put_everywhere, to_host
-from fedjax_pfl.engine import Engine, Placement, Run, Traffic
+from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.placement import Placement
+from fedjax_pfl.engine.round import Engine, Run
+from fedjax_pfl.engine.scoring import Scores, harmonic_mean, summarize
+from fedjax_pfl.engine.traffic import Exchange, Traffic, count
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.evaluate import Scores, harmonic_mean, summarize
-from fedjax_pfl.memory import Exchange, count, exchange
+from fedjax_pfl.experiment.build import divide, make_engine, place, prepare_devices
+from fedjax_pfl.experiment.checkpoint import Checkpoints, Saved, Stop, check_resumable, stop_on_signals, versions
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.distributed import agree, is_first, put_everywhere, to_host
+from fedjax_pfl.experiment.record import RunDirectory, check_tensorboard
 from fedjax_pfl.method import State
-from fedjax_pfl.record import RunDirectory, check_tensorboard
 
 # A block of rounds should return to the host about this often, to report progress.
 _SECONDS_PER_BLOCK = 2.0

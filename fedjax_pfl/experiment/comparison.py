@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.checkpoint import complete_run
-from fedjax_pfl.config import Config
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.checkpoint import complete_run
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.driver import Progress, simulate
+from fedjax_pfl.experiment.record import RunDirectory, check_tensorboard, write_atomically
+from fedjax_pfl.experiment.tables import NONE, figures_of, grid, mean_and_spread, paired_p
 from fedjax_pfl.methods import METHODS
-from fedjax_pfl.record import RunDirectory, check_tensorboard, write_atomically
-from fedjax_pfl.report import NONE, figures_of, grid, mean_and_spread, paired_p
-from fedjax_pfl.simulation import Progress, simulate
 
 _LEGEND = (
     "Accuracy in % after {rounds} rounds, unweighted mean over {clients} clients; mean over seeds {seeds} ± sample "

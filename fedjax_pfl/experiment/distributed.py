@@ -11,8 +11,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from fedjax_pfl.build import prepare_devices
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.build import prepare_devices
 
 
 def start(placement: str) -> None:

@@ -22,8 +22,8 @@ from fedjax_pfl.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fedjax_pfl.config import Config
-    from fedjax_pfl.simulation import Progress
+    from fedjax_pfl.experiment.config import Config
+    from fedjax_pfl.experiment.driver import Progress
 
 app = typer.Typer(
     help="Simulate personalized federated learning.",
@@ -108,8 +108,8 @@ def run(
         name = f"{config.stem}-{loaded.method['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
         loaded = _with_out(loaded, str(Path("runs") / name))
     _use_compilation_cache(loaded)
-    from fedjax_pfl.distributed import is_first, start
-    from fedjax_pfl.simulation import simulate
+    from fedjax_pfl.experiment.distributed import is_first, start
+    from fedjax_pfl.experiment.driver import simulate
 
     if distributed:
         start(loaded.run.placement)
@@ -149,7 +149,7 @@ def compare(
     except ValueError:
         raise ConfigError("--seeds", seeds, "whole numbers, separated by commas") from None
     _use_compilation_cache(loaded)
-    from fedjax_pfl.comparison import compare
+    from fedjax_pfl.experiment.comparison import compare
 
     def report(method: str, seed: int, now: "Progress") -> None:
         if now.round == now.rounds and not quiet:
@@ -177,7 +177,7 @@ def sweep(
 
     A call with the same --out repeats no run that is complete.
     """
-    from fedjax_pfl.sweeps import load_sweep, sweep
+    from fedjax_pfl.experiment.sweep import load_sweep, sweep
 
     config, grid, baseline = load_sweep(file)
     out = out or str(Path("runs") / f"sweep-{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -202,9 +202,9 @@ def partition(
     overwrite: Overwrite = False,
 ) -> None:
     """Show who holds what, without training."""
-    from fedjax_pfl.build import divide
     from fedjax_pfl.data.sources import load
-    from fedjax_pfl.record import RunDirectory
+    from fedjax_pfl.experiment.build import divide
+    from fedjax_pfl.experiment.record import RunDirectory
 
     loaded = _load(config, overrides, out)
     _, shares = divide(loaded, load(loaded.data.source))
@@ -243,7 +243,7 @@ def datasets() -> None:
 @app.command()
 def describe(method: Annotated[str, typer.Argument(metavar="METHOD")]) -> None:
     """Show a method's docstring, hyperparameters with defaults, and reference."""
-    from fedjax_pfl.config import hyperparameters
+    from fedjax_pfl.experiment.config import hyperparameters
     from fedjax_pfl.methods import METHODS
 
     if method not in METHODS:
@@ -256,7 +256,7 @@ def describe(method: Annotated[str, typer.Argument(metavar="METHOD")]) -> None:
 
 
 def _load(path: Path, overrides: list[str] | None, out: str | None) -> "Config":
-    from fedjax_pfl.config import load_config
+    from fedjax_pfl.experiment.config import load_config
 
     loaded = load_config(path, overrides or [])
     return _with_out(loaded, out) if out else loaded

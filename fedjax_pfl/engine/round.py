@@ -1,176 +1,27 @@
 """The engine: a communication round, and rounds in a row. The only code that indexes clients.
 
 A round selects a cohort, gathers its rows of the state, maps ``method.local`` over them, lets ``method.aggregate``
-combine the uploads, and scatters the rows back. How the clients are mapped is one function, :func:`map_clients`:
-
-- ``map``: one after the other on one device. Each runs just its own steps, on cached operands: right for CPUs.
-- ``vmap``: in chunks on one device. A chunk runs as long as its largest client, so a cohort is ordered by size.
-- ``shard``: split over a mesh axis ``clients`` of the local devices; within a device as above.
-
-All three compute the same; only the order of floating-point sums differs (tests hold them to 1e-5).
+combine the uploads, and scatters the rows back.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from fedjax_pfl.data.augment import augment
 from fedjax_pfl.data.federated import ClientData, Clients, Federation, client_data
-from fedjax_pfl.evaluate import Scores, Tally, score, scores_of, tally
-from fedjax_pfl.method import Cohort, Method, Part, PerClass, Sometimes, State, part_of
-from fedjax_pfl.ops.local import TrainInfo, phase_key
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.placement import Placement, map_clients
+from fedjax_pfl.engine.scoring import Scores, Tally, score, scores_of, tally
+from fedjax_pfl.engine.traffic import Traffic, traffic_of
+from fedjax_pfl.method import Cohort, Method, State
+from fedjax_pfl.ops.training import TrainInfo, phase_key
 from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
-
-# Bytes of a leaf, over all rows, up to which copying it to all devices costs less than splitting work on it.
-_SMALL = 2**26
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where clients run.
-
-    Attributes:
-      mesh: one axis, ``clients``, over the devices; None for one device.
-      chunk: clients that run side by side on a device; 1 for one after the other.
-    """
-
-    mesh: Mesh | None = None
-    chunk: int = 1
-
-    @property
-    def devices(self) -> int:
-        """Number of devices that clients are split over."""
-        return 1 if self.mesh is None else self.mesh.size
-
-    def padded(self, clients: int) -> int:
-        """The number of rows that this many clients need: full chunks on every device."""
-        step = self.devices * self.chunk
-        return -(-clients // step) * step
-
-    def deal(self, rows: int) -> Int[np.ndarray, " rows"]:
-        """The order that spreads rows, largest first, evenly over the devices: there and back, like dealing cards."""
-        rounds = np.arange(rows).reshape(-1, self.devices)
-        rounds[1::2] = rounds[1::2, ::-1]
-        return rounds.T.reshape(-1)
-
-    def gather_small(self, rows: PyTree) -> PyTree:
-        """Gives every device all rows of the small leaves, and leaves the large ones split.
-
-        What a server computes from statistics step by step (a quadratic program, training on prototypes) would
-        otherwise exchange a few numbers between the devices in every step; a mean over large leaves is best split.
-        """
-        if self.mesh is None:
-            return rows
-        everywhere = NamedSharding(self.mesh, P())
-        return jax.tree.map(
-            lambda leaf: lax.with_sharding_constraint(leaf, everywhere) if leaf.nbytes <= _SMALL else leaf, rows
-        )
-
-    def shardings(self, clients: int) -> tuple[NamedSharding | None, NamedSharding | None]:
-        """Shardings of what all devices share and of rows per client (split if the devices divide their number)."""
-        if self.mesh is None:
-            return None, None
-        shared = NamedSharding(self.mesh, P())
-        return shared, NamedSharding(self.mesh, P("clients")) if clients % self.devices == 0 else shared
-
-
-def map_clients(fn: Callable, shared: PyTree, rows: PyTree, placement: Placement) -> PyTree:
-    """Applies ``fn(shared, row)`` to every row; the one place that decides how clients are mapped.
-
-    Args:
-      fn: a function of one client.
-      shared: what all clients see, without a client axis.
-      rows: every leaf [K, ...], with K a multiple of devices x chunk.
-      placement: where clients run.
-
-    Returns:
-      The results, every leaf [K, ...].
-    """
-
-    def on_device(shared: PyTree, rows: PyTree) -> PyTree:
-        if placement.chunk == 1:
-            return lax.map(lambda row: fn(shared, row), rows)
-        side_by_side = jax.vmap(fn, in_axes=(None, 0))
-        chunks = jax.tree.map(lambda leaf: leaf.reshape(-1, placement.chunk, *leaf.shape[1:]), rows)
-        out = lax.map(lambda chunk: side_by_side(shared, chunk), chunks)
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out)
-
-    if placement.mesh is None:
-        return on_device(shared, rows)
-    over_devices = jax.shard_map(
-        on_device, mesh=placement.mesh, in_specs=(P(), P("clients")), out_specs=P("clients"), check_vma=False
-    )
-    return over_devices(shared, rows)
-
-
-@dataclass(frozen=True)
-class Participation:
-    """Who takes part in a round.
-
-    Attributes:
-      low: smallest share of the clients that is selected, in (0, 1].
-      high: largest share; the share of a round is drawn uniformly between the two.
-      dropout: probability that a selected client fails and leaves no trace in the round.
-    """
-
-    low: float = 1.0
-    high: float = 1.0
-    dropout: float = 0.0
-
-    @property
-    def full(self) -> bool:
-        """Whether every client takes part in every round."""
-        return self.low == 1.0 and self.dropout == 0.0
-
-    def cohort_size(self, clients: int) -> int:
-        """K, the largest number of clients that a round selects."""
-        return max(1, round(self.high * clients))
-
-
-class Traffic(NamedTuple):
-    """Communication so far.
-
-    Attributes:
-      down: how often the view was sent to a client.
-      up: how often an upload came back.
-      rows_down: class rows sent in the per-class part of these views.
-      rows_up: class rows sent in the per-class part of these uploads.
-      sometimes_down: how many of these views came with the part that is sent sometimes.
-      sometimes_up: how many of these uploads did.
-    """
-
-    down: Int[Array, ""]
-    up: Int[Array, ""]
-    rows_down: Int[Array, ""]
-    rows_up: Int[Array, ""]
-    sometimes_down: Int[Array, ""]
-    sometimes_up: Int[Array, ""]
-
-
-def flags_set(tree: PyTree, kind: type[Part]) -> Int[Array, ""]:
-    """How many flags of the part of this kind are set, over all clients if it has a client axis; 0 without a part."""
-    part = part_of(tree, kind)
-    return jnp.zeros((), jnp.int32) if part is None else jnp.sum(part[0].astype(bool), dtype=jnp.int32)
-
-
-def traffic_of(down: Int[Array, ""], view: PyTree, up: Int[Array, ""], uploads: PyTree) -> Traffic:
-    """What a round sends: the view to so many clients, and the uploads of so many, stacked."""
-    return Traffic(
-        down=down,
-        up=up,
-        rows_down=down * flags_set(view, PerClass),
-        rows_up=flags_set(uploads, PerClass),
-        sometimes_down=down * flags_set(view, Sometimes),
-        sometimes_up=flags_set(uploads, Sometimes),
-    )
 
 
 class Run(NamedTuple):
@@ -217,8 +68,8 @@ class Engine:
 
     method: Method
     clients: int
-    participation: Participation = Participation()
-    placement: Placement = Placement()
+    participation: Participation = field(default_factory=Participation)
+    placement: Placement = field(default_factory=Placement)
     new: int = 0
 
     @property

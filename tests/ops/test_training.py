@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data, pack
-from fedjax_pfl.ops.local import Trainer, cache_features, permutation, phase_key, scan_batches
 from fedjax_pfl.ops.losses import cross_entropy, masked_mean
+from fedjax_pfl.ops.training import Trainer, cache_features, permutation, phase_key, scan_batches
 from tests.reference import batches, held, sgd
 
 KEY = jax.random.key(1)
