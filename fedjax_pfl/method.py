@@ -7,12 +7,16 @@ disagree with what is exchanged.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import jax
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from fedjax_pfl.data.augment import Augment
+from fedjax_pfl.data.federated import ClientData
+
+Samples = Shaped[Array, "batch ..."]
+Logits = Float[Array, "batch classes"]
 
 
 class State(NamedTuple):
@@ -27,6 +31,30 @@ class State(NamedTuple):
     clients: PyTree
 
 
+class Round(NamedTuple):
+    """When a function of a method is called, and with which randomness.
+
+    Attributes:
+      key: of the client in this round, or of the server; a phase draws from ``phase_key(now.key, name)``.
+      t: the round, from 0; -1 in ``setup``.
+    """
+
+    key: Key[Array, ""]
+    t: Int[Array, ""]
+
+
+class TrainInfo(NamedTuple):
+    """What a client reports of its local training.
+
+    Attributes:
+      loss: mean training loss over all samples of all epochs, each taken before its step.
+      steps: tau_i, the number of SGD steps taken.
+    """
+
+    loss: Float[Array, ""]
+    steps: Int[Array, ""]
+
+
 class Static:
     """Marks a number that decides shapes, and so cannot be a traced value: ``r: Annotated[float, Static] = 0.5``."""
 
@@ -37,12 +65,14 @@ class Cohort(NamedTuple):
     Attributes:
       ids: client of each row, [K]; ``total`` where the row is absent (dropped out, or there to fill up a chunk).
       weight: n_k, the training samples behind each upload, [K]; 0 for an absent row.
-      total: N, the number of clients.
+      total: N, the number of clients, the new ones included.
+      trainers: how many of them, the first ones, may take part: what a mean over "all clients" divides by.
     """
 
     ids: Int[Array, " K"]
     weight: Float[Array, " K"]
     total: int
+    trainers: int
 
 
 class PerClass(NamedTuple):
@@ -57,8 +87,8 @@ class PerClass(NamedTuple):
     rows: PyTree
 
 
-class Sometimes(NamedTuple):
-    """A part of a view or an upload that is sent in some rounds only; the traffic counts just these.
+class SentIf(NamedTuple):
+    """A part of a view or an upload that is sent only when a flag is true; the traffic counts just these rounds.
 
     Attributes:
       sent: whether it is sent, []; itself always sent.
@@ -69,7 +99,7 @@ class Sometimes(NamedTuple):
     value: PyTree
 
 
-Part = TypeVar("Part", PerClass, Sometimes)
+Part = TypeVar("Part", PerClass, SentIf)
 
 
 def part_of(tree: PyTree, kind: type[Part]) -> Part | None:
@@ -80,43 +110,152 @@ def part_of(tree: PyTree, kind: type[Part]) -> Part | None:
     return parts[0] if parts else None
 
 
+class Update(NamedTuple):
+    """What a participant's work in a round comes to.
+
+    Attributes:
+      client: its new personal state.
+      upload: what it sends up.
+      info: loss and number of steps.
+      post: the (view, client) that ``predict`` is given in a POST evaluation, the model right after local training;
+        (upload, client) unless given, which serves methods whose upload is the trained view.
+    """
+
+    client: PyTree
+    upload: PyTree
+    info: TrainInfo
+    post: tuple[PyTree, PyTree] | None = None
+
+
+class Init(Protocol):
+    """key, clients -> (server, client): the state before round 0; that of a client is the same for all N of them."""
+
+    def __call__(self, key: Key[Array, ""], clients: int, /) -> tuple[PyTree, PyTree]: ...  # noqa: D102
+
+
+class Local(Protocol):
+    """now, view, client, data -> update: a participant's work in a round, for one client."""
+
+    def __call__(self, now: Round, view: PyTree, client: PyTree, data: ClientData, /) -> Update: ...  # noqa: D102
+
+
+class Aggregate(Protocol):
+    """now, server, clients, uploads, cohort -> (server, clients): the server's work at the end of a round.
+
+    Every leaf of ``clients`` and ``uploads`` has K rows. Absent rows have weight 0 and uploads of zeros, and what is
+    returned for them is discarded.
+    """
+
+    def __call__(  # noqa: D102
+        self, now: Round, server: PyTree, clients: PyTree, uploads: PyTree, cohort: Cohort, /
+    ) -> tuple[PyTree, PyTree]: ...
+
+
+class Predict(Protocol):
+    """view, client, x -> logits [batch, classes]; sees inputs only, never labels."""
+
+    def __call__(self, view: PyTree, client: PyTree, x: Samples, /) -> Logits: ...  # noqa: D102
+
+
+class Broadcast(Protocol):
+    """server -> view: exactly what is sent down."""
+
+    def __call__(self, server: PyTree, /) -> PyTree: ...  # noqa: D102
+
+
+class Personalize(Protocol):
+    """now, view, client, data -> (view, client): what ``predict`` is given in a PRE evaluation, after aggregation.
+
+    Fine-tuning, or a meta step. Sees training data only; the result is never fed back into training.
+    """
+
+    def __call__(  # noqa: D102
+        self, now: Round, view: PyTree, client: PyTree, data: ClientData, /
+    ) -> tuple[PyTree, PyTree]: ...
+
+
+class GlobalPredict(Protocol):
+    """server, x -> logits of the global model."""
+
+    def __call__(self, server: PyTree, x: Samples, /) -> Logits: ...  # noqa: D102
+
+
+class Setup(Protocol):
+    """now, view, client, data -> (client, upload): a client's part in round -1, in which nothing is sent down."""
+
+    def __call__(  # noqa: D102
+        self, now: Round, view: PyTree, client: PyTree, data: ClientData, /
+    ) -> tuple[PyTree, PyTree]: ...
+
+
+class Dispatch(Protocol):
+    """now, server, clients, cohort -> inbox: what the server writes for each of K clients before they work.
+
+    Every leaf of the result has K rows, and takes the place of the field ``inbox`` of these clients.
+    """
+
+    def __call__(self, now: Round, server: PyTree, clients: PyTree, cohort: Cohort, /) -> PyTree: ...  # noqa: D102
+
+
+class Calibration(NamedTuple):
+    """A federated pass before scoring, for methods that do not score what they broadcast; training never sees it.
+
+    Attributes:
+      local: now, view, client, data -> upload, for one client.
+      server: now, server, uploads, cohort -> server, the one whose broadcast and global model are scored.
+    """
+
+    local: Callable[[Round, PyTree, PyTree, ClientData], PyTree]
+    server: Callable[[Round, PyTree, PyTree, Cohort], PyTree]
+
+
+def broadcast_all(server: PyTree) -> PyTree:
+    """Sends all of the server's state down."""
+    return server
+
+
+def personalize_nothing(now: Round, view: PyTree, client: PyTree, data: ClientData) -> tuple[PyTree, PyTree]:
+    """Scores what the client has received and kept, as it is."""
+    del now, data
+    return view, client
+
+
 class Method(NamedTuple):
     """A federated method.
 
-    A factory ``name(model, train, *, hyperparameters)`` builds it, closing over the model, the local trainer and the
-    hyperparameters, whose names, types and defaults are the config schema of the method. Numeric hyperparameters may be
-    traced values, unless marked :class:`Static`: no Python branch may depend on them, except on a coefficient that is
-    off when the method is built. A factory raises ``ValueError`` for a model that the method cannot run on.
+    A factory ``name(model, train, combine, *, hyperparameters)`` builds it, closing over the model, the local trainer,
+    the server's rule for averaging parameters (left out by methods that average none) and the hyperparameters, whose
+    names, types and defaults are the config schema of the method. Numeric hyperparameters may be traced values, unless
+    marked :class:`Static`: no Python branch may depend on them, except on a coefficient that is off when the method is
+    built. A factory raises ``ValueError`` for a model that the method cannot run on.
 
     Attributes:
-      init: key -> (server, client): the state before round 0, the same for every client.
-      local: key, t, view, client, data -> (client, upload, info): a participant's work in round t, for one client.
-        ``data`` is a :class:`~fedjax_pfl.data.federated.ClientData` of training samples, ``info`` a
-        :class:`~fedjax_pfl.ops.training.TrainInfo`.
-      aggregate: key, t, server, clients, uploads, cohort -> (server, clients): the only function that sees a client
-        axis, K rows of it. Absent rows have weight 0 and uploads of zeros, and what it returns for them is discarded.
-      predict: view, client, x -> logits [batch, classes]. Sees inputs only, never labels.
-      broadcast: server -> view: exactly what is sent down.
-      personalize: key, t, view, client, data -> (view, client): what ``predict`` is given in a PRE evaluation, after
-        aggregation (fine-tuning, a meta step). Sees training data only; the result is never fed back into training.
-      trained: view, client, upload -> (view, client): the same for a POST evaluation, the model right after local
-        training. The default serves methods whose upload is the trained view.
-      global_predict: server, x -> logits, where the method has a global model.
+      init: the state before round 0.
+      local: a participant's work in a round.
+      aggregate: the server's work; the only function, with ``dispatch``, that sees a client axis.
+      predict: the personal model.
+      broadcast: what is sent down; all of the server's state unless given.
+      personalize: what comes before a PRE evaluation; nothing unless given.
+      global_predict: the global model, where the method has one.
       headline: the evaluation point that the method is judged by, ``"pre"`` or ``"post"``.
       augment: what is done to the client's images before ``local`` and ``personalize`` see them, drawn afresh in every
         round; ``training.augment`` of a config overrides it.
-      setup: key, view, client, data -> (client, upload), once for all N clients before round 0, aggregated with the
-        full cohort at t = -1; for methods whose first round needs what only the clients know.
+      setup: for methods whose first round needs what only the clients know: once for all clients before round 0,
+        aggregated with the full cohort at t = -1.
+      dispatch: for methods whose server computes a message for each client from its newest state, before ``local`` and
+        before a PRE evaluation; what ``aggregate`` writes into a client's ``inbox`` needs none.
+      calibrate: for methods that score another model than they broadcast.
     """
 
-    init: Callable
-    local: Callable
-    aggregate: Callable
-    predict: Callable
-    broadcast: Callable = lambda server: server
-    personalize: Callable = lambda key, t, view, client, data: (view, client)
-    trained: Callable = lambda view, client, upload: (upload, client)
-    global_predict: Callable | None = None
+    init: Init
+    local: Local
+    aggregate: Aggregate
+    predict: Predict
+    broadcast: Broadcast = broadcast_all
+    personalize: Personalize = personalize_nothing
+    global_predict: GlobalPredict | None = None
     headline: Literal["pre", "post"] = "pre"
     augment: Augment = "none"
-    setup: Callable | None = None
+    setup: Setup | None = None
+    dispatch: Dispatch | None = None
+    calibrate: Calibration | None = None

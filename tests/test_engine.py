@@ -16,7 +16,7 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine, round_keys
 from fedjax_pfl.engine.scoring import Scores, summarize
-from fedjax_pfl.method import Method, PerClass, Sometimes, part_of
+from fedjax_pfl.method import Method, PerClass, SentIf, part_of
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.ops.training import TrainInfo
 from tests.conftest import TRAIN_SIZES
@@ -326,7 +326,7 @@ def chatter(classes):
 
     def local(key, t, view, client, data):
         rows = jnp.zeros((classes, 2)), jnp.zeros(classes)
-        sometimes = Sometimes(data.count % 2 == 0, jnp.ones(()))
+        sometimes = SentIf(data.count % 2 == 0, jnp.ones(()))
         return client, {"sometimes": sometimes, "part": PerClass(data.class_counts, rows)}, NOTHING
 
     return Method(
@@ -336,7 +336,7 @@ def chatter(classes):
         predict=lambda view, client, x: jnp.zeros((len(x), classes)),
         broadcast=lambda known: (
             PerClass(known > 0, [jnp.zeros((classes, 2))]),
-            Sometimes(jnp.all(known > 0), jnp.zeros(5)),
+            SentIf(jnp.all(known > 0), jnp.zeros(5)),
         ),
         trained=lambda view, client, upload: (view, client),
     )
@@ -347,32 +347,32 @@ def test_traffic_counts_the_rows_of_the_classes_held_and_what_is_sent_sometimes(
     run, step = jax.jit(engine.init)(KEY, federation), jax.jit(engine.round)
     shapes = exchange(engine, KEY, federation)
     held_classes = np.asarray(federation.train.class_counts) > 0
-    known, down, up, rows_down, rows_up, sometimes_down, sometimes_up = np.zeros(3, bool), 0, 0, 0, 0, 0, 0
+    known, down, up, rows_down, rows_up, sent_if_down, sent_if_up = np.zeros(3, bool), 0, 0, 0, 0, 0, 0
     for t in range(8):
         ids, selected = engine._select(round_keys(KEY, at(t)), federation.train.count)
         present = [i for i in np.asarray(ids).tolist() if i < 7]
         down, up = down + int(selected), up + len(present)
         rows_down += int(selected) * known.sum()
         rows_up += held_classes[present].sum()
-        sometimes_down += int(selected) * known.all()
-        sometimes_up += sum(TRAIN_SIZES[i] % 2 == 0 for i in present)
+        sent_if_down += int(selected) * known.all()
+        sent_if_up += sum(TRAIN_SIZES[i] % 2 == 0 for i in present)
         known = known | held_classes[present].any(axis=0)
         run = step(KEY, at(t), run, jnp.array(False), federation)
-        assert tuple(map(int, run.traffic)) == (down, up, rows_down, rows_up, sometimes_down, sometimes_up)
-    sent_down = down * (3 + 1) + rows_down * 2 * 4 + sometimes_down * 5 * 4
-    sent_up = up * (3 * 4 + 1) + rows_up * 3 * 4 + sometimes_up * 4
+        assert tuple(map(int, run.traffic)) == (down, up, rows_down, rows_up, sent_if_down, sent_if_up)
+    sent_down = down * (3 + 1) + rows_down * 2 * 4 + sent_if_down * 5 * 4
+    sent_up = up * (3 * 4 + 1) + rows_up * 3 * 4 + sent_if_up * 4
     assert shapes.sent_bytes(run.traffic) == sent_down + sent_up
     assert shapes.dense_bytes(run.traffic) == down * (3 + 1 + 3 * 2 * 4 + 5 * 4) + up * (3 * 4 + 1 + 3 * 3 * 4 + 4)
     assert rows_down < 3 * down
     assert rows_up < 3 * up < 3 * down
-    assert 0 < sometimes_down < down
-    assert 0 < sometimes_up < up
+    assert 0 < sent_if_down < down
+    assert 0 < sent_if_up < up
 
 
 def test_a_tree_has_one_part_of_a_kind_at_most():
     part = PerClass(jnp.ones(3), jnp.ones((3, 2)))
-    assert part_of({"a": jnp.ones(2), "b": (part, Sometimes(jnp.array(True), jnp.ones(2)))}, PerClass) is part
-    assert part_of({"a": jnp.ones(2), "b": part}, Sometimes) is None
+    assert part_of({"a": jnp.ones(2), "b": (part, SentIf(jnp.array(True), jnp.ones(2)))}, PerClass) is part
+    assert part_of({"a": jnp.ones(2), "b": part}, SentIf) is None
     with pytest.raises(AssertionError, match="one PerClass part"):
         part_of([part, part], PerClass)
 

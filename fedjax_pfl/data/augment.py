@@ -157,7 +157,7 @@ def augment(key: Key[Array, ""], data: ClientData, kind: Augment) -> ClientData:
     if kind != "concat":
         return data._replace(x=copies, y=data.labels, index=positions, original=data)
     both = jnp.arange(2 * data.capacity, dtype=jnp.int32)
-    return ClientData(
+    return data._replace(
         x=jnp.concatenate([data.x[data.index], copies]),
         y=jnp.tile(data.labels, 2),
         index=jnp.where(both < data.count, both, both - data.count + data.capacity) % (2 * data.capacity),

@@ -35,6 +35,8 @@ class ClientData(NamedTuple):
       count: n_i, the number of samples of the client.
       class_counts: n_ic, its samples per class, [classes].
       original: the same client before augmentation; None where nothing was augmented.
+      id: who the client is, from 0, []; None where a server trains on something else than a client's samples.
+      validation: the client's validation samples, to select on (rule R11); None without ``data.validation_share``.
     """
 
     x: Shaped[Array, "samples ..."]
@@ -43,6 +45,8 @@ class ClientData(NamedTuple):
     count: Int[Array, ""]  # type: ignore[assignment]  # hides tuple.count
     class_counts: Float[Array, " classes"]
     original: Optional["ClientData"] = None
+    id: Int[Array, ""] | None = None
+    validation: Optional["ClientData"] = None
 
     @property
     def capacity(self) -> int:
@@ -134,6 +138,14 @@ def pack(rows: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " sample
     return Clients(jnp.asarray(index), jnp.asarray(count), jnp.asarray(class_counts))
 
 
-def client_data(x: Array, y: Array, client: Clients) -> ClientData:
-    """Joins one row of :class:`Clients` with the pool that it points into."""
-    return ClientData(x, y, client.index, client.count, client.class_counts)
+def client_data(
+    x: Array,
+    y: Array,
+    client: Clients,
+    client_id: Int[Array, ""] | None = None,
+    validation: Clients | None = None,
+) -> ClientData:
+    """Joins one row of :class:`Clients`, and that of its validation samples, with the pool that they point into."""
+    held = None if validation is None else client_data(x, y, validation, client_id)
+    index, count, class_counts = client
+    return ClientData(x, y, index, count, class_counts, id=client_id, validation=held)

@@ -13,7 +13,6 @@ from jaxtyping import Array, Key
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import Exchange, size
-from fedjax_pfl.method import State
 
 
 class Memory(NamedTuple):
@@ -28,33 +27,20 @@ class Memory(NamedTuple):
     per_client: int
 
 
-def _one_client(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[State, tuple, tuple]:
-    """Shapes of the state of one client, and of the arguments of its part in a round."""
-    server, client = jax.eval_shape(engine.method.init, key)
+def survey(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[Memory, Exchange]:
+    """What a run will hold and exchange, from one trace of a client's part in a round (no compilation)."""
+    server, client = jax.eval_shape(lambda key: engine.method.init(key, engine.clients), key)
     view = jax.eval_shape(engine.method.broadcast, server)
-    row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data.train)
+    held = data.train, data.validation
+    train, validation = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), held)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    return State(server, client), (key, scalar, view, data.x, data.y), (scalar, client, row)
-
-
-def exchange(engine: Engine, key: Key[Array, ""], data: Federation) -> Exchange:
-    """What a client and the server exchange in a round, from the shapes alone."""
-    state, shared, row = _one_client(engine, key, data)
-    _, upload, _ = jax.eval_shape(engine.local, shared, row)
-    return Exchange(shared[2], state.clients, upload)
-
-
-def estimate(engine: Engine, key: Key[Array, ""], data: Federation) -> Memory:
-    """Traces one client's part in a round (no compilation) and adds up what must be held at once."""
-    state, shared, row = _one_client(engine, key, data)
-    traced = jax.make_jaxpr(engine.local)(shared, row)
-    upload = jax.eval_shape(engine.local, shared, row)[1]
-    cohort = engine.cohort_size
+    shared, row = (key, scalar, view, data.x, data.y), (scalar, client, train, validation)
+    traced, update = jax.make_jaxpr(engine.local, return_shape=True)(shared, row)
     # Old and new rows of the cohort, and their uploads before and after absent ones are zeroed.
-    rows = cohort * 2 * (size(state.clients) + size(upload))
-    resident = size(data) + size(state.server) + engine.clients * size(state.clients) + rows
-    arguments = size((shared, row))
-    return Memory(resident, max(0, peak_bytes(traced.jaxpr) - arguments))
+    rows = engine.cohort_size * 2 * (size(client) + size(update.upload))
+    resident = size(data) + size(server) + engine.clients * size(client) + rows
+    per_client = max(0, peak_bytes(traced.jaxpr) - size((shared, row)))
+    return Memory(resident, per_client), Exchange(view, client, update.upload)
 
 
 def available() -> int:

@@ -43,8 +43,8 @@ class Placement:
         step = self.devices * self.chunk
         return -(-clients // step) * step
 
-    def deal(self, rows: int) -> Int[np.ndarray, " rows"]:
-        """The order that spreads rows, largest first, evenly over the devices: there and back, like dealing cards."""
+    def balanced_order(self, rows: int) -> Int[np.ndarray, " rows"]:
+        """The order that spreads rows, largest first, evenly over the devices: a snake, there and back again."""
         rounds = np.arange(rows).reshape(-1, self.devices)
         rounds[1::2] = rounds[1::2, ::-1]
         return rounds.T.reshape(-1)

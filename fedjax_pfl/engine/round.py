@@ -4,7 +4,6 @@ A round selects a cohort, gathers its rows of the state, maps ``method.local`` o
 combine the uploads, and scatters the rows back.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,10 +16,10 @@ from fedjax_pfl.data.augment import augment
 from fedjax_pfl.data.federated import ClientData, Clients, Federation, client_data
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement, map_clients
-from fedjax_pfl.engine.scoring import Scores, Tally, score, scores_of, tally
+from fedjax_pfl.engine.scoring import Evaluation, Scored, Scores, Tally, score, scores_of, tally
 from fedjax_pfl.engine.traffic import Traffic, traffic_of
-from fedjax_pfl.method import Cohort, Method, State
-from fedjax_pfl.ops.training import TrainInfo, phase_key
+from fedjax_pfl.method import Cohort, Method, Personalize, Round, Setup, State, Update, personalize_nothing
+from fedjax_pfl.ops.training import phase_key
 from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
 
 
@@ -30,12 +29,12 @@ class Run(NamedTuple):
     Attributes:
       state: server and clients.
       post: each client's POST scores, from its last participation that was evaluated; every leaf [N].
-      loss: mean training loss of the last round's participants.
+      loss: mean training loss over the participants of the last round that had any; 0 before the first.
       traffic: communication so far.
     """
 
     state: State
-    post: Scores
+    post: Scored
     loss: Float[Array, ""]
     traffic: Traffic
 
@@ -64,6 +63,7 @@ class Engine:
       participation: who takes part, of the clients that are not new.
       placement: where clients run.
       new: how many clients, the last ones, never take part and are only evaluated.
+      validate: whether the clients' validation samples are scored beside the test samples.
     """
 
     method: Method
@@ -71,6 +71,7 @@ class Engine:
     participation: Participation = field(default_factory=Participation)
     placement: Placement = field(default_factory=Placement)
     new: int = 0
+    validate: bool = False
 
     @property
     def trainers(self) -> int:
@@ -85,16 +86,17 @@ class Engine:
     def init(self, key: Key[Array, ""], data: Federation) -> Run:
         """The state before round 0: one common initial model, the same for all clients (rule R5)."""
         key_init, key_setup, key_score = jax.random.split(key, 3)
-        server, client = self.method.init(key_init)
+        server, client = self.method.init(key_init, self.clients)
         clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.clients, *jnp.shape(leaf))), client)
         state, none = State(server, clients), jnp.zeros((), jnp.int32)
         traffic = Traffic(*[none] * len(Traffic._fields))
         if self.method.setup is not None:
             state, traffic = self._setup(self.method.setup, key_setup, state, data)
         if self.participation.full:  # the first evaluation will set all POST scores
-            post = Scores(*(jnp.zeros((self.clients,), jnp.float32) for _ in Scores._fields))
-        else:  # a client that is never selected keeps the score of its initial model (protocol.md)
-            post = self._score_all(lambda key, t, view, client, data: (view, client), key_score, none, state, data)
+            nothing = Scores(*(jnp.zeros((self.clients,), jnp.float32) for _ in Scores._fields))
+            post = Scored(nothing, nothing if self.validate else None)
+        else:  # a client that is never selected keeps the score of its initial model
+            post = self._score_all(personalize_nothing, key_score, key_score, none, state, data)
         return Run(state, post, jnp.zeros((), jnp.float32), traffic)
 
     def rounds(
@@ -131,46 +133,76 @@ class Engine:
         method, (server, clients) = self.method, run.state
         keys = round_keys(key, t)
         ids, selected = self._select(keys, data.train.count)
-        present, (old, train) = self._gather(ids, (clients, data.train))
+        rows = clients, data.train, data.validation, self._scored(data), run.post
+        present, (old, train, validation, scored, last) = self._gather(ids, rows)
+        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
+        old = self._dispatch(keys.aggregate, t, server, old, cohort)
         view = method.broadcast(server)
 
-        shared = keys.clients, t, view, data.x, data.y
-        new, uploads, info = map_clients(self.local, shared, (ids, old, train), self.placement)
-        uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
-        post = self._score_cohort(score_now, run.post, ids, view, new, uploads, data)
+        def one(shared: tuple, row: tuple) -> tuple[Update, Scored]:
+            (score_now, *shared), (*row, scored, last) = shared, row
+            update = self.local(tuple(shared), tuple(row))
+            post = _trained(update)
+            # A condition around the whole map would hold collectives, which XLA does not keep in order with those
+            # after it on a CPU: devices that meet them in another order wait for each other for ever.
+            _, _, _, x, y = shared
+            scores = lax.cond(score_now, lambda: self._score_model(*post, x, y, scored), lambda: last)
+            return update._replace(post=None), scores
 
-        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients)
+        shared = score_now, keys.clients, t, view, data.x, data.y
+        rows = ids, old, train, validation, scored, last
+        update, scores = map_clients(one, shared, rows, self.placement)
+        uploads = where_rows(present, update.upload, jax.tree.map(jnp.zeros_like, update.upload))
         uploads = self.placement.gather_small(uploads)
-        combined, new = method.aggregate(keys.aggregate, t, server, new, uploads, cohort)
+        now = Round(keys.aggregate, t)
+        combined, new = method.aggregate(now, server, update.client, uploads, cohort)
         # With no samples left the round did not happen: a weighted mean over nothing would be zero.
         happened = jnp.any(cohort.weight > 0)
         server = jax.tree.map(lambda new, old: jnp.where(happened, new, old), combined, server)
         clients = put_rows(clients, ids, new)  # absent rows have an id past the end, and write nothing
 
         count = jnp.sum(present)
-        loss = jnp.sum(jnp.where(present, info.loss, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
+        loss = jnp.sum(jnp.where(present, update.info.loss, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
         sent = traffic_of(selected, view, count, uploads)
-        return Run(State(server, clients), post, loss, jax.tree.map(jnp.add, run.traffic, sent))
+        return Run(
+            State(server, clients),
+            put_rows(run.post, ids, scores),
+            jnp.where(count > 0, loss, run.loss),
+            jax.tree.map(jnp.add, run.traffic, sent),
+        )
 
-    def local(self, shared: tuple, row: tuple) -> tuple[PyTree, PyTree, TrainInfo]:
+    def local(self, shared: tuple, row: tuple) -> Update:
         """A participant's part in a round: what is mapped over the cohort.
 
         Args:
           shared: (key, t, view, x, y), the same for all.
-          row: (id, client, samples) of one participant.
-
-        Returns:
-          (client, upload, info).
+          row: (id, client, training samples, validation samples or None) of one participant.
         """
-        (key, t, view, x, y), (client_id, client, train) = shared, row
+        (key, t, view, x, y), (client_id, client, train, validation) = shared, row
         key = jax.random.fold_in(key, client_id)
-        return self.method.local(key, t, view, client, self._training_data(key, x, y, train))
+        return self.method.local(
+            Round(key, t), view, client, self._training_data(key, client_id, x, y, train, validation)
+        )
 
-    def pre(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> Scores:
+    def score(self, key: Key[Array, ""], t: Int[Array, ""], run: Run, data: Federation) -> Evaluation:
+        """All scores after t rounds; nothing of what it computes is kept.
+
+        Args:
+          key: the randomness of the whole run.
+          t: rounds done.
+          run: what they left.
+          data: the federation.
+        """
+        run = run._replace(state=self._calibrated(key, t, run.state, data))
+        shared = None if self.method.global_predict is None else self.global_scores(run.state, data)
+        return Evaluation(self.pre(key, t, run.state, data), self.post(key, t, run, data), shared)
+
+    def pre(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> Scored:
         """PRE scores of all clients after t rounds: the newest shared parameters, personalised; every leaf [N]."""
-        return self._score_all(self.method.personalize, round_keys(key, t).clients, t, state, data)
+        keys = round_keys(key, t)
+        return self._score_all(self.method.personalize, keys.clients, keys.aggregate, t, state, data)
 
-    def post(self, key: Key[Array, ""], t: Int[Array, ""], run: Run, data: Federation) -> Scores:
+    def post(self, key: Key[Array, ""], t: Int[Array, ""], run: Run, data: Federation) -> Scored:
         """POST scores of all clients after t rounds; every leaf [N].
 
         A new client gets those of one call of ``local`` from its initial state, of which nothing is kept.
@@ -178,15 +210,19 @@ class Engine:
         if not self.new:
             return run.post
         ids = self._order(jnp.arange(self.trainers, self.clients), data.train.count)
-        _, (clients, train, test) = self._gather(ids, (run.state.clients, data.train, data.test))
+        rows = run.state.clients, data.train, data.validation, self._scored(data)
+        _, (clients, train, validation, scored) = self._gather(ids, rows)
+        keys = round_keys(key, t)
+        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
+        clients = self._dispatch(keys.aggregate, t, run.state.server, clients, cohort)
 
-        def one(shared: tuple, row: tuple) -> Scores:
-            (_, _, view, x, y), (client_id, client, train, test) = shared, row
-            client, upload, _ = self.local(shared, (client_id, client, train))
-            return self._score_trained(view, client, upload, client_data(x, y, test))
+        def one(shared: tuple, row: tuple) -> Scored:
+            (*row, scored), (_, _, _, x, y) = row, shared
+            return self._score_model(*_trained(self.local(shared, tuple(row))), x, y, scored)
 
-        shared = round_keys(key, t).clients, t, self.method.broadcast(run.state.server), data.x, data.y
-        return put_rows(run.post, ids, map_clients(one, shared, (ids, clients, train, test), self.placement))
+        shared = keys.clients, t, self.method.broadcast(run.state.server), data.x, data.y
+        rows = ids, clients, train, validation, scored
+        return put_rows(run.post, ids, map_clients(one, shared, rows, self.placement))
 
     def global_scores(self, state: State, data: Federation) -> Scores:
         """Scores of the global model, for methods that have one, on the pooled test set as a whole."""
@@ -203,9 +239,22 @@ class Engine:
         total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tallies)
         return scores_of(total, jnp.sum(data.pooled.class_counts, axis=0))
 
-    def _training_data(self, key: Key[Array, ""], x: Array, y: Array, train: Clients) -> ClientData:
+    def _training_data(
+        self,
+        key: Key[Array, ""],
+        client_id: Int[Array, ""],
+        x: Array,
+        y: Array,
+        train: Clients,
+        validation: Clients | None,
+    ) -> ClientData:
         """What a client trains on in the round of this key."""
-        return augment(phase_key(key, "augment"), client_data(x, y, train), self.method.augment)
+        data = client_data(x, y, train, client_id, validation)
+        return augment(phase_key(key, "augment"), data, self.method.augment)
+
+    def _scored(self, data: Federation) -> tuple[Clients, Clients | None]:
+        """The samples that models are scored on: what `Scored` holds the scores of."""
+        return data.test, data.validation if self.validate else None
 
     def _select(self, keys: RoundKeys, count: Int[Array, " N"]) -> tuple[Int[Array, " K"], Int[Array, ""]]:
         """Draws the cohort of a round: its ids (N where absent), and how many were selected before any dropped out."""
@@ -223,12 +272,12 @@ class Engine:
         return self._order(ids, count), selected
 
     def _order(self, ids: Int[Array, " K"], count: Int[Array, " N"]) -> Int[Array, " rows"]:
-        """Ids by falling size, filled up to whole chunks with absent rows (id N), and dealt to the devices."""
+        """Ids by falling size, filled up to whole chunks with absent rows (id N), and spread over the devices."""
         absent = len(count)
         sizes = jnp.where(ids < absent, jnp.take(count, ids, mode="clip"), -1)
         ids = ids[jnp.argsort(-sizes)]
         rows = self.placement.padded(len(ids))
-        return jnp.pad(ids, (0, rows - len(ids)), constant_values=absent)[self.placement.deal(rows)]
+        return jnp.pad(ids, (0, rows - len(ids)), constant_values=absent)[self.placement.balanced_order(rows)]
 
     def _gather(self, ids: Int[Array, " K"], rows: PyTree) -> tuple[Bool[Array, " K"], PyTree]:
         """Which rows are present, and the rows; an absent client has no samples, so that it does no work."""
@@ -240,70 +289,97 @@ class Engine:
         taken = take_rows(rows, ids)
         return present, jax.tree.map(without_absent, taken, is_leaf=lambda node: isinstance(node, Clients))
 
-    def _score_cohort(
-        self,
-        score_now: Bool[Array, ""],
-        post: Scores,
-        ids: Int[Array, " K"],
-        view: PyTree,
-        clients: PyTree,
-        uploads: PyTree,
-        data: Federation,
-    ) -> Scores:
-        """POST: each participant's model right after local training, written over its last scores if it is time."""
-        _, (test, last) = self._gather(ids, (data.test, post))
+    def _score_model(
+        self, view: PyTree, client: PyTree, x: Array, y: Array, scored: tuple[Clients, Clients | None]
+    ) -> Scored:
+        """Scores one client's model on its rows of `_scored`."""
 
-        def one(shared: tuple, row: tuple) -> Scores:
-            (score_now, view, x, y), (client, upload, test, last) = shared, row
+        def on(samples: Clients | None) -> Scores | None:
+            if samples is None:
+                return None
+            return score(lambda images: self.method.predict(view, client, images), client_data(x, y, samples))
 
-            def scored() -> Scores:
-                return self._score_trained(view, client, upload, client_data(x, y, test))
-
-            # A condition around the whole map would hold collectives, which XLA does not keep in order with those
-            # after it on a CPU: devices that meet them in another order wait for each other for ever.
-            return lax.cond(score_now, scored, lambda: last)
-
-        shared = score_now, view, data.x, data.y
-        return put_rows(post, ids, map_clients(one, shared, (clients, uploads, test, last), self.placement))
-
-    def _score_trained(self, view: PyTree, client: PyTree, upload: PyTree, test: ClientData) -> Scores:
-        """Scores a client's model right after local training."""
-        view, client = self.method.trained(view, client, upload)
-        return score(lambda images: self.method.predict(view, client, images), test)
+        test, validation = map(on, scored)
+        assert test is not None
+        return Scored(test, validation)
 
     def _score_all(
-        self, personalize: Callable, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation
-    ) -> Scores:
+        self,
+        personalize: Personalize,
+        key: Key[Array, ""],
+        key_server: Key[Array, ""],
+        t: Int[Array, ""],
+        state: State,
+        data: Federation,
+    ) -> Scored:
         """Scores every client with the (view, client) pair that ``personalize`` gives; every leaf [N]."""
         ids = self._order(jnp.arange(self.clients), data.train.count)
-        _, (clients, train, test) = self._gather(ids, (state.clients, data.train, data.test))
+        rows = state.clients, data.train, data.validation, self._scored(data)
+        _, (clients, train, validation, scored) = self._gather(ids, rows)
+        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
+        clients = self._dispatch(key_server, t, state.server, clients, cohort)
 
-        def one(shared: tuple, row: tuple) -> Scores:
-            (key, t, view, x, y), (client_id, client, train, test) = shared, row
+        def one(shared: tuple, row: tuple) -> Scored:
+            (key, t, view, x, y), (client_id, client, train, validation, scored) = shared, row
             key = jax.random.fold_in(key, client_id)
-            view, client = personalize(key, t, view, client, self._training_data(key, x, y, train))
-            return score(lambda images: self.method.predict(view, client, images), client_data(x, y, test))
+            held = self._training_data(key, client_id, x, y, train, validation)
+            return self._score_model(*personalize(Round(key, t), view, client, held), x, y, scored)
 
         shared = key, t, self.method.broadcast(state.server), data.x, data.y
-        scores = map_clients(one, shared, (ids, clients, train, test), self.placement)
+        scores = map_clients(one, shared, (ids, clients, train, validation, scored), self.placement)
         return put_rows(jax.tree.map(lambda leaf: jnp.zeros((self.clients,), leaf.dtype), scores), ids, scores)
 
-    def _setup(self, setup: Callable, key: Key[Array, ""], state: State, data: Federation) -> tuple[State, Traffic]:
+    def _dispatch(self, keys: RoundKeys, t: Int[Array, ""], server: PyTree, clients: PyTree, cohort: Cohort) -> PyTree:
+        """The clients with what the server writes to each of them before they work."""
+        if self.method.dispatch is None:
+            return clients
+        now = Round(phase_key(key, "dispatch"), t)
+        return clients._replace(inbox=self.method.dispatch(now, server, clients, cohort))
+
+    def _calibrated(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> State:
+        """The state whose models are scored, for a method that does not score what it broadcasts."""
+        calibrate = self.method.calibrate
+        if calibrate is None:
+            return state
+        keys = round_keys(key, t)
+        ids = self._order(jnp.arange(self.trainers), data.train.count)
+        present, (clients, train, validation) = self._gather(ids, (state.clients, data.train, data.validation))
+
+        def one(shared: tuple, row: tuple) -> PyTree:
+            (key, t, view, x, y), (client_id, client, train, validation) = shared, row
+            key = phase_key(jax.random.fold_in(key, client_id), "calibrate")
+            return calibrate.local(Round(key, t), view, client, client_data(x, y, train, client_id, validation))
+
+        shared = keys.clients, t, self.method.broadcast(state.server), data.x, data.y
+        uploads = map_clients(one, shared, (ids, clients, train, validation), self.placement)
+        uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
+        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
+        now = Round(phase_key(keys.aggregate, "calibrate"), t)
+        server = calibrate.server(now, state.server, self.placement.gather_small(uploads), cohort)
+        return state._replace(server=server)
+
+    def _setup(self, setup: Setup, key: Key[Array, ""], state: State, data: Federation) -> tuple[State, Traffic]:
         """Round -1: every client prepares an upload, and the server combines all of them; nothing is sent down."""
-        method = self.method
+        method, t = self.method, jnp.array(-1, jnp.int32)
         key_clients, key_aggregate = jax.random.split(key)
         ids = self._order(jnp.arange(self.trainers), data.train.count)
-        present, (old, train) = self._gather(ids, (state.clients, data.train))
+        present, (old, train, validation) = self._gather(ids, (state.clients, data.train, data.validation))
 
         def one(shared: tuple, row: tuple) -> tuple:
-            (key, view, x, y), (client_id, client, train) = shared, row
-            return setup(jax.random.fold_in(key, client_id), view, client, client_data(x, y, train))
+            (key, t, view, x, y), (client_id, client, train, validation) = shared, row
+            held = client_data(x, y, train, client_id, validation)
+            return setup(Round(jax.random.fold_in(key, client_id), t), view, client, held)
 
         view = method.broadcast(state.server)
-        new, uploads = map_clients(one, (key_clients, view, data.x, data.y), (ids, old, train), self.placement)
+        shared, rows = (key_clients, t, view, data.x, data.y), (ids, old, train, validation)
+        new, uploads = map_clients(one, shared, rows, self.placement)
         uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
-        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients)
-        server, new = method.aggregate(key_aggregate, jnp.array(-1, jnp.int32), state.server, new, uploads, cohort)
-        none = jnp.zeros((), jnp.int32)
-        sent = traffic_of(none, view, jnp.sum(present), uploads)
+        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
+        server, new = method.aggregate(Round(key_aggregate, t), state.server, new, uploads, cohort)
+        sent = traffic_of(jnp.zeros((), jnp.int32), view, jnp.sum(present), uploads)
         return State(server, put_rows(state.clients, ids, new)), sent
+
+
+def _trained(update: Update) -> tuple[PyTree, PyTree]:
+    """The (view, client) that is scored as POST."""
+    return (update.upload, update.client) if update.post is None else update.post

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from fedjax_pfl.data.federated import ClientData
 
@@ -22,13 +22,41 @@ class Scores(NamedTuple):
       correct: number of test samples classified correctly.
       accuracy: correct / n_test.
       macro_f1: F1 averaged over the classes in the client's test samples.
-      loss: mean cross-entropy.
+      macro_f1_union: F1 averaged over these and the classes that were predicted (scikit-learn's default).
+      loss: mean cross-entropy; not finite where the model has diverged.
     """
 
     correct: Float[Array, "..."]
     accuracy: Float[Array, "..."]
     macro_f1: Float[Array, "..."]
+    macro_f1_union: Float[Array, "..."]
     loss: Float[Array, "..."]
+
+
+class Scored(NamedTuple):
+    """The scores of a model on the samples that it is evaluated on.
+
+    Attributes:
+      test: on the test samples, or what ``data.evaluate_on`` puts in their place.
+      validation: on the validation samples, where they are scored beside the test samples.
+    """
+
+    test: Scores
+    validation: Scores | None
+
+
+class Evaluation(NamedTuple):
+    """All scores after a round.
+
+    Attributes:
+      pre: of each client after aggregation and personalisation; every leaf [N].
+      post: of each client right after its last local training; every leaf [N].
+      shared: of the global model on the pooled test set; None where the method has none.
+    """
+
+    pre: Scored
+    post: Scored
+    shared: Scores | None
 
 
 class Tally(NamedTuple):
@@ -65,7 +93,9 @@ def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch cl
         batch = data.take(slots, slots < data.count)
         logits = predict(batch.x)
         loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch.y[:, None], axis=1)[:, 0]
-        guess = jax.nn.one_hot(jnp.argmax(logits, axis=-1), classes) * batch.mask[:, None]
+        # What is not finite is no answer: of a diverged model's logits, all NaN, argmax would make class 0.
+        answered = batch.mask * jnp.all(jnp.isfinite(logits), axis=-1)
+        guess = jax.nn.one_hot(jnp.argmax(logits, axis=-1), classes) * answered[:, None]
         hits = guess * jax.nn.one_hot(batch.y, classes)
         new = Tally(jnp.sum(hits, axis=0), jnp.sum(guess, axis=0), jnp.sum(loss * batch.mask))
         return jax.tree.map(jnp.add, sums, new)
@@ -78,11 +108,16 @@ def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch cl
 def scores_of(counted: Tally, class_counts: Float[Array, " classes"]) -> Scores:
     """The scores on a test set with so many samples of each class."""
     f1 = 2 * counted.hits / jnp.maximum(counted.guesses + class_counts, 1.0)
-    held = (class_counts > 0).astype(jnp.float32)
-    macro_f1 = jnp.sum(f1 * held) / jnp.maximum(jnp.sum(held), 1.0)
+    held = class_counts > 0
+
+    def mean_over(classes: Bool[Array, " classes"]) -> Float[Array, ""]:
+        chosen = classes.astype(jnp.float32)
+        return jnp.sum(f1 * chosen) / jnp.maximum(jnp.sum(chosen), 1.0)
+
     n = jnp.maximum(jnp.sum(class_counts), 1.0)
     correct = jnp.sum(counted.hits)
-    return Scores(correct, correct / n, macro_f1, counted.loss / n)
+    union = mean_over(held | (counted.guesses > 0))
+    return Scores(correct, correct / n, mean_over(held), union, counted.loss / n)
 
 
 def harmonic_mean(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:

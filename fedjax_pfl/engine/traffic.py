@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from fedjax_pfl.method import Part, PerClass, Sometimes, part_of
+from fedjax_pfl.method import Part, PerClass, SentIf, part_of
 
 
 class Traffic(NamedTuple):
@@ -17,16 +17,16 @@ class Traffic(NamedTuple):
       up: how often an upload came back.
       rows_down: class rows sent in the per-class part of these views.
       rows_up: class rows sent in the per-class part of these uploads.
-      sometimes_down: how many of these views came with the part that is sent sometimes.
-      sometimes_up: how many of these uploads did.
+      sent_if_down: how many of these views came with the part that is sent sometimes.
+      sent_if_up: how many of these uploads did.
     """
 
     down: Int[Array, ""]
     up: Int[Array, ""]
     rows_down: Int[Array, ""]
     rows_up: Int[Array, ""]
-    sometimes_down: Int[Array, ""]
-    sometimes_up: Int[Array, ""]
+    sent_if_down: Int[Array, ""]
+    sent_if_up: Int[Array, ""]
 
 
 def flags_set(tree: PyTree, kind: type[Part]) -> Int[Array, ""]:
@@ -42,8 +42,8 @@ def traffic_of(down: Int[Array, ""], view: PyTree, up: Int[Array, ""], uploads: 
         up=up,
         rows_down=down * flags_set(view, PerClass),
         rows_up=flags_set(uploads, PerClass),
-        sometimes_down=down * flags_set(view, Sometimes),
-        sometimes_up=flags_set(uploads, Sometimes),
+        sent_if_down=down * flags_set(view, SentIf),
+        sent_if_up=flags_set(uploads, SentIf),
     )
 
 
@@ -78,10 +78,10 @@ class Exchange(NamedTuple):
         """Bytes exchanged: only the class rows that are held, and no part in rounds that leave it out."""
         left_out = 0
         for tree, times, rows, sometimes in (
-            (self.view, traffic.down, traffic.rows_down, traffic.sometimes_down),
-            (self.upload, traffic.up, traffic.rows_up, traffic.sometimes_up),
+            (self.view, traffic.down, traffic.rows_down, traffic.sent_if_down),
+            (self.upload, traffic.up, traffic.rows_up, traffic.sent_if_up),
         ):
-            for part, sent in ((part_of(tree, PerClass), rows), (part_of(tree, Sometimes), sometimes)):
+            for part, sent in ((part_of(tree, PerClass), rows), (part_of(tree, SentIf), sometimes)):
                 if part is not None:
                     flags, content = part
                     left_out += (int(times) * flags.size - int(sent)) * (size(content) // flags.size)

@@ -1,13 +1,16 @@
 """FedAvg (McMahan et al., AISTATS 2017), Algorithm 1: one global model, averaged by client size."""
 
-from fedjax_pfl.method import Method
-from fedjax_pfl.models.base import Model
-from fedjax_pfl.ops.aggregate import weighted_mean
-from fedjax_pfl.ops.losses import cross_entropy
+from jaxtyping import Array, Float, Key, PyTree
+
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.aggregate import Combine, weighted_mean
+from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.training import Trainer
 
 
-def fedavg(model: Model, train: Trainer) -> Method:
+def fedavg(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Method:
     """FedAvg: every participant trains the global model; the server averages the results, weighted by n_i.
 
     Shared: w. Personal: nothing. Headline: PRE, the global model on each client's test samples (POST is what some
@@ -18,22 +21,25 @@ def fedavg(model: Model, train: Trainer) -> Method:
       Networks from Decentralized Data. AISTATS 2017. arXiv:1602.05629.
     """
 
-    def init(key):
+    def init(key: Key[Array, ""], clients: int) -> tuple[Params, PyTree]:
+        del clients
         return model.init(key), ()
 
-    def loss(params, batch, key):
+    def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
         del key
-        return cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
+        return supervised(model, params, batch)
 
-    def local(key, t, view, client, data):
-        params, info = train(key, t, loss, view, data)
-        return client, params, info
+    def local(now: Round, view: Params, client: PyTree, data: ClientData) -> Update:
+        params, info = train(now, loss, view, data)
+        return Update(client, params, info)
 
-    def aggregate(key, t, server, clients, uploads, cohort):
-        del key, t, server
-        return weighted_mean(uploads, cohort.weight), clients
+    def aggregate(
+        now: Round, server: Params, clients: PyTree, uploads: Params, cohort: Cohort
+    ) -> tuple[Params, PyTree]:
+        del now, server
+        return combine(uploads, cohort.weight), clients
 
-    def predict(view, client, x):
+    def predict(view: Params, client: PyTree, x: Samples) -> Logits:
         del client
         return model.apply(view, x)
 

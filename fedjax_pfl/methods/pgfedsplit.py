@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.method import Method, PerClass, Sometimes, Static
+from fedjax_pfl.method import Method, PerClass, SentIf, Static
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import weighted_mean
 from fedjax_pfl.ops.distill import distillation
@@ -59,7 +59,7 @@ class Server(NamedTuple):
 
     extractor: Params
     gaussians: Gaussians
-    head: Sometimes
+    head: SentIf
     interval: Int[Array, ""]
     counter: Int[Array, ""]
     alpha: Float[Array, ""]
@@ -70,7 +70,7 @@ class View(NamedTuple):
 
     extractor: Params
     per_class: PerClass
-    head: Sometimes
+    head: SentIf
 
 
 class Client(NamedTuple):
@@ -86,7 +86,7 @@ class Upload(NamedTuple):
     extractor: Params
     head: Params
     per_class: PerClass
-    alpha: Sometimes
+    alpha: SentIf
 
 
 def pgfedsplit(
@@ -144,7 +144,7 @@ def pgfedsplit(
             Prototypes(means, jnp.zeros(model.classes, bool)), None if is_off(r) else roots[covariance]
         )
         none = jnp.zeros((), jnp.int32)
-        head = Sometimes(jnp.array(False), params["head"])
+        head = SentIf(jnp.array(False), params["head"])
         server = Server(params["extractor"], gaussians, head, jnp.array(interval, jnp.int32), none, jnp.zeros(()))
         return server, Client(params["head"], none)
 
@@ -190,7 +190,7 @@ def pgfedsplit(
 
         extractor, info = train(key, t, loss, view.extractor, data)
         sums = class_sums_under(model, extractor, data)
-        upload = Upload(extractor, head, PerClass(data.class_counts, sums), Sometimes(view.head.sent, coefficient))
+        upload = Upload(extractor, head, PerClass(data.class_counts, sums), SentIf(view.head.sent, coefficient))
         return Client(head, adapted), upload, info
 
     def aggregate(key, t, server, clients, uploads, cohort):
@@ -202,7 +202,7 @@ def pgfedsplit(
         new = Server(
             extractor=weighted_mean(uploads.extractor, cohort.weight),
             gaussians=update_gaussians(server.gaussians, uploads.per_class, cohort.ids),
-            head=Sometimes(due, weighted_mean(uploads.head, cohort.weight)),
+            head=SentIf(due, weighted_mean(uploads.head, cohort.weight)),
             interval=interval,
             counter=jnp.where(due, 0, counter),
             alpha=alpha,

@@ -49,7 +49,9 @@ class Model(NamedTuple):
       dim: K, the feature dimension.
       classes: C, the number of classes.
       maps: (h, w, c) of each feature map.
+      layers: the extractor's layers by name, as they stand in theta, from the input to the features.
       projection: the extractor's two parts, where it ends in a projection head; the maps are then the encoder's.
+      regularizer: z, mask -> a term that every loss adds which trains the extractor on labels; None for no term.
     """
 
     init: Callable[[Key[Array, ""]], Params]
@@ -60,7 +62,9 @@ class Model(NamedTuple):
     dim: int
     classes: int
     maps: tuple[tuple[int, int, int], ...]
+    layers: tuple[str, ...] = ()
     projection: Projection | None = None
+    regularizer: Callable[[Float[Array, "batch dim"], Float[Array, " batch"]], Float[Array, ""]] | None = None
 
 
 class Initializers(NamedTuple):
@@ -110,7 +114,14 @@ def build(
       std: per-channel standard deviation of the same.
     """
     example = jax.ShapeDtypeStruct((1, *shape), jnp.uint8 if hasattr(extractor, "vocabulary") else jnp.float32)
-    (z, maps), _ = jax.eval_shape(extractor.init_with_output, jax.random.key(0), example)
+    layers: list[str] = []
+
+    def trace(key: Key[Array, ""], x: Array) -> Any:
+        out, variables = extractor.init_with_output(key, x)
+        layers.extend(variables["params"])  # in the order of their first call, which a tree would sort by name
+        return out
+
+    z, maps = jax.eval_shape(trace, jax.random.key(0), example)
     dim = z.shape[-1]
     head = dense(classes, init, dim, "head")
 
@@ -141,7 +152,9 @@ def build(
 
     projection = _projection(extractor, example, normalise) if hasattr(extractor, "project") else None
     shapes = tuple(leaf.shape[1:] for leaf in maps)
-    return Model(init_params, features, features_and_maps, classify, apply, dim, classes, shapes, projection)
+    return Model(
+        init_params, features, features_and_maps, classify, apply, dim, classes, shapes, tuple(layers), projection
+    )
 
 
 def _projection(extractor: nn.Module, example: jax.ShapeDtypeStruct, normalise: Callable[[Array], Array]) -> Projection:

@@ -1,16 +1,16 @@
 """Training of a head alone, on features."""
 
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Round
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.losses import cross_entropy
 from fedjax_pfl.ops.training import Scalar, Trainer
 
 
 def train_head(
-    key: Key[Array, ""],
-    t: Int[Array, ""],
+    now: Round,
     model: Model,
     train: Trainer,
     head: Params,
@@ -23,8 +23,7 @@ def train_head(
     """Trains a head with plain cross-entropy.
 
     Args:
-      key: the client's key of this round.
-      t: the round, for the learning-rate decay.
+      now: the round, and the client's key in it.
       model: classifies features with a head.
       train: the local trainer.
       head: phi, to start from.
@@ -38,4 +37,4 @@ def train_head(
         del key
         return cross_entropy(model.classify(phi, batch.x), batch.y, batch.mask)
 
-    return train(key, t, loss, head, features, phase=phase, epochs=epochs, lr=lr)[0]
+    return train(now, loss, head, features, phase=phase, epochs=epochs, lr=lr)[0]

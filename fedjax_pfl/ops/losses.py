@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from fedjax_pfl.data.federated import Batch
+from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.models.norm import is_statistic
 
 
@@ -18,6 +20,23 @@ def cross_entropy(
     """Mean softmax cross-entropy over the samples of a padded batch."""
     log_p = jax.nn.log_softmax(logits)
     return masked_mean(-jnp.take_along_axis(log_p, y[:, None], axis=1)[:, 0], mask)
+
+
+def label_loss(
+    model: Model, z: Float[Array, "batch K"], logits: Float[Array, "batch classes"], batch: Batch
+) -> Float[Array, ""]:
+    """Cross-entropy of the logits, plus the regulariser of the features z if the model has one.
+
+    For losses that have more to do with z; the others call :func:`supervised`.
+    """
+    loss = cross_entropy(logits, batch.y, batch.mask)
+    return loss if model.regularizer is None else loss + model.regularizer(z, batch.mask)
+
+
+def supervised(model: Model, params: Params, batch: Batch) -> Float[Array, ""]:
+    """The loss of plain training: `label_loss` of the model on a batch, which is a training pass over it."""
+    z = model.features(params["extractor"], batch.x, batch.mask)
+    return label_loss(model, z, model.classify(params["head"], z), batch)
 
 
 def proximal(

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Round, TrainInfo
 from fedjax_pfl.models.norm import is_statistic
 
 Carry = TypeVar("Carry")
@@ -20,18 +21,6 @@ Params = TypeVar("Params")
 Scalar = float | Float[Array, ""]
 # params, batch, key -> the mean loss over the batch
 Loss = Callable[[Params, Batch, Key[Array, ""]], Float[Array, ""]]
-
-
-class TrainInfo(NamedTuple):
-    """What a client reports of its local training.
-
-    Attributes:
-      loss: mean training loss over all samples of all epochs, each taken before its step.
-      steps: tau_i, the number of SGD steps taken.
-    """
-
-    loss: Float[Array, ""]
-    steps: Int[Array, ""]
 
 
 def is_off(coefficient: Scalar | int) -> bool:
@@ -59,7 +48,8 @@ def scan_batches(
     carry: Carry,
     data: ClientData,
     *,
-    epochs: int | Int[Array, ""],
+    epochs: int | Int[Array, ""] | None = None,
+    steps: int | Int[Array, ""] | None = None,
     batch_size: int,
     drop_last: bool = False,
 ) -> Carry:
@@ -72,12 +62,16 @@ def scan_batches(
       step: (carry, batch, key) -> carry; anything may be carried, also several models.
       carry: what the first step starts from.
       data: the client's samples.
-      epochs: passes over the samples.
+      epochs: passes over the samples; or
+      steps: the number of steps, through as many passes as they take, the last one cut short.
       batch_size: B; the last, short batch is padded and masked.
       drop_last: leave the short batch out instead (PFLlib's way; a client with fewer than B samples does not train).
     """
+    assert (epochs is None) != (steps is None), "either epochs or steps"
     width = min(batch_size, data.capacity)
-    steps = data.count // batch_size if drop_last else (data.count + width - 1) // width
+    in_epoch = data.count // batch_size if drop_last else (data.count + width - 1) // width
+    if steps is not None:
+        epochs = jnp.where(in_epoch > 0, -(-steps // jnp.maximum(in_epoch, 1)), 0)
 
     def epoch(number: Int[Array, ""], carry: Carry) -> Carry:
         key_order, key_steps = jax.random.split(jax.random.fold_in(key, number))
@@ -89,7 +83,8 @@ def scan_batches(
             batch = data.take(order[jnp.where(valid, slots, 0)], valid)
             return step(carry, batch, jax.random.fold_in(key_steps, number))
 
-        return lax.fori_loop(0, steps, batch_step, carry)
+        left = in_epoch if steps is None else jnp.minimum(in_epoch, steps - number * in_epoch)
+        return lax.fori_loop(0, left, batch_step, carry)
 
     return lax.fori_loop(0, epochs, epoch, carry)
 
@@ -124,32 +119,32 @@ class Trainer:
 
     def __call__(
         self,
-        key: Key[Array, ""],
-        t: Int[Array, ""],
+        now: Round,
         loss: Loss[Params],
         params: Params,
         data: ClientData,
         *,
         phase: str = "local",
         epochs: int | Int[Array, ""] | None = None,
+        steps: int | Int[Array, ""] | None = None,
         lr: Scalar | None = None,
     ) -> tuple[Params, TrainInfo]:
         """Trains ``params`` on one client's samples.
 
         Args:
-          key: the client's key of this round.
-          t: the round, from 0.
+          now: the round, and the client's key in it.
           loss: (params, batch, key) -> mean loss of the batch.
           params: what is trained.
           data: the client's samples.
           phase: name of this phase; two phases of a round draw different batches, the same phase the same ones.
           epochs: instead of the configured number.
+          steps: a number of steps instead, through as many epochs as they take.
           lr: instead of the configured rate; decays alike.
 
         Returns:
           The trained params, and the mean loss and number of steps. A client without samples returns its input.
         """
-        optimizer = self._optimizer(t, self.lr if lr is None else lr, params)
+        optimizer = self.optimizer(now.t, params, lr=lr)
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
             params, opt_state, total, samples, steps = carry
@@ -159,19 +154,58 @@ class Trainer:
             return optax.apply_updates(params, updates), opt_state, total + size * value, samples + size, steps + 1
 
         zero = jnp.zeros((), jnp.float32)
-        params, _, total, samples, steps = scan_batches(
-            phase_key(key, phase),
+        start = (params, optimizer.init(params), zero, zero, jnp.zeros((), jnp.int32))
+        params, _, total, samples, taken = self.over_batches(
+            now, step, start, data, phase=phase, epochs=epochs, steps=steps
+        )
+        return params, TrainInfo(total / jnp.maximum(samples, 1.0), taken)
+
+    def over_batches(
+        self,
+        now: Round,
+        step: Callable[[Carry, Batch, Key[Array, ""]], Carry],
+        carry: Carry,
+        data: ClientData,
+        *,
+        phase: str = "local",
+        epochs: int | Int[Array, ""] | None = None,
+        steps: int | Int[Array, ""] | None = None,
+    ) -> Carry:
+        """Folds a method's own step over the mini-batches that a call with the same phase would train on.
+
+        For methods that take other steps than one of SGD on one loss: with :meth:`optimizer` they take theirs by hand.
+
+        Args:
+          now: the round, and the client's key in it.
+          step: (carry, batch, key) -> carry.
+          carry: what the first step starts from.
+          data: the client's samples.
+          phase: name of this phase.
+          epochs: instead of the configured number.
+          steps: a number of steps instead.
+        """
+        if steps is None and epochs is None:
+            epochs = self.epochs
+        return scan_batches(
+            phase_key(now.key, phase),
             step,
-            (params, optimizer.init(params), zero, zero, jnp.zeros((), jnp.int32)),
+            carry,
             data,
-            epochs=self.epochs if epochs is None else epochs,
+            epochs=epochs,
+            steps=steps,
             batch_size=self.batch_size,
             drop_last=self.drop_last,
         )
-        return params, TrainInfo(total / jnp.maximum(samples, 1.0), steps)
 
-    def _optimizer(self, t: Int[Array, ""], lr: Scalar, params: PyTree) -> optax.GradientTransformation:
-        rate = lr if is_off(self.lr_decay - 1) else lr * self.lr_decay ** t.astype(jnp.float32)
+    def optimizer(self, t: Int[Array, ""], params: PyTree, *, lr: Scalar | None = None) -> optax.GradientTransformation:
+        """SGD of round t for these params, with decay, clipping and running statistics as configured.
+
+        Args:
+          t: the round, which decays the rate.
+          params: what it will update, to tell parameters from running statistics.
+          lr: instead of the configured rate; decays alike.
+        """
+        rate = (self.lr if lr is None else lr) * self.lr_decay ** t.astype(jnp.float32)
         parts = []
         if self.clip_norm is not None:
             parts.append(optax.clip_by_global_norm(self.clip_norm))

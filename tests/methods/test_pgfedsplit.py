@@ -23,7 +23,7 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, round_keys
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.experiment.build import make_engine
-from fedjax_pfl.method import Cohort, PerClass, Sometimes
+from fedjax_pfl.method import Cohort, PerClass, SentIf
 from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.methods.pgfedsplit import Gaussians, Upload, mix, mixing_coefficient, pgfedsplit, update_gaussians
 from fedjax_pfl.ops.prototypes import Prototypes
@@ -378,7 +378,7 @@ def aggregated(model, trainer):
             total = len(weight)
             same = jax.tree.map(lambda leaf: jnp.zeros((total, *leaf.shape)), model.init(KEY))
             sums = PerClass(jnp.zeros((total, CLASSES)), jnp.zeros((total, CLASSES, model.dim)))
-            sent = Sometimes(jnp.broadcast_to(server.head.sent, total), alphas)
+            sent = SentIf(jnp.broadcast_to(server.head.sent, total), alphas)
             uploads = Upload(same["extractor"], same["head"], sums, sent)
             cohort = Cohort(jnp.arange(total), weight, total)
             server, _ = method.aggregate(KEY, at(0), server, None, uploads, cohort)
@@ -495,12 +495,12 @@ def mixture(model, trainer, federation):
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_a_given_coefficient_is_every_clients(alpha, mixture, model):
     own, theirs = (model.init(jax.random.key(i))["head"] for i in range(2))
-    new, upload = mixture(Sometimes(jnp.array(True), theirs), own, 3, alpha, learned=False)
+    new, upload = mixture(SentIf(jnp.array(True), theirs), own, 3, alpha, learned=False)
     jax.tree.map(close, new.head, jax.tree.map(lambda a, b: alpha * a + (1 - alpha) * b, own, theirs))
     jax.tree.map(np.testing.assert_array_equal, upload.head, new.head)
     assert (int(new.adapted), bool(upload.alpha.sent)) == (7, True)
     assert float(upload.alpha.value) == np.float32(alpha)
-    new, upload = mixture(Sometimes(jnp.array(False), theirs), own, 3, alpha, learned=False)
+    new, upload = mixture(SentIf(jnp.array(False), theirs), own, 3, alpha, learned=False)
     jax.tree.map(np.testing.assert_array_equal, new.head, own)
     assert (int(new.adapted), bool(upload.alpha.sent)) == (3, False)
 
@@ -512,7 +512,7 @@ def test_the_penalty_grows_with_the_rounds_since_the_last_mixture(mixture, model
     logits = [linear(to_numpy(phi), z) for phi in (own, theirs)]
     found = []
     for gap, beta in [(0, 1.0), (1, 0.1), (7, 0.1), (3, 1.0)]:
-        _, upload = mixture(Sometimes(jnp.array(True), theirs), own, 7 - gap, beta, learned=True)
+        _, upload = mixture(SentIf(jnp.array(True), theirs), own, 7 - gap, beta, learned=True)
         found.append(float(upload.alpha.value))
         expected = best_alpha(*logits, mlp.y[rows], gap, SimpleNamespace(beta=beta, temperature=1.0))
         np.testing.assert_allclose(found[-1], expected, atol=2e-5)
@@ -521,7 +521,7 @@ def test_the_penalty_grows_with_the_rounds_since_the_last_mixture(mixture, model
 
 def test_a_client_that_receives_its_own_head_keeps_it(mixture, model):
     own = model.init(jax.random.key(1))["head"]
-    new, upload = mixture(Sometimes(jnp.array(True), own), own, 0, 0.5, learned=True)
+    new, upload = mixture(SentIf(jnp.array(True), own), own, 0, 0.5, learned=True)
     assert float(upload.alpha.value) == 1
     jax.tree.map(np.testing.assert_array_equal, new.head, own)
 
