@@ -28,12 +28,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from fedjax_pfl import Config, ConfigError, Result, load_config, simulate
-from fedjax_pfl.engine.scoring import harmonic_mean
+from fedjax_pfl import Config, ConfigError, load_config
 from fedjax_pfl.experiment.build import cores
-from fedjax_pfl.experiment.driver import first_reached
+from fedjax_pfl.experiment.executors import Finished
 from fedjax_pfl.experiment.record import write_atomically
-from fedjax_pfl.experiment.tables import NONE, grid, mean_and_spread, paired_p
+from fedjax_pfl.experiment.statistics import paired_difference
+from fedjax_pfl.experiment.summary import first_reached, harmonic_mean
+from fedjax_pfl.experiment.sweep import run_configs
+from fedjax_pfl.experiment.tables import NONE, grid, mean_and_spread
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -292,42 +294,57 @@ def fill(
       cells: the cells that there are; new ones are added.
       options: the command line.
       command: the command line as text, kept with each cell.
-      save: called after each cell.
+      save: called after each program.
 
     Returns:
       Why cells could not be run, by key.
     """
-    # Seeds first: a call that is stopped leaves a comparison of all rows.
     plan = [
         (setting, row, seed)
         for setting in table.settings
-        for seed in options.seeds
         for row in table.rows
+        for seed in options.seeds
         if setting in (options.settings or table.settings) and row in (options.methods or table.rows)
     ]
-    began, missing = time.perf_counter(), {}
-    for number, key in enumerate(plan, 1):
+    began, missing, wanted = time.perf_counter(), {}, {}
+
+    def say(key: Key, outcome: str) -> None:
         setting, row, seed = key
+        print(f"{time.perf_counter() - began:8.1f} s  {setting} {row} seed {seed}: {outcome}", file=sys.stderr)
+
+    for key in plan:
         try:
-            overrides = cell_overrides(table, key, options)
-            config = load_config(ROOT / table.config, overrides)
-            if key in cells and is_of(cells[key], config):
-                outcome = "kept"
-            else:
-                resolved = config.model_dump(mode="json")
-                asked = {"setting": setting, "row": row, "seed": seed, "overrides": overrides, "set": options.set}
-                cells[key] = {**asked, "command": command, "config": resolved, **measures(simulate(config))}
-                save()
-                outcome = "done"
-            point = table.rows[row].point
-            for name, figure in figures_of(cells[key], point, table).items():
-                outcome += f", {point if name == 'accuracy' else name} {100 * figure:.2f} %"
+            config = load_config(ROOT / table.config, cell_overrides(table, key, options))
         except ConfigError as error:
             missing[key] = str(error)
-            outcome = f"missing, {error}"
-        elapsed = time.perf_counter() - began
-        print(f"{elapsed:8.1f} s  {number}/{len(plan)}  {setting} {row} seed {seed}: {outcome}", file=sys.stderr)
+            say(key, f"missing, {error}")
+            continue
+        if key in cells and is_of(cells[key], config):
+            say(key, f"kept{shown(cells[key], table)}")
+        else:
+            wanted[key] = config
+    keys = list(wanted)
+    # The seeds of a row are rows of one program; a call that is stopped has the rows that were done.
+    for places, outcome in run_configs(list(wanted.values())):
+        for at, key in enumerate(keys[place] for place in places):
+            if isinstance(outcome, str):
+                missing[key] = outcome
+                say(key, f"missing, {outcome}")
+                continue
+            setting, row, seed = key
+            asked = {"setting": setting, "row": row, "seed": seed, "set": options.set, "command": command}
+            resolved = {"overrides": cell_overrides(table, key, options), "config": wanted[key].model_dump(mode="json")}
+            cells[key] = {**asked, **resolved, **measures(outcome[at])}
+            say(key, f"done{shown(cells[key], table)}")
+        save()
     return missing
+
+
+def shown(cell: Cell, table: Table) -> str:
+    """A cell's figures, for the line that tells of it."""
+    point = table.rows[cell["row"]].point
+    figures = figures_of(cell, point, table)
+    return "".join(f", {point if name == 'accuracy' else name} {100 * x:.2f} %" for name, x in figures.items())
 
 
 def is_of(cell: Cell, config: Config) -> bool:
@@ -347,7 +364,7 @@ def cell_overrides(table: Table, key: Key, options: argparse.Namespace) -> list[
     return [*both, *rounds, f"run.seed={seed}", *options.set]
 
 
-def measures(result: Result) -> Cell:
+def measures(result: Finished) -> Cell:
     """What is kept of a run."""
     summary, history = result.summary, result.history
     environment = summary["environment"]
@@ -493,10 +510,20 @@ def comparison(
             row["worst 10 %"] = line.show_spread("worst_10_percent")
         row["MB"] = line.show("megabytes_total", digits=1)
         row["s per round"] = line.show("timing", "seconds_per_round", digits=3)
-        p = None if line.key == reference else paired_p(line.ranked, base)
-        row["p"] = NONE if p is None else f"{p:.3g}"
+        row["p"] = show_p(None if line.key == reference else paired_p(line.ranked, base))
         rows.append(row)
     return list(rows[0]), [list(row.values()) for row in rows]
+
+
+def paired_p(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:
+    """p-value of the paired t-test; None where there is nothing to judge by."""
+    found = paired_difference(first, second)
+    return None if found is None or np.isnan(found.p) else found.p
+
+
+def show_p(p: float | None) -> str:
+    """A p-value for a table."""
+    return NONE if p is None else f"{p:.3g}"
 
 
 def heading(whose: str, name: str, names: Sequence[str]) -> str:

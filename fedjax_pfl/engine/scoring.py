@@ -1,11 +1,10 @@
-"""Evaluation: what is measured on one client, and how clients are summed up."""
+"""Evaluation: what is measured on one client's samples."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -118,39 +117,3 @@ def scores_of(counted: Tally, class_counts: Float[Array, " classes"]) -> Scores:
     correct = jnp.sum(counted.hits)
     union = mean_over(held | (counted.guesses > 0))
     return Scores(correct, correct / n, mean_over(held), union, counted.loss / n)
-
-
-def harmonic_mean(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:
-    """2 a b / (a + b), element by element; 0 where both are 0, NaN where one is."""
-    total = np.add(a, b)
-    return np.asarray(2 * np.multiply(a, b) / np.where(total == 0, 1, total))
-
-
-def summarize(scores: Scores, n_test: Int[np.ndarray, " N"]) -> dict[str, float]:
-    """Sums up the clients that have test samples.
-
-    Args:
-      scores: one row per client.
-      n_test: test samples per client.
-
-    Returns:
-      ``accuracy`` (unweighted mean over clients), ``weighted`` (by test samples: PFLlib's number), ``std_clients``
-      (population standard deviation), ``worst_10_percent`` (mean over the tenth of the clients, at least one, that fare
-      worst), ``macro_f1`` and ``loss`` (unweighted means), ``i_local`` (unweighted mean of the harmonic mean of
-      accuracy and macro-F1, pFedCSPC's measure of a personal model). Accuracies lie in [0, 1].
-    """
-    tested = n_test > 0
-    accuracy, macro_f1, loss, correct = (
-        np.asarray(values, np.float64)[tested]
-        for values in (scores.accuracy, scores.macro_f1, scores.loss, scores.correct)
-    )
-    worst = np.sort(accuracy)[: max(1, len(accuracy) // 10)]
-    return {
-        "accuracy": float(accuracy.mean()),
-        "weighted": float(correct.sum() / n_test[tested].sum()),
-        "std_clients": float(accuracy.std()),
-        "worst_10_percent": float(worst.mean()),
-        "macro_f1": float(macro_f1.mean()),
-        "loss": float(loss.mean()),
-        "i_local": float(harmonic_mean(accuracy, macro_f1).mean()),
-    }

@@ -1,46 +1,99 @@
 """From a config to the parts of a run: devices, federation, model, engine and placement."""
 
-import contextlib
+import functools
+import inspect
 import math
 import os
+import types
+import typing
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
-from jaxtyping import Array, Int, Key
+from jax.sharding import AxisType, Mesh
+from jaxtyping import Array, Int
 
 from fedjax_pfl.data.federated import Clients, Federation, pack
 from fedjax_pfl.data.partition import PARTITIONS, Rows
 from fedjax_pfl.data.sources import Dataset
 from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, split_rows
-from fedjax_pfl.engine.memory import Memory, available, estimate
+from fedjax_pfl.engine.memory import Memory, available
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.config import Run as RunSection
+from fedjax_pfl.method import Static
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS, Model, build
+from fedjax_pfl.ops.aggregate import RULES
 from fedjax_pfl.ops.training import Trainer
 
 # Samples of the pooled test set per block; a block is evaluated like a client.
 _POOLED_BLOCK = 512
+_TRAINING_NUMBERS = ("lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
 
 
-def prepare_devices(placement: str) -> None:
-    """Makes every core of a CPU a device, for the placements that split clients over devices.
+class DataShape(NamedTuple):
+    """What a model has to know of a data set.
 
-    That is possible only before JAX has started; later, and where the user has chosen a number, clients run on the
-    devices that there are.
+    Attributes:
+      name: of the data set, for messages.
+      sample: shape of a sample: (h, w, c), or (length,) of text.
+      classes: number of classes.
+      vocabulary: number of symbols of a text; None for images.
     """
-    if placement in ("auto", "shard") and jax.config.values["jax_num_cpu_devices"] == -1:
-        with contextlib.suppress(RuntimeError):
+
+    name: str
+    sample: tuple[int, ...]
+    classes: int
+    vocabulary: int | None
+
+
+def shape_of(dataset: Dataset) -> DataShape:
+    """What a model has to know of this data set."""
+    return DataShape(dataset.name, dataset.images.shape[1:], dataset.classes, dataset.vocabulary)
+
+
+def prepare(run: RunSection) -> None:
+    """Gets this process ready: every core of a CPU becomes a device, and compiled programs are kept on disk.
+
+    A CPU's cores can be made devices only before JAX has started. Later, and where the user has chosen a number,
+    clients run on the devices that there are.
+
+    Raises:
+      ConfigError: ``run.compilation_cache`` is a file.
+    """
+    if run.placement in ("auto", "shard") and jax.config.values["jax_num_cpu_devices"] == -1:
+        try:
             jax.config.update("jax_num_cpu_devices", cores())
+        except RuntimeError:  # JAX has started
+            if jax.default_backend() == "cpu" and cores() > jax.local_device_count() == 1:
+                warnings.warn(
+                    f"JAX had started before with one CPU device, so that one of {cores()} cores will work; call "
+                    'this before anything else that uses JAX, or begin with jax.config.update("jax_num_cpu_devices", '
+                    f"{cores()})",
+                    stacklevel=4,
+                )
+    _keep_programs(run.compilation_cache)
+
+
+def _keep_programs(cache: str | None) -> None:
+    """Keeps compiled programs on disk, so that the next run with the same shapes starts at once."""
+    folder = cache or jax.config.values["jax_compilation_cache_dir"]
+    if folder == "off":
+        return
+    if folder and Path(folder).is_file():
+        raise ConfigError("run.compilation_cache", folder, 'a folder, or "off"; it is a file')
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", folder or str(caches / "fedjax_pfl"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def cores() -> int:
@@ -156,72 +209,113 @@ def _of_users_in_both(users: Int[np.ndarray, " samples"], train: Rows, test: Row
     return rows
 
 
-def make_engine(config: Config, dataset: Dataset, swept: Mapping[str, Array] = MappingProxyType({})) -> Engine:
-    """Model, trainer and method, joined; clients one by one on one device until :func:`place` decides.
+def program_inputs(config: Config) -> dict[str, float]:
+    """The numbers of a config, by dotted field, that a program can take as input: a second value compiles nothing."""
+    numbers: dict[str, Any] = {f"training.{name}": getattr(config.training, name) for name in _TRAINING_NUMBERS}
+    hints = typing.get_type_hints(METHODS[config.method["name"]], include_extras=True)
+    numbers |= {f"method.{name}": value for name, value in config.method.items() if _is_number(hints.get(name))}
+    return {field: value for field, value in numbers.items() if value is not None}
+
+
+def _is_number(hint: Any) -> bool:
+    """Whether a hyperparameter of this type is a real number that no shape depends on."""
+    if typing.get_origin(hint) is Annotated:
+        return Static not in hint.__metadata__ and _is_number(hint.__origin__)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return all(map(_is_number, kinds))
+    return hint is float
+
+
+def make_engine(
+    config: Config,
+    data: DataShape,
+    inputs: Mapping[str, Array] = MappingProxyType({}),
+    placement: Placement | None = None,
+) -> Engine:
+    """Model, trainer and method, joined.
 
     Args:
       config: what to run.
-      dataset: what the model is fitted to.
-      swept: traced values that take the place of numbers in the config, by dotted name (``training.lr``).
+      data: what the model is fitted to.
+      inputs: traced values that take the place of numbers in the config, by dotted name (``training.lr``).
+      placement: where clients run; one by one on one device unless given.
 
     Raises:
       ConfigError: model, method and data do not fit together.
     """
     training, options = config.training.model_dump(exclude={"rounds", "augment"}), _options(config.method, "name")
-    for field, value in swept.items():
+    for field, value in inputs.items():
         section, _, key = field.partition(".")
         {"training": training, "method": options}[section][key] = value
-    name, model = config.method["name"], _model(config, dataset)
+    name, rule, model = config.method["name"], config.aggregation.rule, _model(config, data)
+    factory = METHODS[name]
+    if rule != "mean":
+        if "combine" not in inspect.signature(factory).parameters:
+            raise ConfigError("aggregation.rule", rule, f'"mean": {name} averages no parameters')
+        factory = functools.partial(factory, combine=RULES[rule])
     try:
-        method = METHODS[name](model, Trainer(**training), **options)
+        method = factory(model, Trainer(**training), **options)
     except ValueError as error:
         raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
     if config.training.augment is not None:
         method = method._replace(augment=config.training.augment)
-    if dataset.vocabulary is not None and method.augment != "none":
-        allowed = f'"none": {dataset.name} is text, and {method.augment!r} augments images'
+    if data.vocabulary is not None and method.augment != "none":
+        allowed = f'"none": {data.name} is text, and {method.augment!r} augments images'
         if config.training.augment is None:
             allowed += f" (it is what {name} does unless told otherwise)"
         raise ConfigError("training.augment", config.training.augment, allowed)
     ratio = config.participation.ratio
     low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
-    who = Participation(low, high, config.participation.dropout)
-    return Engine(method, config.data.clients, who, new=new_clients(config))
+    spec = config.data
+    return Engine(
+        method,
+        spec.clients,
+        Participation(low, high, config.participation.dropout),
+        placement or Placement(),
+        new=new_clients(config),
+        validate=spec.validation_share > 0 and spec.evaluate_on == "test",
+    )
 
 
 def _options(table: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in table.items() if name != key}
 
 
-def _model(config: Config, dataset: Dataset) -> Model:
+def _model(config: Config, data: DataShape) -> Model:
     """The model, fitted to the shape of the data set's samples and its number of classes."""
     name = config.model["name"]
     extractor = MODELS[name](**_options(config.model, "name"))
     readable = getattr(extractor, "vocabulary", None)
-    if readable != dataset.vocabulary:
-        kinds = [
-            "images" if tokens is None else f"text of {tokens} symbols" for tokens in (readable, dataset.vocabulary)
-        ]
-        raise ConfigError("model.name", name, f"it reads {kinds[0]}, and {dataset.name} is {kinds[1]}")
+    if readable != data.vocabulary:
+        kinds = ["images" if tokens is None else f"text of {tokens} symbols" for tokens in (readable, data.vocabulary)]
+        raise ConfigError("model.name", name, f"it reads {kinds[0]}, and {data.name} is {kinds[1]}")
     scale = {}
-    channels = dataset.images.shape[-1]
-    for field in ("mean", "std") if dataset.vocabulary is None else ():
+    channels = data.sample[-1]
+    for field in ("mean", "std") if data.vocabulary is None else ():
         given = getattr(config.data, field)
         if isinstance(given, list) and len(given) != channels:
             raise ConfigError(f"data.{field}", given, f"one number, or one for each of the {channels} channels")
         scale[field] = jnp.broadcast_to(jnp.asarray(given, jnp.float32), (channels,))
     try:
-        return build(extractor, dataset.images.shape[1:], dataset.classes, init=config.model["init"], **scale)
+        return build(extractor, data.sample, data.classes, init=config.model["init"], **scale)
     except ValueError as error:
-        shape = "x".join(map(str, dataset.images.shape[1:]))
+        shape = "x".join(map(str, data.sample))
         raise ConfigError("model.name", name, f"it does not fit {shape} images: {error}") from None
 
 
-def place(engine: Engine, config: Config, key: Key[Array, ""], data: Federation) -> tuple[Engine, Memory]:
-    """Chooses devices and chunk: by backend and by the memory estimate, unless the config says."""
-    memory = estimate(engine, key, data)
+def place(config: Config, memory: Memory, cohort: int) -> Placement:
+    """Chooses devices and chunk for the clients of one run: by backend and memory, unless the config says.
+
+    Args:
+      config: what to run.
+      memory: what it needs.
+      cohort: clients in a round.
+
+    Raises:
+      ConfigError: the run does not fit into memory, or its processes need another placement.
+    """
     on_cpu = jax.default_backend() == "cpu"
-    cohort = engine.cohort_size
     kind = config.run.placement
     together = jax.process_count() > 1
     if together and kind not in ("auto", "shard"):
@@ -240,7 +334,31 @@ def place(engine: Engine, config: Config, key: Key[Array, ""], data: Federation)
     if need > limit:
         field, value = ("run.chunk", chunk) if config.run.chunk else ("data.clients", config.data.clients)
         raise ConfigError(field, value, f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB")
-    mesh = None
-    if kind == "shard":
-        mesh = jax.make_mesh((devices,), ("clients",), (AxisType.Auto,), devices=usable)
-    return replace(engine, placement=Placement(mesh, chunk)), memory
+    return Placement(_mesh(usable) if kind == "shard" else None, chunk)
+
+
+def place_runs(runs: int, memory: Memory, cohort: int) -> tuple[Placement, Placement]:
+    """Spreads several runs of one program over the devices.
+
+    Returns:
+      Where runs go: on a CPU one by one on each core, on an accelerator side by side; and where, within a run, its
+      clients do.
+
+    Raises:
+      ConfigError: the runs do not fit into memory.
+    """
+    devices = min(jax.local_device_count(), runs)
+    on_each, limit = math.ceil(runs / devices), available()
+    need = on_each * (memory.resident + memory.per_client)
+    if need > limit:
+        allowed = f"fewer at once: they need about {need * devices / 1e9:.2f} GB, there are {limit * devices / 1e9:.2f}"
+        raise ConfigError("grid", f"{runs} runs", f"{allowed} GB")
+    mesh = _mesh(jax.local_devices()[:devices]) if devices > 1 else None
+    if jax.default_backend() == "cpu":
+        return Placement(mesh), Placement()
+    chunk = (limit - on_each * memory.resident) // max(1, on_each * memory.per_client)
+    return Placement(mesh, on_each), Placement(chunk=max(1, min(cohort, chunk)))
+
+
+def _mesh(devices: Sequence[jax.Device]) -> Mesh:
+    return jax.make_mesh((len(devices),), ("clients",), (AxisType.Auto,), devices=devices)

@@ -1,7 +1,5 @@
 """Checkpoints: what a run needs to go on as though it had never stopped."""
 
-import importlib.metadata
-import json
 import signal
 import sys
 import threading
@@ -16,19 +14,10 @@ import numpy as np
 
 from fedjax_pfl.engine.round import Run
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.config import Config, load_config
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.record import check_alike
+from fedjax_pfl.experiment.summary import Line
 
-# How a run is carried out: these may differ between a checkpoint and the run that goes on from it.
-_FREE = (
-    "training.rounds",
-    "run.checkpoint_every",
-    "run.placement",
-    "run.chunk",
-    "run.out",
-    "run.tensorboard",
-    "run.compilation_cache",
-)
-_PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
 # The one before the last stays until the next is complete.
 _KEPT = 2
 
@@ -47,17 +36,12 @@ class Saved(NamedTuple):
     """
 
     round: int
-    lines: list[dict[str, Any]]
+    lines: list[Line]
     seconds: float
     round_seconds: float
     config: dict[str, Any]
     partition: str
     versions: dict[str, str]
-
-
-def versions() -> dict[str, str]:
-    """The installed versions of the packages that a run's numbers depend on."""
-    return {package: importlib.metadata.version(package) for package in _PACKAGES}
 
 
 class Checkpoints:
@@ -81,27 +65,29 @@ class Checkpoints:
         )
         self._open().save(saved.round, args=parts, force=True)
 
-    def newest(self) -> Saved:
-        """The newest checkpoint, without its arrays.
+    def rounds(self) -> list[int]:
+        """The rounds after which there is a complete checkpoint, in rising order."""
+        return sorted(self._open().all_steps()) if self._path.is_dir() else []
+
+    def read(self, round: int) -> Saved:
+        """A checkpoint, without its arrays.
 
         Raises:
-          ConfigError: there is none, or it cannot be read.
+          ConfigError: it cannot be read.
         """
         import orbax.checkpoint as ocp
 
-        step = self._open().latest_step() if self._path.is_dir() else None
-        if step is None:
-            raise ConfigError("resume", str(self._path.parent), "a run directory that holds a checkpoint")
-        read = self._restore(step, progress=ocp.args.JsonRestore())
+        read = self._restore(round, progress=ocp.args.JsonRestore())
         try:
             return Saved(**read["progress"])
         except TypeError:
-            raise self._unreadable(step, "it holds something else") from None
+            raise self._unreadable(round, "it holds something else") from None
 
-    def run(self, like: Run) -> Run:
-        """The arrays of the newest checkpoint, on the host.
+    def run(self, round: int, like: Run) -> Run:
+        """The arrays of a checkpoint, on the host.
 
         Args:
+          round: one of `rounds`.
           like: shapes and types that the run has.
 
         Raises:
@@ -109,14 +95,19 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        step = self._open().latest_step()
         empty = jax.tree.map(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), like)
-        run: Run = self._restore(step, run=ocp.args.StandardRestore(empty))["run"]
+        run: Run = self._restore(round, run=ocp.args.StandardRestore(empty))["run"]
         for (path, leaf), wanted in zip(jax.tree.leaves_with_path(run), jax.tree.leaves(like), strict=True):
             if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
                 name, found = jax.tree_util.keystr(path), f"{leaf.dtype}{list(leaf.shape)}"
-                raise self._unreadable(step, f"{name} is {found} instead of {wanted.dtype}{list(wanted.shape)}")
+                raise self._unreadable(round, f"{name} is {found} instead of {wanted.dtype}{list(wanted.shape)}")
         return run
+
+    def forget_after(self, round: int) -> None:
+        """Removes the checkpoints of later rounds, which a run that goes on from this one will write again."""
+        for later in self.rounds():
+            if later > round:
+                self._open().delete(later)
 
     def _open(self) -> Any:
         if self._manager is None:
@@ -180,60 +171,6 @@ def check_resumable(saved: Saved, config: Config, partition: str, directory: str
         raise ConfigError("data.source", config.data.source, allowed)
     if config.training.rounds < saved.round:
         raise ConfigError("training.rounds", config.training.rounds, f"{saved.round} or more: so many are done")
-
-
-def check_alike(old: Config, new: Config, directory: str) -> None:
-    """Checks that two configs lead to the same numbers, up to their number of rounds.
-
-    Args:
-      old: what the run in the directory was started with.
-      new: what is to be run now.
-      directory: the run directory, for the message.
-
-    Raises:
-      ConfigError: they differ; it names all fields that do.
-    """
-    here, there = _flat(new.model_dump()), _flat(old.model_dump())
-    fields = [name for name in sorted(here.keys() | there.keys()) if name not in _FREE]
-    differing = [name for name in fields if here.get(name) != there.get(name)]
-    if differing:
-        given, wanted = (", ".join(f"{name}={tables.get(name)}" for name in differing) for tables in (here, there))
-        raise ConfigError("config", given, f"what the run in {directory} was started with: {wanted}")
-
-
-def complete_run(config: Config) -> dict[str, Any] | None:
-    """The summary of the complete run in a config's directory, if it holds one.
-
-    Raises:
-      ConfigError: the run that was begun there is another one, or has another number of rounds.
-    """
-    folder = config.run.out
-    if folder is None or not (Path(folder) / "config.toml").exists():
-        return None
-    check_alike(load_config(Path(folder) / "config.toml"), config, folder)
-    path = Path(folder) / "summary.json"
-    if not path.exists():
-        return None
-    try:
-        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        rounds = summary["rounds"]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError("summary", str(path), "the summary of a run; without this file it is run again") from None
-    if rounds != config.training.rounds:
-        allowed = f"{rounds}, as in the complete run in {folder}"
-        raise ConfigError("training.rounds", config.training.rounds, allowed)
-    return summary
-
-
-def _flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names; a tuple equals the list that TOML makes of it."""
-    fields: dict[str, Any] = {}
-    for key, value in tables.items():
-        if isinstance(value, dict):
-            fields |= _flat(value, f"{prefix}{key}.")
-        else:
-            fields[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return fields
 
 
 class Stop:

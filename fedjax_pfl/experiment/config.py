@@ -10,7 +10,7 @@ import tomllib
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
@@ -22,6 +22,8 @@ from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
 
 Share = Annotated[float, Field(gt=0, lt=1)]
+# A value of one of these brings a table of options of its own.
+_SELECTORS = ("method.name", "model.name", "data.partition.kind")
 
 
 def hyperparameters(factory: Callable) -> dict[str, inspect.Parameter]:
@@ -63,6 +65,15 @@ def _ratio(given: Any) -> Any:
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Not here: pydantic's copy takes any name and value without a check.
+
+        Raises:
+          TypeError: always; `Config.replace` is what is meant.
+        """
+        del update, deep
+        raise TypeError('a config is copied by Config.replace, which checks: config.replace({"training.lr": 0.1})')
 
 
 class Data(_Section):
@@ -156,6 +167,16 @@ class Participation(_Section):
     dropout: float = Field(0.0, ge=0, lt=1)
 
 
+class Aggregation(_Section):
+    """How a server combines the parameters of its participants, for every method that averages parameters.
+
+    Attributes:
+      rule: ``mean``, weighted by training samples, or ``median``, coordinate by coordinate, all clients alike.
+    """
+
+    rule: Literal["mean", "median"] = "mean"
+
+
 class Run(_Section):
     """How a run is carried out; nothing here changes its numbers, except the seed.
 
@@ -201,6 +222,7 @@ class Config(_Section):
     method: Annotated[dict[str, Any], _choose("method", "name", METHODS)]
     training: Training = Training()
     participation: Participation = Participation()
+    aggregation: Aggregation = Aggregation()
     run: Run = Run()
 
     def __init__(self, **tables: Any):
@@ -208,6 +230,35 @@ class Config(_Section):
             super().__init__(**tables)
         except ValidationError as error:
             raise _config_error(error, "", list(type(self).model_fields)) from None
+
+    @property
+    def partition_seed(self) -> int:
+        """The seed of test part, partition and split."""
+        return self.run.seed if self.data.seed is None else self.data.seed
+
+    def replace(self, changes: Mapping[str, Any]) -> "Config":
+        """A copy with other values, by dotted field: ``config.replace({"training.lr": 0.1, "method.name": "ditto"})``.
+
+        Another ``method.name``, ``model.name`` or ``data.partition.kind`` brings the defaults of its other options.
+
+        Raises:
+          ConfigError: a field or value that no config can have.
+        """
+        tables = self.model_dump()
+        for field in sorted(changes, key=lambda field: field not in _SELECTORS):  # these first: they bring defaults
+            *sections, key = field.split(".")
+            if not sections:
+                raise ConfigError(field, changes[field], "a dotted field such as training.lr")
+            table: dict[str, Any] = tables
+            for section in sections:
+                if not isinstance(table.get(section), dict):
+                    allowed = f"a field of the config; {section} is none of its tables"
+                    raise ConfigError(field, changes[field], allowed)
+                table = table[section]
+            if field in _SELECTORS and table[key] != changes[field]:
+                table.clear()
+            table[key] = changes[field]
+        return Config(**tables)
 
     def to_toml(self) -> str:
         """The resolved config; fields that are not set are left out."""
@@ -246,21 +297,25 @@ def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
         raise ConfigError(what, str(path), f"not valid TOML: {error}") from None
 
 
+def parse_value(text: str) -> Any:
+    """A value as TOML has it, or else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
 def _override(tables: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     *sections, key = dotted.strip().split(".")
     if not equals or not sections or not all([*sections, key]):
         raise ConfigError("override", override, "expected section.key=value, e.g. training.lr=0.01")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
     table = tables
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise ConfigError("override", override, f"{section} is a value, not a table")
-    table[key] = value
+    table[key] = parse_value(text)
 
 
 def _config_error(error: ValidationError, section: str, allowed: Sequence[str], owner: str = "") -> ConfigError:

@@ -12,19 +12,20 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import prepare_devices
+from fedjax_pfl.experiment.build import prepare
+from fedjax_pfl.experiment.config import Run
 
 
-def start(placement: str) -> None:
+def start(run: Run) -> None:
     """Joins the other processes of the job, which JAX finds by itself (SLURM, Open MPI, Kubernetes, TPU pods).
 
     Args:
-      placement: ``run.placement``, for the devices of a CPU.
+      run: the run section of the config: placement and cache of compiled programs.
 
     Raises:
       ConfigError: no such job is found, or the others do not answer.
     """
-    prepare_devices(placement)
+    prepare(run)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is ours: it leaves a checkpoint
     try:

@@ -1,46 +1,83 @@
-"""Where the programs of a sweep run: here, one after the other, or as tasks of a Ray cluster."""
+"""Where programs of several runs run: here, one after the other, or as tasks of a Ray cluster."""
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fedjax_pfl.data.sources import from_arrays, load
+from fedjax_pfl.data.sources import Dataset, from_arrays, load
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import prepare_devices
+from fedjax_pfl.experiment.build import prepare
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.programs import run_together
+from fedjax_pfl.experiment.driver import Progress, RunPlace, drive
 
-# The summaries of a program's runs, or why it failed.
-Outcome = list[dict[str, Any]] | str
+
+class Finished(NamedTuple):
+    """What is kept of a run among many: a `driver.Result` without its state.
+
+    Attributes:
+      summary: the content of ``summary.json``.
+      history: metric -> array over evaluated rounds.
+      clients: column -> array [N].
+    """
+
+    summary: dict[str, Any]
+    history: dict[str, np.ndarray]
+    clients: dict[str, np.ndarray]
+
+
+# The runs of a program, or why it failed.
+Outcome = list[Finished] | str
+Report = Callable[[int, str], None]
+"""Program, line of text -> None."""
 _Data = Sequence[np.ndarray] | None
-_Say = Callable[[str], None]
+
+# A line about a program that goes on comes this often.
+_SECONDS_PER_LINE = 5.0
 
 
-def _run_program(configs: Sequence[Config], data: _Data, say: _Say) -> Outcome:
-    prepare_devices(configs[0].run.placement)
+def _run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: Callable[[str], None]) -> Outcome:
+    began = last = time.perf_counter()
+
+    def report(now: Progress) -> None:
+        nonlocal last
+        if now.last is not None and (now.round == now.rounds or time.perf_counter() - last > _SECONDS_PER_LINE):
+            last = time.perf_counter()
+            scores = ", ".join(f"{point} {100 * now.last[point]['accuracy']:.2f} %" for point in ("pre", "post"))
+            say(f"round {now.round}/{now.rounds}, loss {now.loss:.4f}, {scores}, {last - began:.0f} s")
+        elif now.last is None and np.isnan(now.loss):
+            say(f"about {now.runs * now.memory / 1e9:.2g} GB of memory; compiling")
+
     try:
-        dataset = load(configs[0].data.source) if data is None else from_arrays(*data)
-        with jax.default_matmul_precision(configs[0].run.precision):
-            return run_together(configs, dataset, say)
+        prepare(configs[0].run)
+        places = [RunPlace(config, go_on=True) for config in configs]
+        results = drive(configs, dataset(), places, began=began, progress=report)
     except ConfigError as error:
         return str(error)
+    return [Finished(result.summary, result.history, result.clients) for result in results]
 
 
-def _run_locally(
-    programs: Sequence[Sequence[Config]], data: _Data, say: _Say, take: Callable[[int, Outcome], None]
-) -> None:
-    """Runs one program after the other; `take` gets the number and the outcome of each."""
+def _run_here(programs: Sequence[Sequence[Config]], data: _Data, report: Report) -> Iterator[tuple[int, Outcome]]:
+    """Runs one program after the other."""
+    loaded: dict[str, Dataset] = {}
+
     for number, configs in enumerate(programs):
-        take(number, _run_program(configs, data, say))
+        source = configs[0].data.source
+
+        def dataset(source: str = source) -> Dataset:
+            if source not in loaded:
+                loaded.clear()
+                loaded[source] = load(source) if data is None else from_arrays(*data)
+            return loaded[source]
+
+        yield number, _run_program(configs, dataset, lambda line, number=number: report(number, line))  # type: ignore[misc]
 
 
-def _run_on_ray(
-    programs: Sequence[Sequence[Config]], data: _Data, say: _Say, take: Callable[[int, Outcome], None]
-) -> None:
-    """Runs programs as tasks of Ray, as many at once as there is room for; `take` gets them as they end."""
+def _run_on_ray(programs: Sequence[Sequence[Config]], data: _Data, report: Report) -> Iterator[tuple[int, Outcome]]:
+    """Runs programs as tasks of Ray, as many at once as there is room for; they come as they end."""
     import ray
 
     ours = not ray.is_initialized()
@@ -61,7 +98,7 @@ def _run_on_ray(
         for number, configs in enumerate(programs):
             room = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": max(1, min(len(configs), node))}
             running[task.options(**room).remote(configs, shared, dict(jax.config.values))] = number
-            say(f"program {number + 1} of {len(programs)}, {len(configs)} runs: handed to Ray")
+            report(number, "handed to Ray")
         while running:
             (ended, *_), _ = ray.wait(list(running))
             number = running.pop(ended)
@@ -70,9 +107,8 @@ def _run_on_ray(
             except ray.exceptions.RayError as error:
                 cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
                 outcome = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
-            how = f"failed: {outcome}" if isinstance(outcome, str) else "done"
-            say(f"program {number + 1} of {len(programs)}: {how}")
-            take(number, outcome)
+            report(number, f"failed: {outcome}" if isinstance(outcome, str) else "done")
+            yield number, outcome
     finally:
         for future in running:
             ray.cancel(future, force=True)
@@ -85,10 +121,14 @@ def _run_in_a_worker(configs: Sequence[Config], data: _Data, settings: dict[str,
     for name, value in settings.items():
         if jax.config.values[name] != value:
             jax.config.update(name, value)
-    return _run_program(configs, data, lambda line: None)
+
+    def dataset() -> Dataset:
+        return load(configs[0].data.source) if data is None else from_arrays(*data)
+
+    return _run_program(configs, dataset, lambda line: None)
 
 
-EXECUTORS = {"local": _run_locally, "ray": _run_on_ray}
+EXECUTORS = {"local": _run_here, "ray": _run_on_ray}
 
 
 def check_executor(name: str) -> None:

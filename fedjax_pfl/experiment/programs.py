@@ -1,190 +1,357 @@
-"""Runs that differ in their seed and in numbers that no shape depends on, as rows of one program."""
+"""One or more runs as one compiled program: ``init``, ``rounds``, ``score``.
 
+Runs of a program differ in their seed and in numbers that no shape depends on; both are inputs of the program. A single
+run spreads its clients over the devices. Several runs are spread over the devices as a whole where that keeps all of
+these busy, and otherwise go one after the other, each with its clients over all devices, through the same program.
+"""
+
+import json
 import math
 import time
-import types
-import typing
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
-from jaxtyping import Array, Float, UInt32
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, PyTree, UInt32
 
 from fedjax_pfl.data.federated import Clients, Federation
 from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.engine.memory import available, estimate, exchange
+from fedjax_pfl.engine.memory import Memory, survey
 from fedjax_pfl.engine.placement import Placement, map_clients
 from fedjax_pfl.engine.round import Engine, Run
-from fedjax_pfl.engine.scoring import Scores
-from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import divide, make_engine
+from fedjax_pfl.engine.scoring import Evaluation, Scored
+from fedjax_pfl.engine.traffic import Exchange
+from fedjax_pfl.experiment.build import DataShape, divide, make_engine, place, place_runs, program_inputs, shape_of
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.driver import client_table, environment, line_scores, summary_of, traffic_summary
-from fedjax_pfl.experiment.record import RunDirectory
-from fedjax_pfl.method import Static
-from fedjax_pfl.methods import METHODS
+from fedjax_pfl.experiment.distributed import put_everywhere, to_host
+from fedjax_pfl.method import State
 
-_TRAINING_NUMBERS = ("lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
-
-
-def program_inputs(config: Config) -> dict[str, float]:
-    """The numbers of a config, by dotted field, that a program can take as input."""
-    numbers: dict[str, Any] = {f"training.{name}": getattr(config.training, name) for name in _TRAINING_NUMBERS}
-    hints = typing.get_type_hints(METHODS[config.method["name"]], include_extras=True)
-    numbers |= {f"method.{name}": value for name, value in config.method.items() if _is_number(hints.get(name))}
-    return {field: value for field, value in numbers.items() if value is not None}
+Over = Literal["clients", "runs"]
+# Compiled programs that a process keeps, for the next run with the same shapes.
+_KEPT = 8
+# What no program depends on, but through shapes: samples, number of rounds and seed are inputs.
+_NOT_COMPILED = {
+    "training": ("rounds",),
+    "data": ("source", "partition", "split", "test_part_share", "test_share", "samples_per_client", "seed"),
+    "run": ("seed", "eval_every", "checkpoint_every", "out", "tensorboard", "compilation_cache", "placement", "chunk"),
+}
 
 
-def _is_number(hint: Any) -> bool:
-    """Whether a hyperparameter of this type is a real number that no shape depends on."""
-    if typing.get_origin(hint) is Annotated:
-        return Static not in hint.__metadata__ and _is_number(hint.__origin__)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-        return all(map(_is_number, kinds))
-    return hint is float
-
-
-class _Row(NamedTuple):
-    """One run in a program of several.
+class Row(NamedTuple):
+    """What tells one run from the others of its program.
 
     Attributes:
       keys: of the initial state and of the rounds, as raw data.
-      values: the numbers in which it differs from the others.
+      inputs: the numbers of its config that are inputs, by dotted field.
       clients: who trains on, validates on and is tested on what; and the pooled test set.
     """
 
     keys: UInt32[Array, "*runs 2 words"]
-    values: dict[str, Float[Array, "*runs"]]
-    clients: tuple[Clients | None, ...]
+    inputs: dict[str, Float[Array, "*runs"]]
+    clients: tuple[Clients, Clients | None, Clients, Clients]
 
 
-def run_together(configs: Sequence[Config], dataset: Dataset, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Runs configs that differ in seed and numbers only, as rows of one program, and gives their summaries."""
-    began = time.perf_counter()
-    first, rounds = configs[0], configs[0].training.rounds
+class _Shared(NamedTuple):
+    """What all runs of a program see: the samples once, and which rounds are due."""
+
+    x: Array
+    y: Array
+    start: Array | np.int32
+    stop: Array | np.int32
+    evaluate: Array | np.bool_
+
+
+class _Compiled(NamedTuple):
+    init: Callable[[_Shared, Row], Run]
+    rounds: Callable[[_Shared, Row, Run], Run]
+    score: Callable[[_Shared, Row, Run], Evaluation]
+
+
+_store: OrderedDict[str, _Compiled] = OrderedDict()
+
+
+def alike(config: Config) -> str:
+    """What runs of one program have in common: the config without its seed, its directory and its inputs."""
+    tables = config.model_dump(mode="json")
+    tables["run"] |= {"seed": None, "out": None}
+    for field in program_inputs(config):
+        section, _, key = field.partition(".")
+        tables[section][key] = "input"
+    return json.dumps(tables, sort_keys=True)
+
+
+@dataclass
+class Program:
+    """Runs of one program. Their states are a list: one stacked state if runs are over the devices, else one for each.
+
+    Attributes:
+      configs: of the runs.
+      data: what their models are fitted to.
+      engine: the method, with the first run's numbers, and where its clients go.
+      over: what is spread over the devices.
+      runs_on: where the runs go, if it is they that are spread over the devices.
+      manifests: of each run, the content of ``partition.json``.
+      memory: what one run needs.
+      exchange: what its clients and server exchange.
+      samples: the pool of samples and labels.
+      rows: the inputs of the runs, stacked if runs are over the devices.
+      compile_seconds: time that `compile` took.
+    """
+
+    configs: Sequence[Config]
+    data: DataShape
+    engine: Engine
+    over: Over
+    runs_on: Placement
+    manifests: list[dict[str, Any]]
+    memory: Memory
+    exchange: Exchange
+    samples: tuple[Array, Array]
+    rows: list[Row]
+    compile_seconds: float = 0.0
+    _compiled: _Compiled | None = None
+
+    def compile(self) -> None:
+        """Compiles the program, unless this process has compiled its like before; it comes before `init` or `put`."""
+        began = time.perf_counter()
+        with jax.default_matmul_precision(self.configs[0].run.precision):
+            self._compiled = _compile(self)
+        self.compile_seconds = time.perf_counter() - began
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that runs or clients are spread over."""
+        return (self.runs_on if self.over == "runs" else self.engine.placement).devices
+
+    def one_run(self) -> Run:
+        """Shapes of one run's state."""
+        x, y = self.samples
+        clients = (
+            self.rows[0].clients if self.over == "clients" else jax.tree.map(lambda leaf: leaf[0], self.rows[0].clients)
+        )
+        federation = Federation(x, y, *clients)
+        return jax.eval_shape(self.engine.init, jax.random.key(0), federation)
+
+    def bytes(self) -> int:
+        """What one run needs of memory, with as many clients side by side as there will be."""
+        return self.memory.resident + self.engine.placement.chunk * self.memory.per_client
+
+    def init(self) -> list[Run]:
+        """The states before round 0."""
+        return [self._ready.init(self._shared(0, 0), row) for row in self.rows]
+
+    def rounds(self, states: list[Run], start: int, stop: int, *, evaluate: bool) -> list[Run]:
+        """Rounds start ... stop - 1 of all runs; the states given are used up."""
+        shared = self._shared(start, stop, evaluate)
+        return [self._ready.rounds(shared, row, state) for row, state in zip(self.rows, states, strict=True)]
+
+    def score(self, states: list[Run], t: int) -> list[Evaluation]:
+        """The scores of each run after t rounds, on the host."""
+        shared = self._shared(t, t)
+        found = [self._ready.score(shared, row, state) for row, state in zip(self.rows, states, strict=True)]
+        return self.each(found)
+
+    def each(self, groups: list[PyTree]) -> list[Any]:
+        """States, or parts of them, as a list with one entry for each run, on the host."""
+        if self.over == "clients":
+            return [to_host(group) for group in groups]
+        whole = to_host(groups[0])
+        return [jax.tree.map(lambda leaf, run=run: leaf[run], whole) for run in range(len(self.configs))]
+
+    def put(self, states: Sequence[Run]) -> list[Run]:
+        """The reverse of `each`: states from the host, where the program expects them."""
+        if self.over == "clients":
+            layout = _layout(self.engine)
+            return [jax.device_put(state, layout) for state in states]
+        return [jax.device_put(_stack_rows(list(states), self.runs_on), _rows_sharding(self.runs_on))]
+
+    @property
+    def _ready(self) -> _Compiled:
+        assert self._compiled is not None, "compile() comes first"
+        return self._compiled
+
+    def _shared(self, start: int, stop: int, evaluate: bool = True) -> _Shared:
+        return _Shared(*self.samples, np.int32(start), np.int32(stop), np.bool_(evaluate))
+
+
+def lay_out(configs: Sequence[Config], dataset: Dataset) -> Program:
+    """Divides the data among the clients of each run, and decides where runs and clients go; compiles nothing.
+
+    Args:
+      configs: of the runs; `alike` is the same for all.
+      dataset: what they share out among their clients.
+
+    Raises:
+      ConfigError: config, data and method do not fit together, or into memory.
+    """
+    first, data = configs[0], shape_of(dataset)
+    federations, manifests = zip(*_divisions(configs, dataset), strict=True)
     numbers = [program_inputs(config) for config in configs]
-    swept = {field: [found[field] for found in numbers] for field in numbers[0]}
-    swept = {field: values for field, values in swept.items() if len(set(values)) > 1}
-    federations, shares = zip(*_divisions(configs, dataset), strict=True)
-    x, y = federations[0].x, federations[0].y
-    keys = [jax.random.key_data(jax.random.split(jax.random.key(config.run.seed))) for config in configs]
-    rows = _Row(
-        jnp.stack(keys),
-        {field: jnp.asarray(values, jnp.float32) for field, values in swept.items()},
-        _stack([federation[2:] for federation in federations]),
-    )
-    engine = make_engine(first, dataset)
-    key = jax.random.key(first.run.seed)
-    memory = estimate(engine, key, federations[0])
-    exchanged = exchange(engine, key, federations[0])
-    placement = _place(len(configs), memory.resident + memory.per_client)
-    fill = placement.padded(len(configs)) - len(configs)  # the last one once more
-    rows = jax.tree.map(lambda leaf: jnp.concatenate([leaf, *[leaf[-1:]] * fill]), rows)
-
-    def one(row: _Row, x: Array, y: Array) -> tuple[Engine, Array, Array, Federation]:
-        key_init, key_rounds = jax.random.wrap_key_data(row.keys)
-        federation = Federation(x, y, *row.clients)  # type: ignore[arg-type]  # the fields after x and y, in order
-        return make_engine(first, dataset, row.values), key_init, key_rounds, federation
-
-    def init(shared: tuple, row: _Row) -> Run:
-        engine, key_init, _, federation = one(row, *shared)
-        return engine.init(key_init, federation)
-
-    def some_rounds(shared: tuple, row: tuple[_Row, Run]) -> Run:
-        x, y, start, stop = shared
-        engine, _, key_rounds, federation = one(row[0], x, y)
-        return engine.rounds(key_rounds, row[1], start, stop, jnp.array(True), federation)
-
-    def scores(shared: tuple, row: tuple[_Row, Run]) -> tuple[tuple[Scores, Scores], Scores | None]:
-        x, y, t = shared
-        engine, _, key_rounds, federation = one(row[0], x, y)
-        run = row[1]
-        shared_model = engine.global_scores(run.state, federation) if engine.method.global_predict else None
-        points = engine.pre(key_rounds, t, run.state, federation), engine.post(key_rounds, t, run, federation)
-        return points, shared_model
-
-    def program(fn: Callable) -> Any:
-        return jax.jit(lambda rows, shared: map_clients(fn, shared, rows, placement))
-
-    records = [
-        RunDirectory(config.run.out, overwrite=_begun(config.run.out), tensorboard=config.run.tensorboard)
-        if config.run.out
-        else None
-        for config in configs
+    # A coefficient that is 0 in all runs is none of the inputs: methods leave out a term that is off (rule R12).
+    fields = [field for field in numbers[0] if any(found[field] != 0 for found in numbers)]
+    rows = [
+        Row(
+            jax.random.key_data(jax.random.split(jax.random.key(config.run.seed))),
+            {field: jnp.asarray(found[field], jnp.float32) for field in fields},
+            federation[2:],
+        )
+        for config, found, federation in zip(configs, numbers, federations, strict=True)
     ]
-    for record, config, share in zip(records, configs, shares, strict=True):
-        if record:
-            record.begin(config.to_toml(), share)
-    say(f"{len(configs)} runs in one program: compiling")
-    run = jax.block_until_ready(program(init)(rows, (x, y)))
-    step, score = program(some_rounds), program(scores)
-    lines: list[list[dict[str, Any]]] = [[] for _ in configs]
-    t, round_seconds, compile_seconds = 0, 0.0, time.perf_counter() - began
-    while t < rounds:
-        stop = min(rounds, t + first.run.eval_every)
-        started = time.perf_counter()
-        if t == 0:
-            step = step.lower((rows, run), (x, y, jnp.int32(0), jnp.int32(stop))).compile()
-            compile_seconds += time.perf_counter() - started
-            started = time.perf_counter()
-        run = jax.block_until_ready(step((rows, run), (x, y, jnp.int32(t), jnp.int32(stop))))
-        round_seconds += time.perf_counter() - started
-        t = stop
-        points, shared_model = score((rows, run), (x, y, jnp.int32(t)))
-        for number, share in enumerate(shares):
-            found = jax.tree.map(lambda leaf, number=number: np.asarray(leaf[number]), (points, shared_model, run))
-            (pre, post), of_all, now = found
-            of_all = (None, None) if of_all is None else (float(of_all.accuracy), float(of_all.macro_f1))
-            n_test = np.asarray(share[f"n_{first.data.evaluate_on}"])
-            lines[number].append(
-                {
-                    "round": t,
-                    "train_loss": float(now.loss),
-                    **line_scores(pre, post, of_all, n_test, engine.new),
-                    "megabytes": exchanged.sent_bytes(now.traffic) / 1e6,
-                    "seconds": (time.perf_counter() - began) / len(configs),
-                }
-            )
-            if (record := records[number]) is not None:
-                record.append(lines[number][-1])
-        say(f"round {t}/{rounds} of {len(configs)} runs, {time.perf_counter() - began:.0f} s")
+    samples = federations[0][:2]
+    engine = make_engine(first, data)
+    memory, exchange = survey(engine, jax.random.key(0), federations[0])
+    over, runs_on, engine = _place(first, len(configs), memory, engine)
+    if over == "runs":
+        layout = _rows_sharding(runs_on)
+        stacked = Row(
+            jnp.stack([row.keys for row in rows]),
+            jax.tree.map(lambda *values: jnp.stack(values), *(row.inputs for row in rows)),
+            _stack_tables([row.clients for row in rows]),
+        )
+        filled = jax.tree.map(lambda leaf: _fill(leaf, runs_on), stacked)
+        rows = [jax.device_put(filled, layout) if layout else filled]
+        samples = _replicate(samples, runs_on)
+    else:
+        if len(rows) > 1:  # one program for all: index tables of the same width
+            tables = _stack_tables([row.clients for row in rows])
+            rows = [
+                row._replace(clients=jax.tree.map(lambda leaf, at=at: leaf[at], tables)) for at, row in enumerate(rows)
+            ]
+        rows, samples = _replicate((rows, samples), engine.placement)
+    return Program(configs, data, engine, over, runs_on, list(manifests), memory, exchange, samples, rows)
 
-    summaries = []
-    for number, (config, share, record) in enumerate(zip(configs, shares, records, strict=True)):
-        (pre, post), last = jax.tree.map(lambda leaf, number=number: np.asarray(leaf[number]), (points, run))
-        timing = {
-            "runs_in_the_program": len(configs),
-            "compile_seconds": compile_seconds / len(configs),
-            "seconds_per_round": round_seconds / rounds / len(configs),
-            "total_seconds": (time.perf_counter() - began) / len(configs),
-        }
-        traffic = traffic_summary(exchanged, last.traffic)
-        space = {"estimate_bytes": memory.resident + memory.per_client, **memory._asdict()}
-        where = environment(placement)
-        named = config, engine.method.headline, engine.new, dataset.name
-        summary = summary_of(*named, share, lines[number], timing, traffic, space, where)
-        if record:
-            record.finish(client_table(share, config.data.evaluate_on, pre, post, engine.new), summary)
-        summaries.append(summary)
-    return summaries
+
+def _place(config: Config, runs: int, memory: Memory, engine: Engine) -> tuple[Over, Placement, Engine]:
+    """What is spread over the devices, where runs go, and the engine with its clients' placement."""
+    devices = jax.local_device_count()
+    together = jax.process_count() > 1 or config.run.placement == "shard"
+    # Runs that would leave a device idle for longer than the exchange between devices costs go one by one.
+    idle = 1 - runs / (devices * math.ceil(runs / devices))
+    if runs == 1 or together or idle > 0.3:
+        return "clients", Placement(), replace(engine, placement=place(config, memory, engine.cohort_size))
+    runs_on, clients_on = place_runs(runs, memory, engine.cohort_size)
+    return "runs", runs_on, replace(engine, placement=clients_on)
+
+
+def _compile(program: Program) -> _Compiled:
+    """The compiled functions of a program, from this process's store if they are there."""
+    config, data, over, runs_on = program.configs[0], program.data, program.over, program.runs_on
+    samples, row, clients_on = program.samples, program.rows[0], program.engine.placement
+    tables = json.loads(alike(config))
+    for section, keys in _NOT_COMPILED.items():
+        for key in keys:
+            del tables[section][key]
+    shapes = jax.tree.flatten(jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (samples, row)))
+    where = [over, *((_devices(placement), placement.chunk) for placement in (runs_on, clients_on))]
+    name = repr((tables, data._replace(name=""), shapes, where, sorted(jax.config.values.items())))
+    if name in _store:
+        _store.move_to_end(name)
+        return _store[name]
+
+    def of(row: Row, shared: _Shared) -> tuple[Engine, Array, Array, Federation]:
+        key_init, key_rounds = jax.random.wrap_key_data(row.keys)
+        federation = Federation(shared.x, shared.y, *row.clients)
+        return make_engine(config, data, row.inputs, clients_on), key_init, key_rounds, federation
+
+    def init(shared: _Shared, row: Row) -> Run:
+        engine, key, _, federation = of(row, shared)
+        return engine.init(key, federation)
+
+    def rounds(shared: _Shared, row: Row, run: Run) -> Run:
+        engine, _, key, federation = of(row, shared)
+        return engine.rounds(key, run, shared.start, shared.stop, shared.evaluate, federation)
+
+    def score(shared: _Shared, row: Row, run: Run) -> Evaluation:
+        engine, _, key, federation = of(row, shared)
+        return engine.score(key, shared.stop, run, federation)
+
+    def over_runs(fn: Callable) -> Callable:
+        if over == "clients":
+            return fn
+        return lambda shared, *rows: map_clients(lambda shared, row: fn(shared, *row), shared, rows, runs_on)
+
+    layout = _layout(program.engine) if over == "clients" else _rows_sharding(runs_on)
+    number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
+    shared = _Shared(*samples, number, number, flag)
+    run = jax.eval_shape(over_runs(init), shared, row)
+    if layout is not None:
+        run = jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            run,
+            jax.tree.broadcast(layout, run),
+        )
+    scores_on = layout if over == "runs" or layout is None else layout.loss  # on all devices
+    with ThreadPoolExecutor() as pool:  # while XLA compiles one, the next is traced
+
+        def compiling(fn: Callable, out: Any, *args: Any, donate: int | None = None, **options: Any) -> Future:
+            jitted = jax.jit(over_runs(fn), out_shardings=out, donate_argnums=donate)
+            return pool.submit(jitted.lower(*args).compile, options)
+
+        # The longest first. Most of the initial state's are random numbers, drawn once: not worth LLVM's best efforts.
+        found = (
+            compiling(rounds, layout, shared, row, run, donate=2),
+            compiling(init, layout, shared, row, xla_backend_optimization_level=1),
+            compiling(score, scores_on, shared, row, run),
+        )
+    done = [future.result() for future in found]
+    _store[name] = _Compiled(init=done[1], rounds=done[0], score=done[2])
+    while len(_store) > _KEPT:
+        _store.popitem(last=False)
+    return _store[name]
+
+
+def _devices(placement: Placement) -> str:
+    return "one" if placement.mesh is None else str(placement.mesh.devices.tolist())
+
+
+def _layout(engine: Engine) -> Any:
+    """Shardings of a run whose clients are spread over devices; None on one device."""
+    shared, per_client = engine.placement.shardings(engine.clients)
+    return None if shared is None else Run(State(shared, per_client), Scored(per_client, per_client), shared, shared)
+
+
+def _rows_sharding(placement: Placement) -> NamedSharding | None:
+    """The sharding of stacked runs."""
+    return None if placement.mesh is None else NamedSharding(placement.mesh, P("clients"))
+
+
+def _replicate(tree: PyTree, placement: Placement) -> Any:
+    """The same arrays on every device."""
+    return tree if placement.mesh is None else put_everywhere(tree, NamedSharding(placement.mesh, P()))
+
+
+def _fill(leaf: Array, placement: Placement) -> Array:
+    """Rows up to a multiple of devices x chunk: the last one once more."""
+    more = placement.padded(len(leaf)) - len(leaf)
+    return jnp.concatenate([leaf, *[leaf[-1:]] * more])
+
+
+def _stack_rows(states: list[Run], placement: Placement) -> Run:
+    def stack(*leaves: np.ndarray) -> np.ndarray:
+        more = placement.padded(len(leaves)) - len(leaves)
+        return np.stack([*leaves, *[leaves[-1]] * more])
+
+    stacked: Run = jax.tree.map(stack, *states)
+    return stacked
 
 
 def _divisions(configs: Sequence[Config], dataset: Dataset) -> list[tuple[Federation, dict[str, Any]]]:
     """Federation and manifest of each config; those with the same seed of the partition share one."""
     made: dict[int, tuple[Federation, dict[str, Any]]] = {}
     for config in configs:
-        seed = config.run.seed if config.data.seed is None else config.data.seed
-        if seed not in made:
-            made[seed] = divide(config, dataset)
-    return [made[config.run.seed if config.data.seed is None else config.data.seed] for config in configs]
+        if config.partition_seed not in made:
+            made[config.partition_seed] = divide(config, dataset)
+    return [made[config.partition_seed] for config in configs]
 
 
-def _stack(tables: Sequence[tuple[Clients | None, ...]]) -> tuple[Clients | None, ...]:
+def _stack_tables(tables: Sequence[tuple[Clients | None, ...]]) -> Any:
     """Index tables of several federations on one axis, padded to the largest; padding changes no number."""
 
     def stack(parts: Sequence[Clients]) -> Clients:
@@ -202,20 +369,3 @@ def _stack(tables: Sequence[tuple[Clients | None, ...]]) -> tuple[Clients | None
 
     columns = zip(*tables, strict=True)
     return tuple(None if column[0] is None else stack([part for part in column if part]) for column in columns)
-
-
-def _place(runs: int, bytes_per_run: int) -> Placement:
-    """Where the runs of a program go: spread over cores one by one, or side by side on accelerators."""
-    devices = min(jax.local_device_count(), runs)
-    if available() * devices < runs * bytes_per_run:
-        need, have = runs * bytes_per_run / 1e9, available() * devices / 1e9
-        raise ConfigError(
-            "grid", f"{runs} runs", f"fewer at once: they need about {need:.2f} GB, there are {have:.2f} GB"
-        )
-    chunk = 1 if jax.default_backend() == "cpu" else math.ceil(runs / devices)
-    mesh = jax.make_mesh((devices,), ("clients",), (AxisType.Auto,), devices=jax.local_devices()[:devices])
-    return Placement(mesh if devices > 1 else None, chunk)
-
-
-def _begun(folder: str) -> bool:
-    return (Path(folder) / "config.toml").exists()

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import os
 import shutil
 import time
@@ -14,7 +13,19 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.config import Config, load_config
+from fedjax_pfl.experiment.summary import Line, flat, without_nan
 
+# How a run is carried out: these may differ between a run that was begun and its continuation.
+_FREE = (
+    "training.rounds",
+    "run.checkpoint_every",
+    "run.placement",
+    "run.chunk",
+    "run.out",
+    "run.tensorboard",
+    "run.compilation_cache",
+)
 _FILES = ("config.toml", "partition.json", "metrics.jsonl", "clients.csv", "summary.json")
 _CHECKPOINTS = "checkpoints"
 _EVENTS = "tensorboard"
@@ -58,7 +69,11 @@ class RunDirectory:
         if is_file:
             raise ConfigError("run.out", str(path), "it is a file, or inside one; name a directory")
         if holds_something and not (overwrite or resume):
-            raise ConfigError("run.out", str(path), "the directory is not empty; name another one, or pass --overwrite")
+            raise ConfigError(
+                "run.out",
+                str(path),
+                "the directory is not empty; name another one, or replace it: overwrite=True, --overwrite",
+            )
 
     @property
     def complete(self) -> bool:
@@ -80,13 +95,13 @@ class RunDirectory:
             write_atomically(self.path / "config.toml", config)
             write_atomically(self.path / "partition.json", json.dumps(partition) + "\n")
 
-    def resume(self, config: str, lines: list[dict[str, Any]]) -> None:
+    def resume(self, config: str, lines: Sequence[Line]) -> None:
         """Takes the directory back to a checkpoint: the metrics up to it, and no summary.
 
         Raises:
           ConfigError: the directory cannot be written.
         """
-        metrics = "".join(json.dumps(_without_nan(line)) + "\n" for line in lines)
+        metrics = "".join(json.dumps(without_nan(line)) + "\n" for line in lines)
         with self._usable():
             for name in ("summary.json", "clients.csv"):
                 (self.path / name).unlink(missing_ok=True)
@@ -94,10 +109,10 @@ class RunDirectory:
             write_atomically(self.path / "metrics.jsonl", metrics)
             self._begin_events(lines)
 
-    def append(self, metrics: dict[str, Any]) -> None:
+    def append(self, metrics: Line) -> None:
         """Adds a line to ``metrics.jsonl`` and its scalars to the event file, at once."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_without_nan(metrics)) + "\n")
+            file.write(json.dumps(without_nan(metrics)) + "\n")
         if self._events:
             self._events.append(metrics)
 
@@ -117,7 +132,7 @@ class RunDirectory:
             allowed = f"name a directory that can be written ({error.strerror})"
             raise ConfigError("run.out", str(self.path), allowed) from None
 
-    def _begin_events(self, lines: Sequence[dict[str, Any]]) -> None:
+    def _begin_events(self, lines: Sequence[Line]) -> None:
         """Replaces what an earlier run, or this one before it was stopped, has left of events."""
         shutil.rmtree(self.path / _EVENTS, ignore_errors=True)
         if self._events:
@@ -134,7 +149,7 @@ class _EventFile:
     def __init__(self, folder: Path):
         self._path = folder / "events.out.tfevents.metrics"  # TensorBoard knows it by the part before the last
 
-    def begin(self, lines: Sequence[dict[str, Any]]) -> None:
+    def begin(self, lines: Sequence[Line]) -> None:
         """Writes a new file that holds these lines."""
         from tensorboard.compat.proto.event_pb2 import Event
 
@@ -143,12 +158,14 @@ class _EventFile:
         for line in lines:
             self.append(line)
 
-    def append(self, line: dict[str, Any]) -> None:
+    def append(self, line: Line) -> None:
         """Adds a line's numbers; what is None has no scalar."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(line) if tag != "round"]
+        scalars = {name.replace(".", "/"): value for name, value in flat(line).items()}
+        known = {tag: value for tag, value in scalars.items() if value is not None and tag != "round"}
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
         self._write(Event(wall_time=time.time(), step=line["round"], summary=Summary(value=values)), "ab")
 
     def _write(self, event: Any, mode: str) -> None:
@@ -185,17 +202,48 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _scalars(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a line with their tags: ``pre/accuracy`` for a nested one."""
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _scalars(value, f"{prefix}{key}/")
-        elif value is not None:
-            yield prefix + key, value
+def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """Summary and client table of the complete run in a config's directory, if it holds one.
+
+    Raises:
+      ConfigError: the run that was begun there is another one, or has another number of rounds.
+    """
+    folder = config.run.out
+    if folder is None or not (Path(folder) / "config.toml").exists():
+        return None
+    check_alike(load_config(Path(folder) / "config.toml"), config, folder)
+    path = Path(folder) / "summary.json"
+    if not path.exists():
+        return None
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        rounds = summary["rounds"]
+        with (Path(folder) / "clients.csv").open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        clients = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        raise ConfigError("summary", str(path), "the summary of a run; without this file it is run again") from None
+    if rounds != config.training.rounds:
+        allowed = f"{rounds}, as in the complete run in {folder}"
+        raise ConfigError("training.rounds", config.training.rounds, allowed)
+    return summary, clients
 
 
-def _without_nan(node: Any) -> Any:
-    """JSON has no NaN (a diverged run's loss): null stands for it."""
-    if isinstance(node, dict):
-        return {key: _without_nan(value) for key, value in node.items()}
-    return None if isinstance(node, float) and not math.isfinite(node) else node
+def check_alike(old: Config, new: Config, directory: str) -> None:
+    """Checks that two configs lead to the same numbers, up to their number of rounds.
+
+    Args:
+      old: what the run in the directory was started with.
+      new: what is to be run now.
+      directory: the run directory, for the message.
+
+    Raises:
+      ConfigError: they differ; it names all fields that do.
+    """
+    # As JSON has it, a tuple equals the list that TOML makes of it.
+    here, there = (flat(config.model_dump(mode="json")) for config in (new, old))
+    fields = [name for name in sorted(here.keys() | there.keys()) if name not in _FREE]
+    differing = [name for name in fields if here.get(name) != there.get(name)]
+    if differing:
+        given, wanted = (", ".join(f"{name}={tables.get(name)}" for name in differing) for tables in (here, there))
+        raise ConfigError("config", given, f"what the run in {directory} was started with: {wanted}")

@@ -4,54 +4,21 @@ Runs that differ in nothing but their seed and in numbers that no shape depends 
 once: on a CPU every core takes its share of them, on an accelerator they run side by side.
 """
 
-import csv
-import io
 import itertools
-import json
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.checkpoint import complete_run
 from fedjax_pfl.experiment.config import Config, load_config, read_toml
 from fedjax_pfl.experiment.executors import EXECUTORS, Outcome, check_executor
-from fedjax_pfl.experiment.programs import program_inputs
-from fedjax_pfl.experiment.record import RunDirectory, check_tensorboard, write_atomically
-from fedjax_pfl.experiment.tables import NONE, figures_of, mean_and_spread, paired_p
-from fedjax_pfl.experiment.tables import grid as markdown_table
-
-SEED = "run.seed"
-# A value of one of these brings a table of options of its own.
-_SELECTORS = ("method.name", "model.name", "data.partition.kind")
-_COLUMNS = {
-    "headline": "judged by",
-    "pre": "PRE",
-    "post": "POST",
-    "best": "best",
-    "worst_10_percent": "worst 10 %",
-    "global": "global",
-}
-
-
-class Cell(NamedTuple):
-    """One run of a sweep.
-
-    Attributes:
-      values: field -> value, of the fields in the grid.
-      config: its config.
-      summary: what ``summary.json`` says; None where the run failed.
-      error: why it failed.
-    """
-
-    values: dict[str, Any]
-    config: Config
-    summary: dict[str, Any] | None = None
-    error: str | None = None
+from fedjax_pfl.experiment.programs import alike
+from fedjax_pfl.experiment.record import RunDirectory, check_tensorboard, complete_run, write_atomically
+from fedjax_pfl.experiment.summary import flat
+from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, markdown, rows_of, show, without_seed
 
 
 class Sweep(NamedTuple):
@@ -59,11 +26,13 @@ class Sweep(NamedTuple):
 
     Attributes:
       cells: one per combination.
-      baseline: the values, without the seed, of the runs that the t-test compares with.
+      baseline: the values, without the seed, of the runs that the others are compared with.
+      point: ``pre`` or ``post``, where they are compared.
     """
 
     cells: list[Cell]
     baseline: dict[str, Any]
+    point: str = "pre"
 
     @property
     def failed(self) -> list[Cell]:
@@ -71,50 +40,16 @@ class Sweep(NamedTuple):
         return [cell for cell in self.cells if cell.summary is None]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The tidy table: a row per run with the fields of the grid, the figures of `report.figures_of`, any error."""
-        return [
-            {**cell.values, **(figures_of(cell.summary) if cell.summary else {}), "error": cell.error}
-            for cell in self.cells
-        ]
+        """The tidy table: a row per run with the fields of the grid, the figures of `summary.figures_of`, any error."""
+        return rows_of(self.cells)
 
     def csv(self) -> str:
         """The tidy table; what a run does not have stays empty."""
-        rows = [{name: "" if _is_nan(value) else value for name, value in row.items()} for row in self.rows()]
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(dict.fromkeys(itertools.chain(*rows))), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
+        return csv_of(self.rows())
 
     def markdown(self) -> str:
-        """Mean and sample standard deviation over seeds of each combination, the best headline in bold."""
-        combinations: dict[str, dict[int, Cell]] = {}
-        for cell in self.cells:
-            seeds = combinations.setdefault(_show(_without_seed(cell.values)), {})
-            if cell.summary:
-                seeds[cell.config.run.seed] = cell
-        judged = {name: _by_seed(cells, "headline") for name, cells in combinations.items()}
-        means = {name: np.mean(list(values.values())) for name, values in judged.items() if values}
-        best = max(means, key=lambda name: means[name], default=None)
-        base = _show(self.baseline)
-        rows = []
-        for name, cells in combinations.items():
-            p = None if name == base else paired_p(judged[name], judged.get(base, {}))
-            percents = {
-                figure: mean_and_spread([100 * value for value in _by_seed(cells, figure).values() if value == value])
-                for figure in _COLUMNS
-            }
-            if name == best:
-                percents["headline"] = f"**{percents['headline']}**"
-            rows.append([name or "all", str(len(cells)), *percents.values(), NONE if p is None else f"{p:.3g}"])
-        legend = (
-            "Accuracy in %, unweighted mean over clients, after the last round; mean over seeds ± sample standard "
-            "deviation. Judged by: PRE, after aggregation, or POST, after local training, as the method has it; best "
-            "(of the evaluated rounds) and worst 10 % likewise. p: two-sided paired t-test over seeds against "
-            f"{base or 'all'}."
-        )
-        failed = [f"**Failed**: {_show(cell.values)}: {cell.error}" for cell in self.failed]
-        return "\n\n".join([legend, markdown_table(["run", "seeds", *_COLUMNS.values(), "p"], rows), *failed]) + "\n"
+        """Mean and sample standard deviation over seeds of each combination, and differences from the baseline."""
+        return markdown(self.cells, self.baseline, self.point)
 
 
 def sweep(
@@ -122,6 +57,7 @@ def sweep(
     grid: Mapping[str, Sequence[Any]],
     *,
     baseline: Mapping[str, Any] | None = None,
+    point: str = "pre",
     out: str | os.PathLike[str] | None = None,
     data: Sequence[np.ndarray] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -136,13 +72,14 @@ def sweep(
     Args:
       config: what all runs share.
       grid: dotted field -> values, e.g. ``{"training.lr": [0.01, 0.1], "run.seed": [0, 1, 2]}``.
-      baseline: the values, without the seed, of the runs that the t-test compares with; the first combination unless
-        given.
+      baseline: the values, without the seed, of the runs that the others are compared with, each within its data
+        setting; the first combination unless given.
+      point: where all runs are compared: ``pre`` or ``post``.
       out: a folder for run directories, ``sweep.csv`` (and ``sweep.parquet`` where pyarrow is installed) and
-        ``sweep.md``. Complete runs that are found there are not run again. Nothing is written unless given.
+        ``sweep.md``. Complete runs that are found there are not run again, interrupted ones go on from the newest
+        checkpoint (``run.checkpoint_every``, or that of a signal). Nothing is written unless given.
       data: as in `simulate`.
-      progress: called with a line of text when a program starts and has evaluated a round; with Ray, when it is handed
-        over and ends.
+      progress: called with a line of text when a program starts, every few seconds, and when it ends.
       executor: where programs run: ``local``, here, one after the other; or ``ray``, as tasks of the Ray cluster that
         this process is connected to, or that the environment variable ``RAY_ADDRESS`` names, or else of one that is
         started on this machine for the sweep. A task asks for a CPU per run of its program, at most for all of the
@@ -157,46 +94,111 @@ def sweep(
     Raises:
       ConfigError: a field or value that no config can have, a run directory holds another run, or the executor is
         unknown, not installed or cannot be reached; raised before anything is run.
+      KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
     """
+    out = folder_of(config, out, executor)
+    cells = [Cell(values, _configure(config, values, out)) for values in _combinations(grid)]
+    chosen = dict(baseline) if baseline is not None else without_seed(cells[0].values)
+    if all(without_seed(cell.values) != chosen for cell in cells):
+        raise ConfigError("baseline", show(chosen), "one of the combinations in the grid, without the seed")
+    check_point(point)
+
+    def write(done: list[Cell]) -> None:
+        if out is not None:
+            found = Sweep(done, chosen, point)
+            write_atomically(out / "sweep.csv", found.csv())
+            write_atomically(out / "sweep.md", found.markdown())
+
+    found = Sweep(run_cells(cells, data, write, progress, executor), chosen, point)
+    if out is not None:
+        _write_parquet(out / "sweep.parquet", found.rows())
+    return found
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    data: Sequence[np.ndarray] | None,
+    write: Callable[[list[Cell]], None],
+    progress: Callable[[str], None] | None,
+    executor: str,
+) -> list[Cell]:
+    """Runs what is not complete yet.
+
+    Args:
+      cells: the runs, none of them run.
+      data: as in `simulate`.
+      write: called with all runs that are done, in the order of the cells, after each program.
+      progress: called with a line of text now and then.
+      executor: a name in ``EXECUTORS``.
+
+    Raises:
+      ConfigError: the directory of a cell holds another run.
+    """
+    done: dict[int, Cell] = {}
+    for number, cell in enumerate(cells):
+        complete = complete_run(cell.config)
+        if complete is not None:
+            done[number] = cell._replace(summary=complete[0], clients=complete[1])
+
+    def in_order() -> list[Cell]:
+        return [done[number] for number in sorted(done)]
+
+    missing = [number for number in range(len(cells)) if number not in done]
+    if not missing:
+        write(in_order())
+    for places, outcome in run_configs([cells[number].config for number in missing], data, progress, executor):
+        for at, place in enumerate(places):
+            cell = cells[missing[place]]
+            if isinstance(outcome, str):
+                done[missing[place]] = cell._replace(error=outcome)
+            else:
+                done[missing[place]] = cell._replace(summary=outcome[at].summary, clients=outcome[at].clients)
+        write(in_order())
+    return in_order()
+
+
+def run_configs(
+    configs: Sequence[Config],
+    data: Sequence[np.ndarray] | None = None,
+    progress: Callable[[str], None] | None = None,
+    executor: str = "local",
+) -> Iterator[tuple[list[int], Outcome]]:
+    """Runs configs in as few programs as shapes allow; gives the places of a program's configs and what came out."""
+    programs: dict[str, list[int]] = {}
+    for place, config in enumerate(configs):
+        programs.setdefault(alike(config), []).append(place)
+    places = list(programs.values())
+
+    def report(program: int, line: str) -> None:
+        if progress:
+            of = [configs[place] for place in places[program]]
+            runs = f"{len(of)} runs" if len(of) > 1 else "1 run"
+            progress(f"program {program + 1} of {len(places)} ({of[0].method['name']}, {runs}): {line}")
+
+    if places:
+        for program, outcome in EXECUTORS[executor]([[configs[at] for at in of] for of in places], data, report):
+            yield places[program], outcome
+
+
+def check_point(point: str) -> None:
+    """Checks the name of an evaluation point.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    if point not in ("pre", "post"):
+        raise ConfigError("point", point, "pre (after aggregation) or post (after local training)")
+
+
+def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: str) -> Path | None:
+    """The folder of many runs, checked as far as it can be before any of them."""
     check_executor(executor)
     if config.run.tensorboard:
         check_tensorboard(out)
-    if out is not None and executor == "ray":  # workers may have another working directory
-        out = Path(out).absolute()
-    if out is not None:
-        RunDirectory(out, overwrite=True)  # raises where it is a file
-    cells = [Cell(values, _configure(config, values, out)) for values in _combinations(grid)]
-    chosen = dict(baseline) if baseline is not None else _without_seed(cells[0].values)
-    if all(_without_seed(cell.values) != chosen for cell in cells):
-        raise ConfigError("baseline", _show(chosen), "one of the combinations in the grid, without the seed")
-    found = ((number, complete_run(cell.config)) for number, cell in enumerate(cells))
-    done = {number: cells[number]._replace(summary=summary) for number, summary in found if summary is not None}
-
-    def result() -> Sweep:
-        return Sweep([done[number] for number in sorted(done)], chosen)
-
-    def write() -> None:
-        if out is not None:
-            write_atomically(Path(out) / "sweep.csv", result().csv())
-            write_atomically(Path(out) / "sweep.md", result().markdown())
-
-    programs = _programs(cells, set(done))
-
-    def take(program: int, outcome: Outcome) -> None:
-        for at, number in enumerate(programs[program]):
-            if isinstance(outcome, str):
-                done[number] = cells[number]._replace(error=outcome)
-            else:
-                done[number] = cells[number]._replace(summary=outcome[at])
-        write()
-
-    if programs:
-        configs = [[cells[number].config for number in numbers] for numbers in programs]
-        EXECUTORS[executor](configs, data, progress or (lambda line: None), take)
-    write()
-    if out is not None:
-        _write_parquet(Path(out) / "sweep.parquet", result().rows())
-    return result()
+    if out is None:
+        return None
+    RunDirectory(out, overwrite=True)  # raises where it is a file
+    return Path(out).absolute() if executor == "ray" else Path(out)  # workers may have another working directory
 
 
 def load_sweep(
@@ -217,14 +219,7 @@ def load_sweep(
         raise ConfigError("sweep file", str(path), allowed)
     config = load_config(Path(path).parent / tables["config"], tables.get("overrides", []))
     chosen = tables.get("baseline")
-    return config, _dotted(tables.get("grid", {})), None if chosen is None else _dotted(chosen)
-
-
-def _dotted(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for key, value in tables.items():
-        fields |= _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return fields
+    return config, flat(tables.get("grid", {})), None if chosen is None else flat(chosen)
 
 
 def _combinations(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -239,38 +234,13 @@ def _combinations(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def _configure(config: Config, values: Mapping[str, Any], out: str | os.PathLike[str] | None) -> Config:
+def _configure(config: Config, values: Mapping[str, Any], out: Path | None) -> Config:
     """The config of a combination."""
-    tables = config.model_dump()
-    for field in sorted(values, key=lambda field: field not in _SELECTORS):  # these first: they bring their defaults
-        *sections, key = field.split(".")
-        if not sections:
-            raise ConfigError(f"grid.{field}", values[field], "a dotted field such as training.lr")
-        table: dict[str, Any] = tables
-        for section in sections:
-            if not isinstance(table.get(section), dict):
-                allowed = f"a field of the config; {section} is none of its tables"
-                raise ConfigError(f"grid.{field}", values[field], allowed)
-            table = table[section]
-        if field in _SELECTORS and table[key] != values[field]:
-            table.clear()
-        table[key] = values[field]
-    tables["run"]["out"] = None if out is None else str(Path(out) / _folder(values))
-    return Config(**tables)
-
-
-def _programs(cells: Sequence[Cell], done: set[int]) -> list[list[int]]:
-    """The numbers of the cells that are still to be run, by the program that they are rows of."""
-    programs: dict[str, list[int]] = {}
-    for number, cell in enumerate(cells):
-        if number not in done:
-            tables = cell.config.model_dump(mode="json")
-            tables["run"] |= {"seed": None, "out": None}
-            for field in program_inputs(cell.config):
-                section, _, key = field.partition(".")
-                tables[section][key] = None
-            programs.setdefault(json.dumps(tables, sort_keys=True), []).append(number)
-    return list(programs.values())
+    for field, value in values.items():
+        if "." not in field:
+            raise ConfigError(f"grid.{field}", value, "a dotted field such as training.lr")
+    folder = None if out is None else str(out / _folder(values))
+    return config.replace({**values, "run.out": folder})
 
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -282,23 +252,7 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
 
 
-def _by_seed(cells: Mapping[int, Cell], figure: str) -> dict[int, float]:
-    return {seed: figures_of(cell.summary)[figure] for seed, cell in cells.items() if cell.summary}
-
-
-def _without_seed(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {field: value for field, value in values.items() if field != SEED}
-
-
-def _show(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{field}={value}" for field, value in values.items())
-
-
 def _folder(values: Mapping[str, Any]) -> str:
     """A run directory's name, as readable as file systems allow."""
     name = ",".join(f"{field}={value}" for field, value in values.items())
     return "".join(letter if letter.isalnum() or letter in "=,._-+" else "_" for letter in name)
-
-
-def _is_nan(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))

@@ -1,51 +1,246 @@
-"""Statistics over seeds, and tables in Markdown."""
+"""The one table of runs: a row per combination of values, mean and spread over seeds, differences from a baseline."""
 
+import csv
+import io
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.statistics import ENOUGH_SEEDS, bootstrap_over_clients, holm, paired_difference
+from fedjax_pfl.experiment.summary import figures_of
+
 NONE = "—"
+SEED = "run.seed"
 
 
-def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of one run that tables show, from its summary.
+class Cell(NamedTuple):
+    """One run of a comparison or sweep.
 
-    Returns:
-      ``headline``, the accuracy that the method is judged by, ``pre`` and ``post``, all after the last round; ``best``,
-      ``std_clients`` and ``worst_10_percent`` of the headline's point; ``global``, NaN without a global model.
-      Accuracies lie in [0, 1]. ``megabytes`` in all, ``seconds_per_round``.
+    Attributes:
+      values: field -> value, of the fields in the grid.
+      config: its config.
+      summary: what ``summary.json`` says; None where the run failed.
+      clients: column -> array, as in ``clients.csv``; likewise.
+      error: why it failed.
     """
-    headline, personal = summary["headline"], summary["personal"]
-    judged = personal[headline]
-    return {
-        "headline": judged["last"],
-        "pre": personal["pre"]["last"],
-        "post": personal["post"]["last"],
-        "best": judged["best"],
-        "std_clients": judged["std_clients"],
-        "worst_10_percent": judged["worst_10_percent"],
-        "global": float("nan") if summary["global"] is None else summary["global"],
-        "megabytes": summary["traffic"]["megabytes_total"],
-        "seconds_per_round": summary["timing"]["seconds_per_round"],
-    }
+
+    values: dict[str, Any]
+    config: Config
+    summary: dict[str, Any] | None = None
+    clients: dict[str, np.ndarray] | None = None
+    error: str | None = None
+
+    @property
+    def method(self) -> str:
+        """The name of its method."""
+        return str(self.config.method["name"])
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return self.config.run.seed
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What tables show of it; empty where it failed."""
+        return figures_of(self.summary) if self.summary else {}
 
 
-def paired_p(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:
-    """p-value of a two-sided paired t-test over the seeds that both have.
+class Group(NamedTuple):
+    """The runs of a row of the table: one combination, several seeds.
 
-    Returns:
-      None with fewer than two such seeds, and where all differences are the same: there is no spread to judge by.
+    Attributes:
+      values: the combination, without the seed.
+      setting: the values among them that belong to the data: rows are compared within one setting only.
+      cells: by seed; those that have not failed.
     """
-    from scipy import stats  # half a second
 
-    differences = np.array([first[seed] - second[seed] for seed in first if seed in second])
-    if len(differences) < 2 or np.ptp(differences) < 1e-12:
+    values: dict[str, Any]
+    setting: tuple[tuple[str, Any], ...]
+    cells: dict[int, Cell]
+
+    def by_seed(self, figure: str) -> dict[int, float]:
+        """A figure of `summary.figures_of`, of the runs that have it."""
+        found = {seed: cell.figures[figure] for seed, cell in self.cells.items()}
+        return {seed: value for seed, value in found.items() if not math.isnan(value)}
+
+    def mean(self, figure: str) -> float:
+        """Its mean over seeds; NaN without any."""
+        found = list(self.by_seed(figure).values())
+        return float(np.mean(found)) if found else math.nan
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a run of it gave answers that are no numbers."""
+        return any(cell.summary and cell.summary.get("diverged_round") is not None for cell in self.cells.values())
+
+
+_PERCENT = {
+    "pre": "PRE",
+    "post": "POST",
+    "best": "best",
+    "weighted_best": "best weighted",
+    "by_validation": "by validation",
+    "std_clients": "std of clients",
+    "worst_10_percent": "worst 10 %",
+    "global": "global",
+}
+_LEGEND = (
+    "Accuracy in %, mean over seeds ± sample standard deviation. PRE: after aggregation, POST: after local training, "
+    "after the last round, unweighted mean over clients; *: what the method is judged by, and what the next columns "
+    "are of: best (of the evaluated rounds, selected on the samples that are scored), best weighted (by the clients' "
+    "samples: PFLlib's number), {validation}std of clients, worst 10 %. Global: the shared model on the pooled "
+    "samples. MB: all clients, up and down. Difference: {point} minus that of {baseline}, mean of the paired "
+    "differences with a 95 % interval over seeds; over clients: 95 % interval when the clients of each run are drawn "
+    "anew. p: paired t-test over seeds, after Holm's correction for the number of rows. **Bold**: the highest mean "
+    "{point}{within}."
+)
+
+
+def grouped(cells: Iterable[Cell]) -> list[Group]:
+    """The runs by combination, in order."""
+    groups: dict[str, Group] = {}
+    for cell in cells:
+        values = without_seed(cell.values)
+        setting = tuple((field, repr(value)) for field, value in values.items() if field.startswith("data."))
+        group = groups.setdefault(show(values), Group(values, setting, {}))
+        if cell.summary is not None:
+            group.cells[cell.seed] = cell
+    return list(groups.values())
+
+
+def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, heading: str = "run") -> str:
+    """The table in Markdown, with its legend, what failed and what to be careful about.
+
+    Args:
+      cells: the runs.
+      baseline: the values, without the seed, of the row that the others are held against, each within its own data
+        setting.
+      point: ``pre`` or ``post``: all rows are compared there, whatever they are judged by.
+      heading: of the first column.
+    """
+    groups = grouped(cells)
+    rows: dict[int, dict[str, str]] = {}
+    for setting in dict.fromkeys(group.setting for group in groups):
+        members = [at for at, group in enumerate(groups) if group.setting == setting]
+        base = next((groups[at] for at in members if _is_row(groups[at], baseline)), None)
+        best = max(
+            (at for at in members if groups[at].by_seed(point)), key=lambda at: groups[at].mean(point), default=None
+        )
+        gaps = [_difference(groups[at], base, point) for at in members]
+        corrected = holm([math.nan if gap is None else gap[0].p for gap in gaps])
+        for at, gap, p in zip(members, gaps, corrected, strict=True):
+            rows[at] = _row(groups[at], gap, p, point, heading, bold=at == best)
+    shown = [rows[at] for at in sorted(rows)]
+    names = [name for name in shown[0] if name == heading or any(row[name] != NONE for row in shown)]
+    legend = _LEGEND.format(
+        point=point.upper(),
+        baseline=show(baseline) or "all",
+        validation="by validation (in the round that is best on validation samples), "
+        if "by validation" in names
+        else "",
+        within=" of a data setting" if len({group.setting for group in groups}) > 1 else "",
+    )
+    fewest = min((len(group.cells) for group in groups if group.cells), default=0)
+    notes = []
+    if len(groups) > 1 and fewest < ENOUGH_SEEDS:
+        seeds = "one seed" if fewest == 1 else f"{fewest} seeds"
+        notes.append(
+            f"**{seeds[0].upper()}{seeds[1:]}**: too few to tell small differences from chance; "
+            f"use {ENOUGH_SEEDS} or more for a claim."
+        )
+    if any(group.diverged for group in groups):
+        notes.append("†: diverged: some answers were no numbers, which count as wrong; try a smaller learning rate.")
+    notes += [f"**Failed**: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
+    return "\n\n".join([legend, grid(names, [[row[name] for name in names] for row in shown]), *notes]) + "\n"
+
+
+def _is_row(group: Group, baseline: Mapping[str, Any]) -> bool:
+    """Whether this is the baseline's row in its data setting."""
+    wanted = {field: value for field, value in baseline.items() if not field.startswith("data.")}
+    return all(group.values.get(field) == value for field, value in wanted.items())
+
+
+def _difference(group: Group, base: Group | None, point: str) -> Any:
+    """Paired difference and interval over clients; None for the baseline itself, and where there is nothing to pair."""
+    if base is None or group is base:
         return None
-    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+    found = paired_difference(group.by_seed(point), base.by_seed(point))
+    if found is None:
+        return None
+    column = f"{point}_accuracy"
+    pairs = [(cell.clients, base.cells[seed].clients) for seed, cell in group.cells.items() if seed in base.cells]
+    # Of other clients, as with another number of them, nothing can be paired.
+    same = [(a[column], b[column]) for a, b in pairs if a and b and len(a[column]) == len(b[column])]
+    return found, bootstrap_over_clients([a - b for a, b in same]) if len(same) == len(pairs) else None
 
 
-def mean_and_spread(values: Sequence[float], digits: int = 2) -> str:
+def _row(group: Group, gap: Any, p: float, point: str, heading: str, *, bold: bool) -> dict[str, str]:
+    summaries = [cell.summary for cell in group.cells.values() if cell.summary]
+    headline = summaries[0]["headline"] if summaries else None
+    row = {heading: (show(group.values) or "all") + (" †" if group.diverged else ""), "seeds": str(len(group.cells))}
+    for figure, name in _PERCENT.items():
+        row[name] = mean_and_spread([100 * value for value in group.by_seed(figure).values()])
+        if bold and figure == point:
+            row[name] = f"**{row[name]}**"
+        if figure == headline:
+            row[name] += " *"
+    row["MB"] = _fixed(group.mean("megabytes"), 1)
+    row["s per round"] = _fixed(group.mean("seconds_per_round"), 3)
+    found, over_clients = gap or (None, None)
+    row["difference"] = NONE if found is None else _interval(found.low, found.high, found.mean)
+    row["over clients"] = NONE if over_clients is None else _interval(*over_clients)
+    row["p"] = NONE if math.isnan(p) else f"{p:.3g}"
+    return row
+
+
+def _fixed(value: float, digits: int) -> str:
+    return NONE if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _interval(low: float, high: float, mean: float | None = None) -> str:
+    ends = "" if math.isnan(low) else f"[{100 * low:+.2f}, {100 * high:+.2f}]"
+    return ends if mean is None else f"{100 * mean:+.2f} {ends}".rstrip()
+
+
+def rows_of(cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """The tidy table: a row per run with the fields of the grid, the figures of `summary.figures_of`, any error."""
+    return [
+        {
+            **cell.values,
+            **cell.figures,
+            "diverged_round": cell.summary and cell.summary.get("diverged_round"),
+            "error": cell.error,
+        }
+        for cell in cells
+    ]
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV; what a run does not have stays empty."""
+    shown = [{name: "" if _is_nothing(value) else value for name, value in row.items()} for row in rows]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(itertools.chain(*shown))), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(shown)
+    return text.getvalue()
+
+
+def without_seed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a combination but for the seed."""
+    return {field: value for field, value in values.items() if field != SEED}
+
+
+def show(values: Mapping[str, Any]) -> str:
+    """A combination in one line; the method goes by its name alone."""
+    return ", ".join(str(value) if field == "method.name" else f"{field}={value}" for field, value in values.items())
+
+
+def mean_and_spread(values: Sequence[float] | np.ndarray, digits: int = 2) -> str:
     """The mean, with the sample standard deviation if there are two values or more; a dash without any."""
     if not len(values):
         return NONE
@@ -57,3 +252,7 @@ def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table, numbers to the right."""
     marks = ["---", *["---:"] * (len(headings) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (headings, marks, *rows))
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))

@@ -1,0 +1,297 @@
+"""What a run's numbers are called, in ``metrics.jsonl``, ``history``, ``summary.json`` and tables alike.
+
+A line of ``metrics.jsonl`` holds the scores of an evaluated round; ``pre.accuracy`` names one of them everywhere. A
+summary says of each metric what it was in the last round, in the best one, and in the one that is best on validation
+samples. `figures_of` picks what tables show.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from fedjax_pfl.engine.scoring import Evaluation, Scores
+
+Line = dict[str, Any]
+"""A line of ``metrics.jsonl``: metric -> number, or a table of metrics; None for what a run does not have."""
+
+POINTS = ("pre", "post")
+# Of these, and of all other metrics in a point's table, the largest is the best; the rest are no scores of a model.
+_COSTS = ("round", "train_loss", "megabytes", "seconds")
+_NO_BEST = ("loss", "std_clients")
+_LAST_ROUNDS = 10
+
+
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, with dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in tables.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def harmonic_mean(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:
+    """2 a b / (a + b), element by element; 0 where both are 0, NaN where one is."""
+    total = np.add(a, b)
+    return np.asarray(2 * np.multiply(a, b) / np.where(total == 0, 1, total))
+
+
+def summarize(scores: Scores, samples: Int[np.ndarray, " N"]) -> dict[str, float]:
+    """Sums up the clients that have samples to be scored on.
+
+    Args:
+      scores: one row per client.
+      samples: how many of them each client has.
+
+    Returns:
+      ``accuracy`` (unweighted mean over clients), ``weighted`` (by samples: PFLlib's number), ``std_clients``
+      (population standard deviation), ``worst_10_percent`` (mean over the tenth of the clients, at least one, that fare
+      worst), ``macro_f1`` (over the classes that a client holds), ``macro_f1_union`` (and those predicted for it) and
+      ``loss`` (unweighted means), ``i_local`` (unweighted mean of the harmonic mean of accuracy and macro-F1,
+      pFedCSPC's measure of a personal model). Accuracies lie in [0, 1].
+    """
+    scored = samples > 0
+    rows = Scores(*(np.asarray(values, np.float64)[scored] for values in scores))
+    worst = np.sort(rows.accuracy)[: max(1, len(rows.accuracy) // 10)]
+    return {
+        "accuracy": float(rows.accuracy.mean()),
+        "weighted": float(rows.correct.sum() / samples[scored].sum()),
+        "std_clients": float(rows.accuracy.std()),
+        "worst_10_percent": float(worst.mean()),
+        "macro_f1": float(rows.macro_f1.mean()),
+        "macro_f1_union": float(rows.macro_f1_union.mean()),
+        "loss": float(rows.loss.mean()),
+        "i_local": float(harmonic_mean(rows.accuracy, rows.macro_f1).mean()),
+    }
+
+
+def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, new: int) -> Line:
+    """What ``metrics.jsonl`` says of the models after a round.
+
+    Args:
+      scores: of the clients and of the global model.
+      manifest: the content of ``partition.json``.
+      evaluated_on: ``test`` or ``validation``.
+      new: how many clients, the last ones, never train; they stand apart, in ``new_pre`` and ``new_post``.
+
+    Returns:
+      ``pre`` and ``post`` as `summarize` has them, with ``hm``, the harmonic mean of the global accuracy and
+      ``i_local``; likewise ``validation_pre`` and ``validation_post`` where these samples are scored, too; ``global``,
+      ``global_macro_f1`` and ``global_macro_f1_union``, None without a global model.
+    """
+    shared = None if scores.shared is None else {name: float(x) for name, x in scores.shared._asdict().items()}
+    accuracy = None if shared is None else shared["accuracy"]
+    trainers = len(manifest["n_train"]) - new
+
+    def personal(of: Scores, samples: Sequence[int], who: slice) -> dict[str, float | None]:
+        rows = Scores(*(values[who] for values in of))
+        found = summarize(rows, np.asarray(samples)[who])
+        return {**found, "hm": None if accuracy is None else float(harmonic_mean(accuracy, found["i_local"]))}
+
+    line: Line = {}
+    for point, of in zip(POINTS, (scores.pre, scores.post), strict=True):
+        samples = manifest[f"n_{evaluated_on}"]
+        line[point] = personal(of.test, samples, slice(trainers))
+        if new:
+            line[f"new_{point}"] = personal(of.test, samples, slice(trainers, None))
+        if of.validation is not None:
+            line[f"validation_{point}"] = personal(of.validation, manifest["n_validation"], slice(trainers))
+    known = shared or dict.fromkeys(Scores._fields)
+    of_all = {"global": known["accuracy"]} | {f"global_{name}": known[name] for name in ("macro_f1", "macro_f1_union")}
+    return {**line, **of_all}
+
+
+def history_of(lines: Sequence[Line]) -> dict[str, Float[np.ndarray, " rounds"]]:
+    """Columns of the evaluated rounds, by dotted name; NaN where a run does not have the metric."""
+    columns: dict[str, list[float]] = {}
+    for line in lines:
+        for name, value in flat(line).items():
+            columns.setdefault(name, []).append(np.nan if value is None else value)
+    return {name: np.array(column) for name, column in columns.items()}
+
+
+def mean_line(lines: Sequence[Line]) -> Line:
+    """The mean of the same round's lines of several runs; None where one of them has nothing."""
+    first = lines[0]
+    mean: Line = {}
+    for name, value in first.items():
+        found = [line[name] for line in lines]
+        if isinstance(value, dict):
+            mean[name] = mean_line(found)
+        else:
+            mean[name] = None if None in found else type(value)(np.mean(found))
+    return mean
+
+
+def first_reached(values: Sequence[float | None] | np.ndarray, target: float) -> int | None:
+    """The first position at which a metric is the target or more; None where it never is.
+
+    Six digits count: 4200 of 10,000 in float32 is a little less than 0.42, and yet 42 %.
+    """
+    reached = np.flatnonzero(np.asarray(values, np.float64).round(6) >= round(target, 6))
+    return int(reached[0]) if len(reached) else None
+
+
+def summary_of(
+    lines: Sequence[Line], identity: Mapping[str, Any], costs: Mapping[str, Any], *, new: int
+) -> dict[str, Any]:
+    """The content of ``summary.json``.
+
+    Args:
+      lines: the evaluated rounds.
+      identity: what was run: method, headline, data set ...; first in the file.
+      costs: timing, traffic, memory, environment; last.
+      new: number of clients that never train.
+    """
+    history = history_of(lines)
+    rounds = history["round"].astype(int)
+    chosen = {point: _round_chosen(history, point) for point in POINTS}
+    metrics = {}
+    for name, values in history.items():
+        point, _, metric = name.rpartition(".")
+        if name in _COSTS or metric in _NO_BEST:
+            metrics[name] = {"last": _known(values[-1])}
+            continue
+        best = int(np.argmax(np.where(np.isnan(values), -np.inf, values)))
+        at = chosen.get(point)
+        metrics[name] = {
+            "last": _known(values[-1]),
+            "best": _known(values[best]),
+            "best_round": None if np.isnan(values[best]) else int(rounds[best]),
+            "by_validation": None if at is None else _known(values[at]),
+        }
+    return {
+        **identity,
+        "diverged_round": _diverged(history),
+        "personal": {point: _headline(history, metrics, chosen, point) for point in reversed(POINTS)},
+        "new_clients": {point: _headline(history, metrics, chosen, f"new_{point}") for point in reversed(POINTS)}
+        if new
+        else None,
+        "global": metrics["global"]["last"],
+        "global_macro_f1": metrics["global_macro_f1"]["last"],
+        "global_best": metrics["global"]["best"],
+        "global_best_round": metrics["global"]["best_round"],
+        "metrics": metrics,
+        **costs,
+    }
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _round_chosen(history: Mapping[str, np.ndarray], point: str) -> int | None:
+    """The position of the round with the highest accuracy on validation samples, where these are scored."""
+    accuracy = history.get(f"validation_{point}.accuracy")
+    return None if accuracy is None else int(np.argmax(accuracy))
+
+
+def _diverged(history: Mapping[str, np.ndarray]) -> int | None:
+    """The first evaluated round after which a client's model answers with what is no number."""
+    bad = ~np.isfinite(history["pre.loss"]) | ~np.isfinite(history["post.loss"])
+    return int(history["round"][np.flatnonzero(bad)[0]]) if bad.any() else None
+
+
+def _headline(
+    history: Mapping[str, np.ndarray],
+    metrics: Mapping[str, Mapping[str, Any]],
+    chosen: Mapping[str, int | None],
+    point: str,
+) -> dict[str, float | None]:
+    """The headline numbers of a point, under the names that version 0.1 gave them; ``best`` is by accuracy.
+
+    ``best`` is selected on the samples that are scored, ``by_validation`` on the validation samples.
+    """
+    accuracy, rounds = history[f"{point}.accuracy"], history["round"]
+    at = chosen.get(point)
+
+    def of(metric: str, which: str = "last") -> Any:
+        return metrics[f"{point}.{metric}"][which]
+
+    return {
+        "last": of("accuracy"),
+        "best": of("accuracy", "best"),
+        "best_round": of("accuracy", "best_round"),
+        "by_validation": of("accuracy", "by_validation"),
+        "by_validation_round": None if at is None else int(rounds[at]),
+        "mean_last_10": float(accuracy[rounds > rounds[-1] - _LAST_ROUNDS].mean()),
+        "std_clients": of("std_clients"),
+        "worst_10_percent": of("worst_10_percent"),
+        "weighted_last": of("weighted"),
+        "weighted_best": of("weighted", "best"),
+        "weighted_best_round": of("weighted", "best_round"),
+        "macro_f1_last": of("macro_f1"),
+        "macro_f1_union_last": of("macro_f1_union"),
+        "i_local_last": of("i_local"),
+        "hm_last": of("hm"),
+    }
+
+
+def client_table(
+    manifest: Mapping[str, Any], evaluated_on: str, scores: Evaluation, new: int
+) -> dict[str, Float[np.ndarray, " N"] | Int[np.ndarray, " N"]]:
+    """One row per client, as in ``clients.csv``; the scores of a client without samples to be scored on are NaN."""
+    samples = np.asarray(manifest[f"n_{evaluated_on}"])
+    client = np.arange(len(samples))
+    table = {"client": client, "n_train": np.asarray(manifest["n_train"]), "n_test": samples}
+    if new:
+        table["new"] = (client >= len(samples) - new).astype(int)
+    for point, of in zip(POINTS, (scores.pre, scores.post), strict=True):
+        for metric in ("accuracy", "macro_f1"):
+            table[f"{point}_{metric}"] = np.where(samples > 0, np.asarray(getattr(of.test, metric)), np.nan)
+    return table
+
+
+FIGURES = (
+    "headline",
+    "pre",
+    "post",
+    "best",
+    "weighted",
+    "weighted_best",
+    "by_validation",
+    "std_clients",
+    "worst_10_percent",
+    "global",
+    "megabytes",
+    "seconds_per_round",
+)
+"""The figures of a run that tables show, in their order."""
+
+
+def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of one run that tables show, from its summary; NaN for what the run does not have.
+
+    Returns:
+      ``headline``, the accuracy that the method is judged by, ``pre`` and ``post``, all after the last round; of the
+      headline's point ``best`` (of the evaluated rounds), ``weighted`` by samples after the last round and
+      ``weighted_best`` (PFLlib's headline number), ``by_validation`` (in the round that is best on validation samples),
+      ``std_clients`` and ``worst_10_percent``; ``global``; ``megabytes`` in all, ``seconds_per_round``. Accuracies lie
+      in [0, 1].
+    """
+    judged = summary["personal"][summary["headline"]]
+    found = {
+        "headline": judged["last"],
+        **{point: summary["personal"][point]["last"] for point in POINTS},
+        "best": judged["best"],
+        "weighted": judged["weighted_last"],
+        "weighted_best": judged.get("weighted_best"),
+        "by_validation": judged.get("by_validation"),
+        "std_clients": judged["std_clients"],
+        "worst_10_percent": judged["worst_10_percent"],
+        "global": summary["global"],
+        "megabytes": summary["traffic"]["megabytes_total"],
+        "seconds_per_round": summary["timing"]["seconds_per_round"],
+    }
+    return {name: math.nan if found[name] is None else float(found[name]) for name in FIGURES}
+
+
+def without_nan(node: Any) -> Any:
+    """JSON has no NaN: null stands for it (a diverged run's loss)."""
+    if isinstance(node, Mapping):
+        return {key: without_nan(value) for key, value in node.items()}
+    if isinstance(node, Iterable) and not isinstance(node, str):
+        return [without_nan(value) for value in node]
+    return None if isinstance(node, float) and not math.isfinite(node) else node
