@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from fedjax_pfl import Config, ConfigError, compare, simulate
 from fedjax_pfl.cli.commands import app
-from fedjax_pfl.experiment.comparison import Cell, Comparison
-from fedjax_pfl.experiment.tables import figures_of
+from fedjax_pfl.experiment.comparison import Comparison
+from fedjax_pfl.experiment.tables import Cell
 
 METHODS = ("local", "fedavg", "fedcpd")  # the last one asks for feature maps, which an MLP has not: it fails
 SEEDS = (0, 1)
@@ -44,14 +44,16 @@ def comparison(out):
 def test_a_cell_is_the_run_that_simulate_gives(comparison, out):
     result = simulate(config(run={"seed": 1}))
     cell = next(cell for cell in comparison.cells if (cell.method, cell.seed) == ("fedavg", 1))
-    assert cell.summary["personal"] == result.summary["personal"]
-    assert (
-        figures_of(cell.summary)["pre"]
-        == figures_of(cell.summary)["headline"]
-        == result.summary["personal"]["pre"]["last"]
-    )
-    assert figures_of(cell.summary)["global"] == result.summary["global"]
-    assert json.loads((out / "fedavg-seed1" / "summary.json").read_text())["personal"] == result.summary["personal"]
+    for point, expected in result.summary["personal"].items():
+        found = cell.summary["personal"][point]
+        assert {
+            name: value for name, value in found.items() if value is None or value == pytest.approx(expected[name])
+        } == found
+    assert cell.figures["pre"] == cell.figures["headline"] == pytest.approx(result.summary["personal"]["pre"]["last"])
+    assert cell.figures["weighted_best"] == pytest.approx(result.history["pre.weighted"].max())
+    assert cell.figures["global"] == pytest.approx(result.summary["global"])
+    assert json.loads((out / "fedavg-seed1" / "summary.json").read_text()) == cell.summary
+    assert cell.summary["timing"]["runs_in_the_program"] == 2
 
 
 def test_methods_share_partitions_which_seeds_do_not(comparison):
@@ -72,7 +74,7 @@ def test_a_failing_method_is_reported_and_stops_no_other(comparison, out):
 
 def test_complete_runs_are_not_run_again(comparison, out):
     called = []
-    again = compare(config(), METHODS[:2], seeds=SEEDS, out=out, progress=lambda *now: called.append(now))
+    again = compare(config(), METHODS[:2], seeds=SEEDS, out=out, progress=called.append)
     assert not called
     assert [cell.summary for cell in again.cells] == [cell.summary for cell in comparison.cells[:4]]
 
@@ -81,19 +83,40 @@ def test_an_interrupted_comparison_goes_on(comparison, tmp_path):
     class KilledError(Exception):
         pass
 
-    def killed(method, seed, now):
-        if (method, seed, now.round) == ("fedavg", 0, 2):
+    def killed(line):
+        if "fedavg" in line and "round" in line:  # the checkpoint of the last round has been written by then
             raise KilledError
 
     saving = config(run={"checkpoint_every": 1})
     with pytest.raises(KilledError):
         compare(saving, METHODS[:2], seeds=[0], out=tmp_path, progress=killed)
+    assert not (tmp_path / "fedavg-seed0" / "summary.json").exists()
+    shutil.rmtree(tmp_path / "fedavg-seed0" / "checkpoints" / "3")
     resumed = []
-    done = compare(saving, METHODS[:2], seeds=[0], out=tmp_path, progress=lambda *now: resumed.append(now))
-    assert {method for method, _, _ in resumed} == {"fedavg"}
-    assert resumed[0][2].round == 2  # not from the beginning
-    expected = [cell.summary["personal"] for cell in comparison.cells if cell.seed == 0 and cell.summary]
+    done = compare(saving, METHODS[:2], seeds=[0], out=tmp_path, progress=resumed.append)
+    assert all("fedavg" in line for line in resumed)
+    expected = [simulate(config(method={"name": name})).summary["personal"] for name in METHODS[:2]]
     assert [cell.summary["personal"] for cell in done.cells] == expected
+
+
+def test_hyperparameters_are_given_per_method(comparison, out, tmp_path):
+    options = {"fedavg": {}, "fedprox": {"mu": 0.5}}
+    found = compare(config(), options, seeds=[0], out=tmp_path / "table")
+    assert [cell.config.method for cell in found.cells] == [{"name": "fedavg"}, {"name": "fedprox", "mu": 0.5}]
+    alone = simulate(config(method={"name": "fedprox", "mu": 0.5}))
+    assert found.by_seed("fedprox")[0] == alone.summary["personal"]["pre"]["last"]
+    path = tmp_path / "config.toml"
+    path.write_text(config().to_toml())
+    command = ["compare", str(path), "--methods", "fedavg,fedprox", "--out", str(tmp_path / "table")]
+    shown = CliRunner().invoke(app, [*command, "--set", "fedprox.mu=0.5", "--quiet"])  # what is there is not run again
+    assert shown.exit_code == 0, shown.output
+    for wrong, message in [
+        ("fedprox", r"--set = 'fedprox' is not usable: expected method\.key=value"),
+        ("ditto.lam=1", "one of the methods compared: fedavg, fedprox"),
+        ("fedprox.nu=1.0", r"method\.nu = 1\.0 is not usable: no such key of fedprox"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            CliRunner().invoke(app, [*command, "--set", wrong], catch_exceptions=False)
 
 
 def synthetic():
@@ -101,7 +124,8 @@ def synthetic():
 
     def summary(headline, pre, post, shared):
         def judged(last):
-            return {"last": last, "best": last + 0.01, "std_clients": 0.1, "worst_10_percent": last - 0.2}
+            found = {"last": last, "best": last + 0.01, "std_clients": 0.1, "worst_10_percent": last - 0.2}
+            return found | {"weighted_last": last, "weighted_best": last + 0.02}
 
         return {
             "headline": headline,
@@ -114,31 +138,43 @@ def synthetic():
     cells = []
     for seed, shift in enumerate((0.0, 0.01, 0.04)):
         cells += [
-            Cell("local", seed, summary("post", 0.5 + shift, 0.5, None)),
-            Cell("fedavg", seed, summary("pre", 0.7 + 2 * shift, 0.6, 0.4)),
-            Cell("ditto", seed, summary("post", 0.9, 0.72, 0.4 + shift)),
+            cell("local", seed, summary("post", 0.5, 0.5 + shift, None)),
+            cell("fedavg", seed, summary("pre", 0.7 + 2 * shift, 0.6, 0.4)),
+            cell("ditto", seed, summary("post", 0.6, 0.72, 0.4 + shift)),
         ]
     return Comparison(config(), cells, "local")
 
 
+def cell(method, seed, summary):
+    values = {"method.name": method, "run.seed": seed}
+    return Cell(values, config(method={"name": method}, run={"seed": seed}), summary)
+
+
 def test_the_table_by_hand():
     table = synthetic()
-    rows = [line.split(" | ") for line in table.markdown().splitlines() if line.startswith("| ")]
-    named = {row[0].strip("| "): [text.strip(" |") for text in row[1:]] for row in rows[2:]}
-    fedavg = [0.7, 0.72, 0.78]
+    lines = [line.strip("| ").split(" | ") for line in table.markdown().splitlines() if line.startswith("| ")]
+    named = {row[0]: dict(zip(lines[0], row, strict=True)) for row in lines[2:]}
+    fedavg = np.array([0.7, 0.72, 0.78])
     mean, std = 100 * np.mean(fedavg), 100 * np.std(fedavg, ddof=1)
-    assert named["fedavg"][0] == f"**{mean:.2f} ± {std:.2f}** *"  # 73.33, above ditto's 72.00
-    assert named["ditto"][:2] == ["90.00 ± 0.00", "72.00 ± 0.00 *"]
-    assert named["ditto"][2:5] == ["73.00 ± 0.00", "10.00 ± 0.00", "52.00 ± 0.00"]
-    assert named["local"][5] == "—"
-    assert named["fedavg"][5] == "40.00 ± 0.00"
-    assert named["local"][6:] == ["2.0", "0.500", "—"]
-    assert named["fedavg"][8] == f"{stats.ttest_rel(fedavg, [0.5, 0.5, 0.5]).pvalue:.3g}"
-    assert named["ditto"][8] == "—"  # the same difference three times over has no spread
-    lines = list(csv.DictReader(table.csv().splitlines()))
-    assert len(lines) == 9
-    assert lines[0]["global"] == ""
-    assert float(lines[1]["headline"]) == 0.7
+    assert named["fedavg"]["PRE"] == f"**{mean:.2f} ± {std:.2f}** *"
+    assert named["ditto"]["PRE"] == "60.00 ± 0.00"  # compared at PRE, though judged by POST
+    assert named["ditto"]["POST"] == "72.00 ± 0.00 *"
+    columns = ("best", "best weighted", "std of clients", "worst 10 %")
+    assert [named["ditto"][name] for name in columns] == [f"{x}.00 ± 0.00" for x in (73, 74, 10, 52)]
+    assert (named["local"]["global"], named["fedavg"]["global"]) == ("—", "40.00 ± 0.00")
+    assert (named["local"]["MB"], named["local"]["s per round"]) == ("2.0", "0.500")
+    test = stats.ttest_1samp(fedavg - 0.5, 0.0)
+    low, high = test.confidence_interval(0.95)
+    assert named["fedavg"]["difference"] == f"{mean - 50:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]"
+    assert named["ditto"]["difference"] == "+10.00"  # the same three times over: no spread to judge by
+    assert named["fedavg"]["p"] == f"{test.pvalue:.3g}"  # the only test: nothing to correct
+    assert (named["ditto"]["p"], named["local"]["p"], named["local"]["difference"]) == ("—", "—", "—")
+    at_post = table._replace(point="post").markdown()
+    assert "**72.00 ± 0.00** *" in at_post
+    rows = list(csv.DictReader(table.csv().splitlines()))
+    assert len(rows) == 9
+    assert rows[0]["global"] == ""
+    assert float(rows[1]["headline"]) == 0.7
 
 
 def test_other_settings_are_not_mixed_into_a_table(comparison, out):
@@ -166,6 +202,8 @@ def test_a_damaged_summary_is_named(comparison, out, tmp_path):
         (["fedavg", "fedavg"], {}, r"methods = .* one or more, each of them once"),
         (["fedavg"], {"seeds": []}, r"seeds = \[\] is not usable: one or more"),
         (["fedavg"], {"seeds": [-1]}, r"run\.seed = -1 "),
+        ({"fedprox": {"nu": 1.0}}, {}, r"method\.nu = 1\.0 is not usable: no such key of fedprox; allowed: mu"),
+        (["fedavg"], {"point": "best"}, r"point = 'best' is not usable: pre \(after"),
         (["fedavg"], {"baseline": "local"}, r"baseline = 'local' is not usable: one of the methods compared: fedavg"),
     ],
 )

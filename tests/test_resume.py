@@ -101,7 +101,7 @@ def test_a_signal_leaves_a_checkpoint_and_ends_the_run(number, whole, tmp_path):
         assert stopped.value.code == 128 + signal.SIGTERM
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert not (out / "summary.json").exists()
-    assert 1 < Checkpoints(out / "checkpoints").newest().round < 6
+    assert 1 < Checkpoints(out / "checkpoints").rounds()[-1] < 6
     assert_same(simulate(without, resume=out), whole[0], out, whole[1])
 
 

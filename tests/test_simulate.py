@@ -13,9 +13,9 @@ from fedjax_pfl import Config, ConfigError, simulate
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.data.split import draw_test, manifest
-from fedjax_pfl.engine.memory import estimate, exchange, peak_bytes
+from fedjax_pfl.engine.memory import peak_bytes, survey
 from fedjax_pfl.engine.traffic import count, size
-from fedjax_pfl.experiment.build import divide, make_engine
+from fedjax_pfl.experiment.build import divide, make_engine, shape_of
 from tests.reference import MLP, held, to_numpy
 
 
@@ -219,16 +219,18 @@ def test_hyperparameters_can_be_chosen_on_validation_samples():
 
 def test_augmentation_of_the_config_takes_the_place_of_the_methods_own():
     dataset, wanted = load("digits"), config("fedecouple")
-    own, without = (make_engine(config("fedecouple", training=given), dataset) for given in ({}, {"augment": "none"}))
+    own, without = (
+        make_engine(config("fedecouple", training=given), shape_of(dataset)) for given in ({}, {"augment": "none"})
+    )
     assert own.method.augment == "concat"
     federation, _ = divide(wanted, dataset)
-    server, client = own.method.init(jax.random.key(0))
+    server, client = own.method.init(jax.random.key(0), 6)
     shared = jax.random.key(1), np.int32(0), server, federation.x, federation.y
-    row = np.int32(2), client, jax.tree.map(lambda leaf: leaf[2], federation.train)
+    row = np.int32(2), client, jax.tree.map(lambda leaf: leaf[2], federation.train), None
     replaced = replace(own, method=own.method._replace(augment="none"))
     found, expected, augmented = (jax.jit(engine.local)(shared, row) for engine in (without, replaced, own))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert 2 * int(found[2].steps) - 1 <= int(augmented[2].steps) <= 2 * int(found[2].steps)
+    assert 2 * int(found.info.steps) - 1 <= int(augmented.info.steps) <= 2 * int(found.info.steps)
 
 
 def test_arrays_can_be_passed_directly_and_give_what_the_source_gives(reference):
@@ -313,7 +315,7 @@ def test_samples_per_client_counts_training_samples(wanted, share):
     ],
 )
 def test_what_does_not_fit_the_data_is_an_error_before_compilation(tables, field, monkeypatch):
-    monkeypatch.setattr("fedjax_pfl.experiment.driver._compile", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("fedjax_pfl.experiment.programs._compile", lambda *_: pytest.fail("compiled"))
     with pytest.raises(ConfigError) as caught:
         simulate(config(**tables))
     assert caught.value.field == field
@@ -359,10 +361,9 @@ def test_dropout_and_partial_participation_run_end_to_end():
 
 def test_memory_estimate_counts_what_can_be_counted_by_hand():
     engine, data, key = _tiny()
-    shapes = exchange(engine, key, data)
+    memory, shapes = survey(engine, key, data)
     parameters = 64 * 8 + 8 + 8 * 10 + 10
     assert (count(shapes.up), count(shapes.down), count(shapes.client)) == (0, 0, parameters)
-    memory = estimate(engine, key, data)
     # All six clients' models, and the cohort's old and new rows.
     assert memory.resident == size(data) + (6 + 2 * 6) * 4 * parameters
     # The gradient and the batch must be there at once, next to the parameters.
@@ -389,7 +390,7 @@ def _tiny():
     wanted = config("local")
     dataset = load("digits")
     data, _ = divide(wanted, dataset)
-    return make_engine(wanted, dataset), data, jax.random.key(0)
+    return make_engine(wanted, shape_of(dataset)), data, jax.random.key(0)
 
 
 needs_data = pytest.mark.skipif(
@@ -416,6 +417,6 @@ def test_programs_are_compiled_with_the_precision_that_the_config_has(monkeypatc
     def compile_nothing(*args):
         raise SeenError(jax.config.jax_default_matmul_precision)
 
-    monkeypatch.setattr("fedjax_pfl.experiment.driver._compile", compile_nothing)
+    monkeypatch.setattr("fedjax_pfl.experiment.programs._compile", compile_nothing)
     with pytest.raises(SeenError, match=f"^{precision}$"):
         simulate(config(run={} if precision == "float32" else {"precision": precision}))

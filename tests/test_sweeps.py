@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from fedjax_pfl import Config, ConfigError, load_sweep, simulate, sweep
 from fedjax_pfl.cli.commands import app
+from fedjax_pfl.experiment.build import program_inputs
 from fedjax_pfl.experiment.executors import _run_on_ray
-from fedjax_pfl.experiment.programs import program_inputs
-from fedjax_pfl.experiment.sweep import Cell, Sweep, _programs
+from fedjax_pfl.experiment.programs import alike
+from fedjax_pfl.experiment.sweep import Sweep
+from fedjax_pfl.experiment.tables import Cell
 
 GRID = {"method.name": ["fedprox", "fedcpd"], "training.lr": [0.05, 0.2], "run.seed": [0, 1]}
 
@@ -80,14 +82,15 @@ def test_each_row_is_the_run_that_simulate_gives(swept, out):
 
 
 def test_runs_that_share_shapes_share_a_program(swept):
-    assert [line for line in swept[1] if "compiling" in line] == ["4 runs in one program: compiling"]
+    (line,) = [line for line in swept[1] if "compiling" in line]
+    assert line.startswith("program 1 of 2 (fedprox, 4 runs): about")
     assert swept[0].cells[0].summary["timing"]["runs_in_the_program"] == 4
 
 
 def test_a_failing_program_is_reported_and_stops_no_other(swept, out):
     assert [cell.values["method.name"] for cell in swept[0].failed] == ["fedcpd"] * 4
     assert "feature maps" in swept[0].failed[0].error
-    assert "**Failed**: method.name=fedcpd, training.lr=0.05, run.seed=0" in (out / "sweep.md").read_text()
+    assert "**Failed**: fedcpd, training.lr=0.05, run.seed=0" in (out / "sweep.md").read_text()
     rows = list(csv.DictReader((out / "sweep.csv").read_text().splitlines()))
     assert len(rows) == 8
     assert rows[7]["headline"] == ""
@@ -98,7 +101,7 @@ def test_complete_runs_are_not_run_again(swept, out):
     shutil.rmtree(out / "method.name=fedprox,training.lr=0.2,run.seed=1")
     lines = []
     again = sweep(config(), {**GRID, "method.name": ["fedprox"]}, out=out, progress=lines.append)
-    assert lines[0] == "1 runs in one program: compiling"
+    assert lines[0].startswith("program 1 of 1 (fedprox, 1 run): about")
     for cell, before in zip(again.cells, swept[0].cells, strict=False):
         np.testing.assert_allclose(numbers(cell.summary["personal"]), numbers(before.summary["personal"]), rtol=1e-5)
 
@@ -134,8 +137,9 @@ def test_workers_of_ray_give_what_this_process_gives(swept, out, cluster, tmp_pa
     assert (tmp_path / "grid" / "sweep.csv").exists()
     for path in out.glob("*/clients.csv"):
         assert (tmp_path / "grid" / path.parent.name / "clients.csv").read_text() == path.read_text()
-    assert lines[:2] == [f"program {n} of 2, 4 runs: handed to Ray" for n in (1, 2)]
-    assert "program 1 of 2: done" in lines[2:]
+    names = [f"program {number} of 2 ({name}, 4 runs)" for number, name in enumerate(GRID["method.name"], 1)]
+    assert lines[:2] == [f"{name}: handed to Ray" for name in names]
+    assert f"{names[0]}: done" in lines[2:]
     again = sweep(config(), {**GRID, "method.name": ["fedprox"]}, out="grid", progress=lines.append, executor="ray")
     assert [cell.summary for cell in again.cells] == [cell.summary for cell in parts.cells[:4]]
     assert len(lines) == 4
@@ -157,8 +161,8 @@ def compilation_cache(tmp_path):
 
 
 def test_a_worker_that_dies_is_reported_and_stops_no_other(cluster, compilation_cache):
-    outcomes = {}
-    _run_on_ray([[Deadly()], [config(method={"name": "fedcpd"})]], None, lambda line: None, outcomes.__setitem__)
+    programs = [[Deadly()], [config(method={"name": "fedcpd"})]]
+    outcomes = dict(_run_on_ray(programs, None, lambda program, line: None))
     assert outcomes[0].startswith("WorkerCrashedError: The worker died")
     assert "feature maps" in outcomes[1]
     assert any(compilation_cache.iterdir())  # JAX has the settings there that it has here
@@ -180,7 +184,7 @@ def synthetic():
     for lr, shift in ((0.1, 0.0), (0.2, 0.05)):
         for seed, accuracy in enumerate((0.6, 0.7, 0.65)):
             last = accuracy + shift * (1 + seed)
-            point = {"last": last, "best": last, "std_clients": 0.1, "worst_10_percent": 0.3}
+            point = {"last": last, "best": last, "std_clients": 0.1, "worst_10_percent": 0.3, "weighted_last": 0.4}
             summary = {
                 "headline": "pre",
                 "personal": {"pre": point, "post": {**point, "last": 0.5}},
@@ -189,19 +193,66 @@ def synthetic():
                 "timing": {"seconds_per_round": 0.1},
             }
             values = {"training.lr": lr, "run.seed": seed}
-            cells.append(Cell(values, config(training={"lr": lr}, run={"seed": seed}), summary))
+            own = last + np.array([-0.1, 0.1, np.nan])
+            clients = {"pre_accuracy": own, "post_accuracy": np.full(3, 0.5)}
+            cells.append(Cell(values, config(training={"lr": lr}, run={"seed": seed}), summary, clients))
     return Sweep(cells, {"training.lr": 0.1})
 
 
+def table_of(sweep):
+    """Row -> column -> text."""
+    lines = [line.strip("| ").split(" | ") for line in sweep.markdown().splitlines() if line.startswith("| ")]
+    headings, _, *rows = lines
+    return {row[0]: dict(zip(headings, row, strict=True)) for row in rows}
+
+
 def test_the_table_by_hand():
-    first, second = [0.6, 0.7, 0.65], [0.65, 0.8, 0.8]
-    rows = [line.strip("| ").split(" | ") for line in synthetic().markdown().splitlines() if line.startswith("| t")]
-    assert rows[0][:4] == ["training.lr=0.1", "3", "65.00 ± 5.00", "65.00 ± 5.00"]
+    first, second = np.array([0.6, 0.7, 0.65]), np.array([0.65, 0.8, 0.8])
+    rows = table_of(synthetic())
+    base, other = rows["training.lr=0.1"], rows["training.lr=0.2"]
+    assert (base["seeds"], base["PRE"], base["POST"]) == ("3", "65.00 ± 5.00 *", "50.00 ± 0.00")
     mean, std = 100 * np.mean(second), 100 * np.std(second, ddof=1)
-    assert rows[1][2] == f"**{mean:.2f} ± {std:.2f}**"
-    assert rows[1][4] == "50.00 ± 0.00"
-    assert rows[1][-2:] == ["—", f"{stats.ttest_rel(second, first).pvalue:.3g}"]
-    assert rows[0][-1] == "—"
+    assert other["PRE"] == f"**{mean:.2f} ± {std:.2f}** *"
+    assert other["worst 10 %"] == "30.00 ± 0.00"
+    low, high = stats.ttest_rel(second, first).confidence_interval(0.95)
+    gap = np.mean(second - first)
+    assert other["difference"] == f"{100 * gap:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]"
+    # Every client of a run gains the same: whichever are drawn, the mean gain is the same.
+    assert other["over clients"] == f"[{100 * gap:+.2f}, {100 * gap:+.2f}]"
+    assert other["p"] == f"{stats.ttest_rel(second, first).pvalue:.3g}"
+    assert [base[column] for column in ("difference", "over clients", "p")] == ["—"] * 3
+    assert "**3 seeds**: too few" in synthetic().markdown()
+    assert "global" not in base  # no run has a global model
+
+
+def test_rows_are_compared_and_printed_in_bold_within_their_data_setting():
+    cells = []
+    for beta, shift in ((0.1, 0.0), (1.0, 0.3)):
+        for cell in synthetic().cells:
+            last = cell.summary["personal"]["pre"]["last"] + shift
+            personal = {
+                "pre": {**cell.summary["personal"]["pre"], "last": last},
+                "post": cell.summary["personal"]["post"],
+            }
+            values = {"data.partition.beta": beta, **cell.values}
+            cells.append(cell._replace(values=values, summary={**cell.summary, "personal": personal}))
+    rows = table_of(Sweep(cells, {"data.partition.beta": 0.1, "training.lr": 0.1}))
+    alone = table_of(synthetic())["training.lr=0.2"]
+    for beta in (0.1, 1.0):
+        base, other = (rows[f"data.partition.beta={beta}, training.lr={lr}"] for lr in (0.1, 0.2))
+        assert base["difference"] == "—"
+        assert other["difference"] == alone["difference"]
+        assert other["PRE"].startswith("**")
+        assert not base["PRE"].startswith("**")
+
+
+def test_a_diverged_row_is_marked():
+    cells = synthetic().cells
+    cells[-1] = cells[-1]._replace(summary={**cells[-1].summary, "diverged_round": 2})
+    text = Sweep(cells, {"training.lr": 0.1}).markdown()
+    assert "| training.lr=0.2 † |" in text
+    assert "| training.lr=0.1 |" in text
+    assert "†: diverged" in text
 
 
 @pytest.mark.parametrize(
@@ -221,12 +272,13 @@ def test_only_numbers_that_no_shape_depends_on_share_a_program(method, swept_num
 
 def test_other_fields_make_programs_of_their_own():
     grid = [(0.1, 0, 8), (0.2, 1, 8), (0.1, 0, 16), (0.2, 0, 8)]
-    cells = [
-        Cell({}, config(training={"lr": lr}, run={"seed": seed}, model={"name": "mlp", "hidden": hidden}))
+    names = [
+        alike(config(training={"lr": lr}, run={"seed": seed}, model={"name": "mlp", "hidden": hidden}))
         for lr, seed, hidden in grid
     ]
-    assert _programs(cells, set()) == [[0, 1, 3], [2]]
-    assert _programs(cells, {0, 3}) == [[1], [2]]
+    assert names[0] == names[1] == names[3] != names[2]
+    clipped, unclipped = (alike(config(training={"clip_norm": norm})) for norm in (5.0, None))
+    assert clipped != unclipped == names[0]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +289,8 @@ def test_other_fields_make_programs_of_their_own():
         ({"training.lr": 0.1}, r"grid\.training\.lr = 0\.1 is not usable: a list"),
         ({"training.lr": [0.1, 0.1]}, "each of them once"),
         ({"training.learning_rate": [0.1]}, r"training\.learning_rate = 0\.1 is not usable: no such key"),
-        ({"trainings.lr": [0.1]}, r"grid\.trainings\.lr = 0\.1 is not usable: .*trainings is none of its tables"),
+        ({"trainings.lr": [0.1]}, r"trainings\.lr = 0\.1 is not usable: .*trainings is none of its tables"),
+        ({"lr": [0.1]}, r"grid\.lr = 0\.1 is not usable: a dotted field"),
         ({"training.lr": [0.1, -1.0]}, r"training\.lr = -1\.0 "),
         ({"method.name": ["fedsgd"]}, r"method\.name = 'fedsgd' is not usable: allowed: "),
         ({"run.out": ["a", "b"]}, r"grid\.run\.out = .*run\.seed alone"),

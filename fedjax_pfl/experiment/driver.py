@@ -302,8 +302,8 @@ class RunPlace:
     def go_back(self, saved: Saved) -> None:
         """Takes the directory back to a checkpoint."""
         if self._record is not None and self.checkpoints is not None and is_first():
-            self.checkpoints.forget_after(saved.round)
             self._record.resume(self._config.to_toml(), saved.lines)
+            self.checkpoints.forget_after(saved.round)
 
     def append(self, line: Line) -> None:
         """Records an evaluated round."""

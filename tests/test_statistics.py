@@ -1,0 +1,56 @@
+"""Intervals and tests against SciPy, by hand, and in the limit."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedjax_pfl.experiment.statistics import bootstrap_over_clients, holm, paired_difference
+
+FIRST = {0: 0.61, 1: 0.7, 2: 0.66, 3: 0.8, 7: 0.1}
+SECOND = {3: 0.75, 2: 0.6, 1: 0.71, 0: 0.55, 9: 0.9}
+
+
+def test_a_difference_is_paired_by_the_seeds_that_both_have():
+    found = paired_difference(FIRST, SECOND)
+    gaps = np.array([FIRST[seed] - SECOND[seed] for seed in range(4)])
+    test = stats.ttest_rel([FIRST[seed] for seed in range(4)], [SECOND[seed] for seed in range(4)])
+    interval = test.confidence_interval(0.95)
+    expected = (gaps.mean(), interval.low, interval.high, test.pvalue)
+    assert (found.mean, found.low, found.high, found.p) == pytest.approx(expected)
+    assert found.seeds == 4
+
+
+def test_without_spread_or_pairs_there_is_no_test():
+    assert paired_difference({0: 0.5}, {1: 0.5}) is None
+    for first in ({0: 0.5}, {0: 0.5, 1: 0.7, 2: 0.6}):
+        found = paired_difference(first, {seed: value - 0.1 for seed, value in first.items()})
+        assert found.mean == pytest.approx(0.1)
+        assert np.isnan([found.low, found.high, found.p]).all()
+
+
+def test_holm_by_hand():
+    # Rising: 4 * 0.01, 3 * 0.02, then 2 * 0.02 may not fall below it, and 1 * 0.5.
+    assert holm([0.5, 0.01, float("nan"), 0.02, 0.02]) == pytest.approx([0.5, 0.04, np.nan, 0.06, 0.06], nan_ok=True)
+    assert holm([0.7, 0.6]) == [1.0, 1.0]
+    assert holm([0.03]) == [0.03]
+
+
+def test_holm_keeps_the_family_wise_error():
+    rng = np.random.default_rng(0)
+    wrong = np.mean([min(holm(rng.uniform(size=15))) < 0.05 for _ in range(2000)])
+    assert 0.03 < wrong < 0.065  # uncorrected it would be 54 %
+
+
+def test_the_bootstrap_has_the_width_of_the_standard_error():
+    rng = np.random.default_rng(1)
+    gaps = [rng.normal(0.02, 0.1, 400), rng.normal(0.02, 0.2, 100)]
+    low, high = bootstrap_over_clients(gaps)
+    error = np.sqrt(sum(gap.var() / len(gap) for gap in gaps)) / 2
+    middle = np.mean([gap.mean() for gap in gaps])
+    assert (low, high) == pytest.approx((middle - 1.96 * error, middle + 1.96 * error), abs=0.12 * error)
+
+
+def test_the_bootstrap_leaves_out_clients_without_samples():
+    assert bootstrap_over_clients([np.array([0.1, np.nan, 0.1])]) == pytest.approx((0.1, 0.1))
+    assert bootstrap_over_clients([np.array([np.nan])]) is None
+    assert bootstrap_over_clients([]) is None

@@ -1,0 +1,141 @@
+"""What metrics are called, and which round of a run counts."""
+
+import json
+
+import numpy as np
+import pytest
+from sklearn.metrics import f1_score
+
+from fedjax_pfl import Config, load_config, simulate
+from fedjax_pfl.engine.scoring import Evaluation, Scored, Scores
+from fedjax_pfl.experiment.summary import figures_of, flat, harmonic_mean, line_of, mean_line, summarize, summary_of
+from tests.test_simulate import config
+
+COSTS = {"traffic": {"megabytes_total": 1.0}, "timing": {"seconds_per_round": 0.1}}
+
+
+def scores(accuracy, n, loss=0.5):
+    accuracy = np.asarray(accuracy, np.float32)
+    return Scores(accuracy * n, accuracy, accuracy / 2, accuracy / 3, np.full(len(n), loss, np.float32))
+
+
+def lines(accuracies, validation=None, *, every=1, loss=0.5):
+    """The lines of a run of two clients, the second with three times the samples."""
+    n = np.array([10, 30])
+    manifest = {"n_train": [5, 5], "n_test": n.tolist(), "n_validation": [2, 2]}
+    found = []
+    for at, accuracy in enumerate(accuracies):
+        held = None if validation is None else scores(np.full(2, validation[at]), np.array([2, 2]))
+        point = Scored(scores(accuracy, n, loss if at == 1 else 0.5), held)
+        shared = Scores(*(np.float32(0.25) for _ in Scores._fields))
+        line = line_of(Evaluation(point, point, shared), manifest, "test", 0)
+        found.append({"round": every * (at + 1), "train_loss": 1.0, **line, "megabytes": 1.0, "seconds": 1.0})
+    return found
+
+
+def summary(*args, **options):
+    return summary_of(lines(*args, **options), {"headline": "pre"}, COSTS, new=0)
+
+
+CURVE = [(0.2, 0.9), (0.9, 0.5), (0.4, 0.4)]
+
+
+def test_weighted_and_unweighted_have_a_best_round_each():
+    found = summary(CURVE)["personal"]["pre"]
+    assert (found["best"], found["best_round"]) == (pytest.approx(0.7), 2)
+    assert (found["weighted_best"], found["weighted_best_round"]) == (pytest.approx((2 + 27) / 40), 1)
+    assert found["weighted_last"] == pytest.approx(0.4)
+    assert found["by_validation"] is found["by_validation_round"] is None
+    figures = figures_of(summary(CURVE))
+    assert figures["weighted_best"] == found["weighted_best"]
+    assert np.isnan(figures["by_validation"])
+
+
+def test_the_round_can_be_chosen_on_validation_samples():
+    found = summary(CURVE, [0.3, 0.5, 0.6])
+    judged = found["personal"]["pre"]
+    assert (judged["by_validation"], judged["by_validation_round"]) == (pytest.approx(0.4), 3)
+    assert found["metrics"]["pre.weighted"]["by_validation"] == pytest.approx(0.4)
+    assert figures_of(found)["by_validation"] == judged["by_validation"]
+
+
+def test_the_last_ten_rounds_are_rounds_not_evaluations():
+    curve = [(x, x) for x in np.linspace(0.1, 0.8, 8)]
+    assert summary(curve, every=1)["personal"]["pre"]["mean_last_10"] == pytest.approx(np.mean(curve))
+    assert summary(curve, every=5)["personal"]["pre"]["mean_last_10"] == pytest.approx(0.75)
+    assert summary(curve, every=10)["personal"]["pre"]["mean_last_10"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_run_whose_answers_are_no_numbers_has_diverged(loss):
+    assert summary(CURVE)["diverged_round"] is None
+    assert summary(CURVE, loss=loss)["diverged_round"] == 2
+
+
+def test_old_and_new_names_agree():
+    found = summary(CURVE)
+    for point in ("pre", "post"):
+        table = found["personal"][point]
+        names = {"last": "accuracy", "weighted_last": "weighted", "macro_f1_last": "macro_f1", "hm_last": "hm"}
+        for old, metric in names.items():
+            assert table[old] == found["metrics"][f"{point}.{metric}"]["last"]
+    assert found["global"] == found["metrics"]["global"]["last"] == 0.25
+
+
+def test_the_mean_of_lines_is_taken_number_by_number():
+    first, second = lines(CURVE[:1])[0], lines(CURVE[1:2])[0]
+    mean = mean_line([first, {**second, "round": 1}])
+    assert mean["round"] == 1
+    assert mean["pre"]["accuracy"] == pytest.approx((0.55 + 0.7) / 2)
+    assert mean_line([{**first, "global": None}, first])["global"] is None
+    assert mean_line([first]) == first
+
+
+def test_harmonic_mean():
+    np.testing.assert_allclose(harmonic_mean(np.array([0.5, 0.0]), np.array([1.0, 0.0])), [2 / 3, 0.0])
+
+
+def test_clients_without_samples_are_left_out():
+    found = summarize(scores([0.5, 0.0, 1.0], np.array([4, 0, 2])), np.array([4, 0, 2]))
+    assert found["accuracy"] == 0.75
+    assert found["weighted"] == pytest.approx(4 / 6)
+    assert found["macro_f1_union"] == pytest.approx(0.25)
+
+
+def test_both_macro_f1_are_scikit_learns():
+    """On the pooled test set of a run, whose model has learnt little: some classes are never predicted or not held."""
+    result = simulate(config(training={"rounds": 1, "lr": 0.01}, data={"clients": 2, "samples_per_client": 12}))
+    assert result.history["pre.macro_f1_union"][-1] <= result.history["pre.macro_f1"][-1]
+    y, guess = np.array([0, 0, 2, 2, 2]), np.array([0, 1, 2, 0, 2])
+    held = f1_score(y, guess, labels=np.unique(y), average="macro", zero_division=0)
+    assert f1_score(y, guess, average="macro") < held
+
+
+def test_validation_samples_are_scored_beside_the_test_samples(tmp_path):
+    out = tmp_path / "run"
+    wanted = config(data={"validation_share": 0.25}, run={"out": str(out), "eval_every": 1})
+    result = simulate(wanted)
+    line = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert flat(line).keys() == result.history.keys() == result.summary["metrics"].keys()
+    on_validation = simulate(
+        config(data={"validation_share": 0.25, "evaluate_on": "validation"}, run={"eval_every": 1})
+    )
+    for metric in ("accuracy", "weighted", "loss"):
+        for point in ("pre", "post"):
+            found = result.history[f"validation_{point}.{metric}"]
+            np.testing.assert_array_equal(found, on_validation.history[f"{point}.{metric}"])
+    best = int(np.argmax(result.history["validation_pre.accuracy"]))
+    judged = result.summary["personal"]["pre"]
+    assert judged["by_validation"] == result.history["pre.accuracy"][best]
+    assert judged["by_validation_round"] == best + 1
+    assert load_config(out / "config.toml") == wanted
+
+
+def test_a_diverged_run_scores_no_points_for_class_zero(tmp_path):
+    wanted = config(training={"lr": 1e30, "rounds": 2}, run={"eval_every": 1})
+    result = simulate(wanted)
+    assert result.summary["diverged_round"] == 1
+    assert result.summary["personal"]["pre"]["last"] == 0.0
+    assert result.summary["global"] == 0.0
+    assert np.isnan(result.history["pre.loss"]).all()
+    assert isinstance(wanted, Config)
