@@ -4,6 +4,7 @@ Start with :func:`simulate`; ``fedjax_pfl/method.py`` holds the contract of a me
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from fedjax_pfl.experiment.driver import Result, simulate
     from fedjax_pfl.experiment.sweep import Sweep, load_sweep, sweep
     from fedjax_pfl.methods import METHODS
+
+    __version__: str
 
 # Imported at first use: JAX takes a second, which `fedjax-pfl --help` should not.
 _HOME = {
@@ -36,6 +39,7 @@ __all__ = [
     "ConfigError",
     "Result",
     "Sweep",
+    "__version__",
     "compare",
     "load_config",
     "load_sweep",
@@ -45,6 +49,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version(__name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

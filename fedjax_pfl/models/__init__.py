@@ -6,9 +6,9 @@ import flax.linen as nn
 
 from fedjax_pfl.models.base import Model, Projection, build
 from fedjax_pfl.models.char_lstm import char_lstm
-from fedjax_pfl.models.cnn import cnn2, cnn2s, cnn3
+from fedjax_pfl.models.cnn import cnn2, cnn2s, cnn3, cnn_digits
 from fedjax_pfl.models.mlp import mlp
-from fedjax_pfl.models.projection import cnn_proj, resnet18_proj
+from fedjax_pfl.models.projection import cnn_digits_proj, cnn_proj, mlp_proj, resnet18_proj
 from fedjax_pfl.models.resnet import resnet18
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -16,8 +16,11 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn2": cnn2,
     "cnn3": cnn3,
     "cnn2s": cnn2s,
+    "cnn_digits": cnn_digits,
     "resnet18": resnet18,
     "cnn_proj": cnn_proj,
+    "cnn_digits_proj": cnn_digits_proj,
+    "mlp_proj": mlp_proj,
     "resnet18_proj": resnet18_proj,
     "char_lstm": char_lstm,
 }

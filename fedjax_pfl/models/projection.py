@@ -7,7 +7,8 @@ from annotated_types import Ge
 from jaxtyping import Array, Float
 
 from fedjax_pfl.models.base import Init, Maps, Mask, dense
-from fedjax_pfl.models.cnn import CNN
+from fedjax_pfl.models.cnn import CNN, cnn_digits
+from fedjax_pfl.models.mlp import mlp
 from fedjax_pfl.models.resnet import Norm, Stem, resnet18
 
 
@@ -53,6 +54,31 @@ class Projected(nn.Module):
 def cnn_proj(*, init: Init = "torch") -> Projected:
     """FedCSPC's network: 5x5x6 and 5x5x16 VALID, ReLU, dense 120 and 84; H: 84, 256. On 32x32x3: 61,156 + 28,900."""
     return Projected(CNN(((6, 5, 0), (16, 5, 0)), 84, nn.relu, init, hidden=(120,)), 256, init)
+
+
+def cnn_digits_proj(*, projection: Annotated[int, Ge(1)] = 64, init: Init = "torch") -> Projected:
+    """``cnn_digits`` and a projection head, 64 -> 64 -> ``projection``. On 8x8x1: 13,056 + 8,320.
+
+    It has both feature maps and a projection head, so that every method runs on it.
+
+    Args:
+      projection: width of the projected feature.
+      init: of all layers.
+    """
+    return Projected(cnn_digits(init=init), projection, init)
+
+
+def mlp_proj(
+    *, hidden: Annotated[int, Ge(1)] = 100, projection: Annotated[int, Ge(1)] = 64, init: Init = "torch"
+) -> Projected:
+    """``mlp`` and a projection head, hidden -> hidden -> ``projection``; no feature maps. On 8x8x1: 6,500 + 16,564.
+
+    Args:
+      hidden: width of the MLP's hidden layer, and of the projection head's.
+      projection: width of the projected feature.
+      init: of all layers.
+    """
+    return Projected(mlp(hidden=hidden, init=init), projection, init)
 
 
 def resnet18_proj(

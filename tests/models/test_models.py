@@ -1,7 +1,8 @@
-"""Every entry of MODELS, published parameter counts, and the CNNs in NumPy."""
+"""Every entry of MODELS, published parameter counts, names of layers, and the CNNs in NumPy."""
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,12 +44,13 @@ COUNTS = [
     ("cnn2", (32, 32, 3), 100, 924708 - 51300, 51300),
     ("cnn3", (32, 32, 3), 10, 106400, 1290),
     ("cnn2s", (28, 28, 1), 10, 115776, 1290),
+    ("cnn_digits", (8, 8, 1), 10, (9 * 16 + 16) + (144 * 32 + 32) + (128 * 64 + 64), 650),
     ("resnet18", (32, 32, 3), 10, 11173962 - 5130, 5130),
 ]
 
 
 @pytest.mark.parametrize(("name", "shape", "classes", "extractor", "head"), COUNTS)
-def test_parameter_counts_are_the_published_ones(name, shape, classes, extractor, head):
+def test_parameter_counts_are_the_published_ones_or_by_hand(name, shape, classes, extractor, head):
     params = jax.eval_shape(built(name, shape, classes).init, KEY)
     assert (size(params["extractor"]), size(params["head"])) == (extractor, head)
 
@@ -89,9 +91,46 @@ def test_pixels_are_scaled_to_one_and_standardised_per_channel():
 
 
 def test_the_names_of_layers_stay_because_initial_values_are_drawn_by_them():
-    cnns = ["conv1", "conv2", "dense"]
-    for name, layers in {"mlp": ["hidden_layer"], "cnn2": cnns, "cnn2s": cnns, "cnn3": [*cnns, "conv3"]}.items():
-        assert sorted(params_of(name)["extractor"]) == sorted(layers)
+    for name in ("mlp", "cnn2", "cnn2s", "cnn3", "cnn_digits"):
+        assert sorted(params_of(name)["extractor"]) == sorted(LAYERS[name])
+
+
+# From the input to the features.
+CNN_LAYERS = ("conv1", "conv2", "dense")
+RESNET_LAYERS = ("stem", *(f"stage{stage}_block{block}" for stage in (1, 2, 3, 4) for block in (1, 2)))
+LAYERS = {
+    "mlp": ("hidden_layer",),
+    "cnn2": CNN_LAYERS,
+    "cnn3": ("conv1", "conv2", "conv3", "dense"),
+    "cnn2s": CNN_LAYERS,
+    "cnn_digits": CNN_LAYERS,
+    "resnet18": RESNET_LAYERS,
+    "cnn_proj": ("encoder", "projection"),
+    "resnet18_proj": ("encoder", "projection"),
+    "cnn_digits_proj": ("encoder", "projection"),
+    "mlp_proj": ("encoder", "projection"),
+    "char_lstm": ("embedding_layer", "lstm1", "lstm2"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_are_named_from_the_input_to_the_features(name):
+    """A tree sorts its names: the stem of a ResNet would come last, a layer named "a" first."""
+    model = build(MODELS[name](), (12,), 5, init="torch") if name == "char_lstm" else built(name, (32, 32, 3))
+    assert model.layers == LAYERS[name]
+    assert set(model.layers) == set(jax.eval_shape(model.init, KEY)["extractor"])
+
+
+def test_layers_are_in_the_order_of_their_first_call_not_of_their_names():
+    class Backwards(nn.Module):
+        @nn.compact
+        def __call__(self, x, mask=None):
+            shared = nn.Dense(4, name="b")
+            x = nn.Dense(4, name="c")(x.reshape(len(x), -1))
+            return nn.Dense(4, name="a")(shared(shared(x))), ()
+
+    model = build(Backwards(), (2, 2, 1), 3, init="torch", mean=jnp.zeros(1), std=jnp.ones(1))
+    assert model.layers == ("c", "b", "a")
 
 
 @every_model
@@ -124,7 +163,12 @@ def test_the_initial_model_depends_on_the_key():
 
 # --- The CNNs in NumPy: convolution, bias, activation, pooling, in this order ----------------------------------------
 
-BLOCKS = {"cnn2": [(0, 0), (0, 0)], "cnn3": [(0, 0), (1, 1), (1, 1)], "cnn2s": [(0, 0), (1, 1)]}
+BLOCKS = {
+    "cnn2": [(0, 0), (0, 0)],
+    "cnn3": [(0, 0), (1, 1), (1, 1)],
+    "cnn2s": [(0, 0), (1, 1)],
+    "cnn_digits": [(1, 1), (1, 1)],
+}
 
 
 def convolution(x, kernel, pad):
@@ -141,7 +185,7 @@ def pooling(x):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_bias_activation_and_pooling_in_the_usual_order_give_the_same(name):
-    slope = 0.0 if name == "cnn2" else 0.01
+    slope = 0.0 if name in ("cnn2", "cnn_digits") else 0.01
 
     def activation(x):
         return np.where(x > 0, x, slope * x)

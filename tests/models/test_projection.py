@@ -1,4 +1,4 @@
-"""Models with a projection head: sizes by hand, cnn_proj in NumPy, and the mask on its way to batch normalisation."""
+"""Models with a projection head: sizes by hand, the small ones in NumPy, the mask on its way to batch normalisation."""
 
 import functools
 
@@ -33,18 +33,25 @@ def images(n=3, shape=SHAPE):
 # 32x32 pixels become 28x28, 14x14, 10x10, 5x5.
 CNN_ENCODER = (75 * 6 + 6) + (150 * 16 + 16) + (400 * 120 + 120) + (120 * 84 + 84)
 RESNET_HIDDEN = 512 * 512 + 512
+# ... and 8x8 pixels 4x4 and 2x2.
+DIGITS_ENCODER = (9 * 16 + 16) + (144 * 32 + 32) + (128 * 64 + 64)
+MLP_ENCODER = 64 * 100 + 100
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "encoder", "head", "dims"),
+    ("name", "options", "shape", "encoder", "head", "dims"),
     [
-        ("cnn_proj", {}, CNN_ENCODER, (84 * 84 + 84) + (84 * 256 + 256), (84, 256)),
-        ("resnet18_proj", {}, 11168832, RESNET_HIDDEN + 512 * 256 + 256, (512, 256)),
-        ("resnet18_proj", {"projection": 512}, 11168832, RESNET_HIDDEN + 512 * 512 + 512, (512, 512)),
+        ("cnn_proj", {}, (32, 32, 3), CNN_ENCODER, (84 * 84 + 84) + (84 * 256 + 256), (84, 256)),
+        ("resnet18_proj", {}, (32, 32, 3), 11168832, RESNET_HIDDEN + 512 * 256 + 256, (512, 256)),
+        ("resnet18_proj", {"projection": 512}, (32, 32, 3), 11168832, RESNET_HIDDEN + 512 * 512 + 512, (512, 512)),
+        ("cnn_digits_proj", {}, (8, 8, 1), DIGITS_ENCODER, 2 * (64 * 64 + 64), (64, 64)),
+        ("cnn_digits_proj", {"projection": 5}, (8, 8, 1), DIGITS_ENCODER, (64 * 64 + 64) + (64 * 5 + 5), (64, 5)),
+        ("mlp_proj", {}, (8, 8, 1), MLP_ENCODER, (100 * 100 + 100) + (100 * 64 + 64), (100, 64)),
+        ("mlp_proj", {"hidden": 7, "projection": 5}, (8, 8, 1), 64 * 7 + 7, (7 * 7 + 7) + (7 * 5 + 5), (7, 5)),
     ],
 )
-def test_parameter_counts_by_hand(name, options, encoder, head, dims):
-    model = join(MODELS[name](**options), (32, 32, 3))
+def test_parameter_counts_by_hand(name, options, shape, encoder, head, dims):
+    model = join(MODELS[name](**options), shape)
     params = jax.eval_shape(model.init, KEY)
     theta = params["extractor"]
     assert set(theta) == {"encoder", "projection"}
@@ -62,17 +69,27 @@ def test_resnet18_proj_hands_its_options_on():
 def test_other_models_have_no_projection():
     for name in MODELS.keys() - {"char_lstm"}:  # which reads no images; it has none either
         model = join(MODELS[name](), (32, 32, 3))
-        assert (model.projection is None) == (name not in ("cnn_proj", "resnet18_proj"))
+        assert (model.projection is None) == (not name.endswith("_proj"))
 
 
 @functools.cache
-def cnn_proj():
-    model = join(MODELS["cnn_proj"](), SHAPE)
+def drawn(name):
+    model = join(MODELS[name](), SHAPE)
     return model, jax.jit(model.init)(KEY)["extractor"]
 
 
-def test_cnn_proj_in_numpy_and_its_two_parts():
-    model, theta = cnn_proj()
+# name -> (dense layers of the encoder, padding of its convolutions)
+ENCODERS = {
+    "cnn_proj": (("hidden1", "dense"), (0, 0)),
+    "cnn_digits_proj": (("dense",), (1, 1)),
+    "mlp_proj": (("hidden_layer",), None),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_extractor_in_numpy_and_its_two_parts(name):
+    model, theta = drawn(name)
+    layers, padding = ENCODERS[name]
 
     @jax.jit
     def parts(theta, x):
@@ -82,13 +99,13 @@ def test_cnn_proj_in_numpy_and_its_two_parts():
     f, z, features, found_maps = parts(theta, jnp.asarray(images()))
     w = to_numpy(theta)
     x, maps = (images() / 255 - 0.5) / 0.25, []
-    for name in ("conv1", "conv2"):
-        layer = w["encoder"][name]
-        x = np.maximum(pooling(convolution(x, layer["kernel"], (0, 0)) + layer["bias"]), 0)
+    for conv in ("conv1", "conv2") if padding else ():
+        layer = w["encoder"][conv]
+        x = np.maximum(pooling(convolution(x, layer["kernel"], padding) + layer["bias"]), 0)
         maps.append(x)
     x = x.reshape(len(x), -1)
-    for name in ("hidden1", "dense"):
-        x = np.maximum(linear(w["encoder"][name], x), 0)
+    for layer in layers:
+        x = np.maximum(linear(w["encoder"][layer], x), 0)
     np.testing.assert_allclose(f, x, rtol=1e-3, atol=1e-5)
     expected = linear(w["projection"]["out"], np.maximum(linear(w["projection"]["hidden"], x), 0))
     np.testing.assert_allclose(z, expected, rtol=1e-3, atol=1e-5)
@@ -100,7 +117,7 @@ def test_cnn_proj_in_numpy_and_its_two_parts():
 
 
 def test_each_part_reads_its_own_parameters_alone():
-    model, theta = cnn_proj()
+    model, theta = drawn("cnn_proj")
     only = {name: {name: part} for name, part in theta.items()}
     f = jax.eval_shape(model.projection.encode, only["encoder"], images())
     z = jax.eval_shape(model.projection.project, only["projection"], f)
