@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_pfl.data.sources import Dataset
+from fedjax_pfl.data.dataset import Dataset
 
 _VERSION = 1  # of what a file holds and of how images are decoded; another number makes every file stale
 

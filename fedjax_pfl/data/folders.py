@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from fedjax_pfl.data.cache import cached
-from fedjax_pfl.data.sources import Dataset
+from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fedjax_pfl.data.cache import cached
-from fedjax_pfl.data.sources import Dataset, from_arrays
+from fedjax_pfl.data.dataset import Dataset, from_arrays
 from fedjax_pfl.errors import ConfigError
 
 # A data set, its config and its version. TFDS would take more for NAME, and ask a network for some of it.

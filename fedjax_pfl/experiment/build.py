@@ -14,14 +14,13 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
-from fedjax_pfl.data.federated import Clients, Federation, pack
-from fedjax_pfl.data.partition import PARTITIONS, Rows
-from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, split_rows
+from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.divide import count_new
+from fedjax_pfl.data.divide import divide as divide_among_clients
+from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.engine.memory import Memory, available
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
@@ -35,8 +34,6 @@ from fedjax_pfl.models import MODELS, Model, build
 from fedjax_pfl.ops.aggregate import RULES
 from fedjax_pfl.ops.training import Trainer
 
-# Samples of the pooled test set per block; a block is evaluated like a client.
-_POOLED_BLOCK = 512
 _TRAINING_NUMBERS = ("lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
 
 
@@ -102,111 +99,9 @@ def cores() -> int:
 
 
 def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]]:
-    """Shares the data set out among the clients.
-
-    Returns:
-      The federation, and the manifest that ``partition.json`` holds.
-
-    Raises:
-      ConfigError: the partition does not fit the data set.
-    """
-    spec, clients, new = config.data, config.data.clients, new_clients(config)
-    seed = config.run.seed if spec.seed is None else spec.seed
-    kind = PARTITIONS[spec.partition["kind"]]
-    options = _options(spec.partition, "kind")
-    wanted = spec.samples_per_client
-    held_out = {"test_share": spec.test_share, "validation_share": spec.validation_share}
-    natural = spec.partition["kind"] == "natural"
-    groups = dataset.users if natural else dataset.labels
-    if groups is None:
-        others = ", ".join(name for name in PARTITIONS if name != "natural")
-        raise ConfigError("data.partition.kind", "natural", f"{dataset.name} has no users; use one of {others}")
-    if spec.split == "official":
-        train, pooled = _official_parts(dataset, spec.test_part_share, seed)
-        if natural:
-            train = _of_users_in_both(groups, train, pooled, dataset.name)
-        partition = kind(groups[train], clients, seed, wanted, **options)
-        partition = partition._replace(parts=_new_last([train[part] for part in partition.parts], new, seed))
-        if natural:
-            splits = own_test(groups, partition.parts, pooled, seed, validation_share=spec.validation_share)
-            pooled = np.sort(np.concatenate([split.test for split in splits]))
-        else:
-            splits = draw_test(dataset.labels, partition.parts, pooled, seed, **held_out)
-    else:
-        # samples_per_client counts training samples; the test share comes on top.
-        total = None if wanted is None else math.ceil(wanted / (1 - spec.test_share) - 1e-9)
-        if total is not None and total * clients > len(dataset.labels):
-            most = math.floor(len(dataset.labels) // clients * (1 - spec.test_share))
-            allowed = f"up to {most}: {len(dataset.labels)} samples, {clients} clients, test_share = {spec.test_share}"
-            raise ConfigError("data.samples_per_client", wanted, allowed)
-        partition = kind(groups, clients, seed, total, **options)
-        partition = partition._replace(parts=_new_last(partition.parts, new, seed))
-        splits = split_rows(dataset.labels, partition.parts, seed, **held_out)
-        pooled = np.sort(np.concatenate([split.test for split in splits]))
-    if spec.evaluate_on == "validation":
-        pooled = np.sort(np.concatenate([split.validation for split in splits]))
-        if len(pooled) == 0:
-            largest = max(len(split.train) for split in splits)
-            allowed = f"a larger share: of {largest} training samples or fewer per client it leaves none to validate on"
-            raise ConfigError("data.validation_share", spec.validation_share, allowed)
-    blocks = np.array_split(pooled, math.ceil(len(pooled) / _POOLED_BLOCK))
-
-    def rows(part: str) -> Clients:
-        return pack([getattr(split, part) for split in splits], dataset.labels, dataset.classes)
-
-    if new:
-        note = f"clients {clients - new} to {clients - 1} are new: they never train"
-        partition = partition._replace(notes=(*partition.notes, note))
-    federation = Federation(
-        x=jnp.asarray(dataset.images),
-        y=jnp.asarray(dataset.labels, jnp.int32),
-        train=rows("train"),
-        validation=rows("validation") if spec.validation_share else None,
-        test=rows(spec.evaluate_on),
-        pooled=pack(blocks, dataset.labels, dataset.classes),
-    )
-    return federation, manifest(dataset.labels, dataset.classes, partition, splits)
-
-
-def new_clients(config: Config) -> int:
-    """The number of clients that never train.
-
-    Raises:
-      ConfigError: the share means none or all of the clients.
-    """
-    share, clients = config.data.new_clients, config.data.clients
-    new = round(share * clients)
-    if share and not 0 < new < clients:
-        raise ConfigError("data.new_clients", share, f"0, or a share that is some of the {clients} clients, not all")
-    return new
-
-
-def _new_last(parts: Sequence[Rows], new: int, seed: int) -> list[Rows]:
-    """The clients' rows, those of so many clients drawn at random at the end."""
-    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0, 0, 0)))
-    drawn = np.sort(rng.choice(len(parts), new, replace=False))
-    return [parts[client] for client in (*np.setdiff1d(np.arange(len(parts)), drawn), *drawn)]
-
-
-def _official_parts(dataset: Dataset, share: float | None, seed: int) -> tuple[Rows, Rows]:
-    """The rows of the training part and of the test part, which is the source's own or the given share."""
-    if dataset.train_rows is None:
-        if share is None:
-            allowed = f'{dataset.name} has no test part of its own; use "merge", or give data.test_part_share'
-            raise ConfigError("data.split", "official", allowed)
-        return set_aside(dataset.labels, share, seed)
-    if share is not None:
-        raise ConfigError("data.test_part_share", share, f"{dataset.name} has a test part of its own; leave it out")
-    return np.arange(dataset.train_rows), np.arange(dataset.train_rows, len(dataset.labels))
-
-
-def _of_users_in_both(users: Int[np.ndarray, " samples"], train: Rows, test: Rows, name: str) -> Rows:
-    """The training rows of the users who are in the test part, too: the others could not be tested on their own."""
-    rows: Rows = train[np.isin(users[train], users[test])]
-    if not len(rows):
-        allowed = f'{name} has no user with samples in both parts (it was split by users); use "merge"'
-        raise ConfigError("data.split", "official", allowed)
-    return rows
+    """Shares the data set out among the clients, as the data section says; returns the manifest, too."""
+    fields = config.data.model_dump(exclude={"source", "seed", "mean", "std"})
+    return divide_among_clients(dataset, **fields, seed=config.partition_seed)
 
 
 def program_inputs(config: Config) -> dict[str, float]:
@@ -273,7 +168,7 @@ def make_engine(
         spec.clients,
         Participation(low, high, config.participation.dropout),
         placement or Placement(),
-        new=new_clients(config),
+        new=count_new(spec.new_clients, spec.clients),
         validate=spec.validation_share > 0 and spec.evaluate_on == "test",
     )
 

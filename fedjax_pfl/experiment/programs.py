@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, UInt32
 
+from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation
-from fedjax_pfl.data.sources import Dataset
 from fedjax_pfl.engine.memory import Memory, survey
 from fedjax_pfl.engine.placement import Placement, map_clients
 from fedjax_pfl.engine.round import Engine, Run
