@@ -329,7 +329,9 @@ class Engine:
         scores = map_clients(one, shared, (ids, clients, train, validation, scored), self.placement)
         return put_rows(jax.tree.map(lambda leaf: jnp.zeros((self.clients,), leaf.dtype), scores), ids, scores)
 
-    def _dispatch(self, keys: RoundKeys, t: Int[Array, ""], server: PyTree, clients: PyTree, cohort: Cohort) -> PyTree:
+    def _dispatch(
+        self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, clients: PyTree, cohort: Cohort
+    ) -> PyTree:
         """The clients with what the server writes to each of them before they work."""
         if self.method.dispatch is None:
             return clients
