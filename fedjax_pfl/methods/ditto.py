@@ -3,17 +3,21 @@
 from typing import Annotated
 
 from annotated_types import Ge
+from jaxtyping import Array, Float, Key
 
-from fedjax_pfl.method import Method
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Logits, Method, Round, Samples, Update
 from fedjax_pfl.methods.fedavg import fedavg
-from fedjax_pfl.models.base import Model
-from fedjax_pfl.ops.losses import cross_entropy, proximal
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.aggregate import Combine, weighted_mean
+from fedjax_pfl.ops.losses import proximal, supervised
 from fedjax_pfl.ops.training import Trainer, is_off
 
 
 def ditto(
     model: Model,
     train: Trainer,
+    combine: Combine = weighted_mean,
     *,
     lam: Annotated[float, Ge(0)] = 1.0,
     personal_epochs: Annotated[int, Ge(0)] | None = None,
@@ -27,6 +31,7 @@ def ditto(
     Args:
       model: extractor and head.
       train: the local trainer.
+      combine: the server's rule for averaging models.
       lam: strength of the tie; the paper's grid is 0.1, 1, 2.
       personal_epochs: epochs of the personal branch; those of local training unless given.
 
@@ -34,28 +39,24 @@ def ditto(
       T. Li, S. Hu, A. Beirami, V. Smith. Ditto: Fair and Robust Federated Learning Through Personalization. ICML 2021.
       arXiv:2012.04221.
     """
-    base = fedavg(model, train)
+    base = fedavg(model, train, combine)
 
-    def init(key):
-        server, _ = base.init(key)
+    def init(key: Key[Array, ""], clients: int) -> tuple[Params, Params]:
+        server, _ = base.init(key, clients)
         return server, server
 
-    def local(key, t, view, client, data):
-        def loss(params, batch, key):
+    def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
+        def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
-            ce = cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
+            ce = supervised(model, params, batch)
             return ce if is_off(lam) else ce + proximal(params, view, lam)
 
-        _, upload, info = base.local(key, t, view, (), data)
-        personal, _ = train(key, t, loss, client, data, epochs=personal_epochs)
-        return personal, upload, info
+        branch = base.local(now, view, (), data)
+        personal, _ = train(now, loss, client, data, epochs=personal_epochs)
+        return branch._replace(client=personal)
 
-    def predict(view, client, x):
+    def predict(view: Params, client: Params, x: Samples) -> Logits:
         del view
         return model.apply(client, x)
 
-    def trained(view, client, upload):
-        del upload
-        return view, client
-
-    return base._replace(init=init, local=local, predict=predict, trained=trained, headline="post")
+    return base._replace(init=init, local=local, predict=predict, headline="post")

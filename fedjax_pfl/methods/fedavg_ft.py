@@ -3,10 +3,13 @@
 from typing import Annotated
 
 from annotated_types import Ge, Gt
+from jaxtyping import PyTree
 
-from fedjax_pfl.method import Method
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.method import Method, Round
 from fedjax_pfl.methods.fedavg import fedavg
-from fedjax_pfl.models.base import Model
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.finetune import Scope, finetune
 from fedjax_pfl.ops.training import Trainer
 
@@ -14,6 +17,7 @@ from fedjax_pfl.ops.training import Trainer
 def fedavg_ft(
     model: Model,
     train: Trainer,
+    combine: Combine = weighted_mean,
     *,
     finetune_epochs: Annotated[int, Ge(0)] = 5,
     finetune_lr: Annotated[float, Gt(0)] | None = None,
@@ -28,17 +32,18 @@ def fedavg_ft(
     Args:
       model: extractor and head.
       train: the local trainer.
+      combine: the server's rule for averaging models.
       finetune_epochs: E_ft; 0 gives FedAvg's PRE exactly.
       finetune_lr: eta_ft; the local learning rate unless given.
       finetune_scope: ``"full"``, ``"head"`` (the last layer alone, on cached features) or ``"extractor"``.
 
     Reference:
       The fine-tuning baseline of Collins et al. (ICML 2021, arXiv:2102.07078) and Xu et al. (ICLR 2023,
-      arXiv:2306.11867); baselines, section 3.
+      arXiv:2306.11867).
     """
 
-    def personalize(key, t, view, client, data):
+    def personalize(now: Round, view: Params, client: PyTree, data: ClientData) -> tuple[Params, PyTree]:
         epochs, lr, scope = finetune_epochs, finetune_lr, finetune_scope
-        return finetune(key, t, model, train, view, data, epochs=epochs, lr=lr, scope=scope), client
+        return finetune(now, model, train, view, data, epochs=epochs, lr=lr, scope=scope), client
 
-    return fedavg(model, train)._replace(personalize=personalize)
+    return fedavg(model, train, combine)._replace(personalize=personalize)

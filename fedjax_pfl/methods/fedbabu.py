@@ -3,18 +3,21 @@
 from typing import Annotated
 
 from annotated_types import Ge, Gt
+from jaxtyping import Array, Float, Key
 
-from fedjax_pfl.method import Method
-from fedjax_pfl.models.base import Model
-from fedjax_pfl.ops.aggregate import weighted_mean
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.finetune import Scope, finetune
-from fedjax_pfl.ops.losses import cross_entropy
+from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.training import Trainer
 
 
 def fedbabu(
     model: Model,
     train: Trainer,
+    combine: Combine = weighted_mean,
     *,
     finetune_epochs: Annotated[int, Ge(0)] = 5,
     finetune_lr: Annotated[float, Gt(0)] | None = None,
@@ -28,6 +31,7 @@ def fedbabu(
     Args:
       model: extractor and head.
       train: the local trainer.
+      combine: the server's rule for averaging extractors.
       finetune_epochs: E_ft; the paper's is 5.
       finetune_lr: eta_ft; the local learning rate unless given.
       finetune_scope: ``"full"``, ``"head"`` or ``"extractor"``.
@@ -37,33 +41,35 @@ def fedbabu(
       arXiv:2106.06042.
     """
 
-    def init(key):
+    def init(key: Key[Array, ""], clients: int) -> tuple[Params, Params]:
+        del clients
         params = model.init(key)
         return params, params["head"]
 
-    def broadcast(server):
+    def broadcast(server: Params) -> Params:
         return server["extractor"]
 
-    def local(key, t, view, client, data):
-        def loss(extractor, batch, key):
+    def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
+        def loss(extractor: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
-            logits = model.apply({"extractor": extractor, "head": client}, batch.x, batch.mask)
-            return cross_entropy(logits, batch.y, batch.mask)
+            return supervised(model, {"extractor": extractor, "head": client}, batch)
 
-        extractor, info = train(key, t, loss, view, data)
-        return client, extractor, info
+        extractor, info = train(now, loss, view, data)
+        return Update(client, extractor, info)
 
-    def aggregate(key, t, server, clients, uploads, cohort):
-        del key, t
-        return {**server, "extractor": weighted_mean(uploads, cohort.weight)}, clients
+    def aggregate(
+        now: Round, server: Params, clients: Params, uploads: Params, cohort: Cohort
+    ) -> tuple[Params, Params]:
+        del now
+        return {**server, "extractor": combine(uploads, cohort.weight)}, clients
 
-    def predict(view, client, x):
+    def predict(view: Params, client: Params, x: Samples) -> Logits:
         return model.apply({"extractor": view, "head": client}, x)
 
-    def personalize(key, t, view, client, data):
+    def personalize(now: Round, view: Params, client: Params, data: ClientData) -> tuple[Params, Params]:
         params = {"extractor": view, "head": client}
         epochs, lr, scope = finetune_epochs, finetune_lr, finetune_scope
-        params = finetune(key, t, model, train, params, data, epochs=epochs, lr=lr, scope=scope)
+        params = finetune(now, model, train, params, data, epochs=epochs, lr=lr, scope=scope)
         return params["extractor"], params["head"]
 
     return Method(

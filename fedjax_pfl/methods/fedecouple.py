@@ -5,32 +5,30 @@ from typing import Annotated, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Gt, Le
+from jaxtyping import Array, Float, Key
 
-from fedjax_pfl.method import Method
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.models.base import Model, Params
-from fedjax_pfl.ops.aggregate import cosine_weights, weighted_mean
+from fedjax_pfl.ops.aggregate import Combine, cosine_weights, weighted_mean
 from fedjax_pfl.ops.distill import distillation
-from fedjax_pfl.ops.losses import cross_entropy
-from fedjax_pfl.ops.prototypes import Reduction, centre_loss, class_means, class_sums_under
-from fedjax_pfl.ops.training import Trainer, cache_features, is_off, phase_key
+from fedjax_pfl.ops.losses import cross_entropy, label_loss
+from fedjax_pfl.ops.prototypes import Prototypes, Reduction, centre_loss, class_means, class_sums_under
+from fedjax_pfl.ops.training import Loss, Trainer, cache_features, is_off, phase_key
 
 
 class Heads(NamedTuple):
-    """The two heads that the head phase trains side by side.
-
-    Attributes:
-      personal: phi_i, the student.
-      teacher: phi_g, a copy of the global head that adapts to the client and is thrown away afterwards.
-    """
+    """The two heads that the head phase trains side by side: student and teacher."""
 
     personal: Params
-    teacher: Params
+    teacher: Params  # a copy of phi_g that adapts to the client, and is thrown away afterwards
 
 
 def fedecouple(
     model: Model,
     train: Trainer,
+    combine: Combine = weighted_mean,
     *,
     lam: Annotated[float, Ge(0)] = 0.8,
     mu: Annotated[float, Ge(0)] = 2.0,
@@ -55,6 +53,7 @@ def fedecouple(
     Args:
       model: extractor and head.
       train: the local trainer.
+      combine: the server's rule for averaging models, given client sizes or the weights of Eq. 7.
       lam: lambda, weight of the distillation (Eq. 3).
       mu: weight of the anchor loss (Eqs. 5, 6).
       tau: temperature of the distillation.
@@ -75,11 +74,12 @@ def fedecouple(
       FedeCouple: Algorithm 1, Eqs. 3-7, section IV-D (augmentation). Its numbers are in benchmarks/papers/.
     """
 
-    def init(key):
+    def init(key: Key[Array, ""], clients: int) -> tuple[Params, Params]:
+        del clients
         params = model.init(key)
         return params, params
 
-    def head_loss(heads, batch, key):
+    def head_loss(heads: Heads, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
         del key
         logits = model.classify(heads.personal, batch.x)
         loss = cross_entropy(logits, batch.y, batch.mask)
@@ -90,39 +90,36 @@ def fedecouple(
         # No gradient of the distillation reaches the teacher, so that one sum serves Eq. 3 and Eq. 4.
         return loss + cross_entropy(taught, batch.y, batch.mask) if teacher == "adapted" else loss
 
-    def train_head(key, t, view, client, data):
+    def train_head(now: Round, view: Params, client: Params, data: ClientData) -> Params:
         extractor = (client if head_features == "local" else view)["extractor"]
         features = cache_features(lambda x: model.features(extractor, x), data)
 
-        def fixed_teacher_loss(personal, batch, key):
+        def fixed_teacher_loss(personal: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             return head_loss(Heads(personal, view["head"]), batch, key)
 
-        options = {"phase": "head", "epochs": head_epochs}
         if teacher == "adapted":
             heads = Heads(client["head"], view["head"])
-            return train(key, t, head_loss, heads, features, **options)[0].personal
-        return train(key, t, fixed_teacher_loss, client["head"], features, **options)[0]
+            return train(now, head_loss, heads, features, phase="head", epochs=head_epochs)[0].personal
+        return train(now, fixed_teacher_loss, client["head"], features, phase="head", epochs=head_epochs)[0]
 
-    def compute_anchors(key, extractor, data):
+    def compute_anchors(key: Key[Array, ""], extractor: Params, data: ClientData) -> Prototypes:
         held = data.original if anchor_on == "original" and data.original is not None else data
         anchors = class_means(class_sums_under(model, extractor, held), held.class_counts)
-        if is_off(anchor_coverage - 1):
-            return anchors
         draws = jnp.where(anchors.valid, jax.random.uniform(phase_key(key, "anchors"), (model.classes,)), jnp.inf)
         rank = jnp.argsort(jnp.argsort(draws))
         covered = rank.astype(jnp.float32) < jnp.round(anchor_coverage * jnp.sum(anchors.valid, dtype=jnp.float32))
         return anchors._replace(valid=anchors.valid & covered)
 
-    def local(key, t, view, client, data):
-        head = train_head(key, t, view, client, data)
-        anchors = compute_anchors(key, view["extractor"], data)
+    def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
+        head = train_head(now, view, client, data)
+        anchors = compute_anchors(now.key, view["extractor"], data)
 
-        def loss_under(head):
-            def loss(extractor, batch, key):
+        def loss_under(head: Params) -> Loss[Params]:
+            def loss(extractor: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
                 del key
                 z = model.features(extractor, batch.x, batch.mask)
-                ce = cross_entropy(model.classify(head, z), batch.y, batch.mask)
-                if is_off(mu) or is_off(anchor_coverage):
+                ce = label_loss(model, z, model.classify(head, z), batch)
+                if is_off(mu):
                     return ce
                 return ce + mu * centre_loss(z, batch.y, batch.mask, anchors, reduction=anchor_reduction)
 
@@ -130,22 +127,24 @@ def fedecouple(
 
         extractor = (view if global_extractor else client)["extractor"]
         if frozen_head_epochs > 0:
-            options = {"phase": "frozen head", "epochs": frozen_head_epochs}
-            extractor, _ = train(key, t, loss_under(view["head"]), extractor, data, **options)
-        extractor, info = train(key, t, loss_under(head), extractor, data)
+            frozen = loss_under(view["head"])
+            extractor, _ = train(now, frozen, extractor, data, phase="frozen head", epochs=frozen_head_epochs)
+        extractor, info = train(now, loss_under(head), extractor, data)
         personal = {"extractor": extractor, "head": head}
-        return personal, personal, info
+        return Update(personal, personal, info)
 
-    def aggregate(key, t, server, clients, uploads, cohort):
-        del key, t, server
-        mean = weighted_mean(uploads, cohort.weight)
+    def aggregate(
+        now: Round, server: Params, clients: Params, uploads: Params, cohort: Cohort
+    ) -> tuple[Params, Params]:
+        del now, server
+        mean = combine(uploads, cohort.weight)
         if aggregation == "size":
             return mean, clients
-        return weighted_mean(uploads, cosine_weights(uploads, mean, cohort.weight > 0)), clients
+        return combine(uploads, cosine_weights(uploads, mean, cohort.weight > 0)), clients
 
-    def predict(view, client, x):
+    def predict(view: Params, client: Params, x: Samples) -> Logits:
         return model.apply({"extractor": view["extractor"], "head": client["head"]}, x)
 
-    return fedavg(model, train)._replace(
+    return fedavg(model, train, combine)._replace(
         init=init, local=local, aggregate=aggregate, predict=predict, headline="post", augment="concat"
     )

@@ -1,13 +1,16 @@
 """FedPer (Arivazhagan et al., arXiv 1912.00818): a shared extractor under personal heads, trained together."""
 
-from fedjax_pfl.method import Method
-from fedjax_pfl.models.base import Model
-from fedjax_pfl.ops.aggregate import weighted_mean
-from fedjax_pfl.ops.losses import cross_entropy
+from jaxtyping import Array, Float, Key
+
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.aggregate import Combine, weighted_mean
+from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.training import Trainer
 
 
-def fedper(model: Model, train: Trainer) -> Method:
+def fedper(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Method:
     """FedPer: participants train extractor and head jointly; only the extractor is averaged, the head stays.
 
     Shared: theta. Personal: phi_i (one personal layer, K_P = 1). Headline: PRE, the aggregated extractor under each
@@ -18,23 +21,26 @@ def fedper(model: Model, train: Trainer) -> Method:
       arXiv:1912.00818, 2019.
     """
 
-    def init(key):
+    def init(key: Key[Array, ""], clients: int) -> tuple[Params, Params]:
+        del clients
         params = model.init(key)
         return params["extractor"], params["head"]
 
-    def loss(params, batch, key):
+    def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
         del key
-        return cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
+        return supervised(model, params, batch)
 
-    def local(key, t, view, client, data):
-        params, info = train(key, t, loss, {"extractor": view, "head": client}, data)
-        return params["head"], params["extractor"], info
+    def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
+        params, info = train(now, loss, {"extractor": view, "head": client}, data)
+        return Update(params["head"], params["extractor"], info)
 
-    def aggregate(key, t, server, clients, uploads, cohort):
-        del key, t, server
-        return weighted_mean(uploads, cohort.weight), clients
+    def aggregate(
+        now: Round, server: Params, clients: Params, uploads: Params, cohort: Cohort
+    ) -> tuple[Params, Params]:
+        del now, server
+        return combine(uploads, cohort.weight), clients
 
-    def predict(view, client, x):
+    def predict(view: Params, client: Params, x: Samples) -> Logits:
         return model.apply({"extractor": view, "head": client}, x)
 
     return Method(init, local, aggregate, predict)

@@ -3,15 +3,20 @@
 from typing import Annotated
 
 from annotated_types import Ge
+from jaxtyping import Array, Float, Key, PyTree
 
-from fedjax_pfl.method import Method
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Method, Round, Update
 from fedjax_pfl.methods.fedavg import fedavg
-from fedjax_pfl.models.base import Model
-from fedjax_pfl.ops.losses import cross_entropy, proximal
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.aggregate import Combine, weighted_mean
+from fedjax_pfl.ops.losses import proximal, supervised
 from fedjax_pfl.ops.training import Trainer, is_off
 
 
-def fedprox(model: Model, train: Trainer, *, mu: Annotated[float, Ge(0)] = 0.01) -> Method:
+def fedprox(
+    model: Model, train: Trainer, combine: Combine = weighted_mean, *, mu: Annotated[float, Ge(0)] = 0.01
+) -> Method:
     """FedProx: FedAvg with the local loss CE + (mu / 2) ||w - w^t||^2 over all parameters.
 
     Shared: w. Personal: nothing. Headline: PRE. Participants are sampled uniformly and averaged by n_i, as in FedAvg
@@ -20,6 +25,7 @@ def fedprox(model: Model, train: Trainer, *, mu: Annotated[float, Ge(0)] = 0.01)
     Args:
       model: extractor and head.
       train: the local trainer.
+      combine: the server's rule for averaging models.
       mu: strength of the proximal term; the paper's grid is 0.001, 0.01, 0.1, 1.
 
     Reference:
@@ -27,13 +33,13 @@ def fedprox(model: Model, train: Trainer, *, mu: Annotated[float, Ge(0)] = 0.01)
       Networks. MLSys 2020. arXiv:1812.06127.
     """
 
-    def local(key, t, view, client, data):
-        def loss(params, batch, key):
+    def local(now: Round, view: Params, client: PyTree, data: ClientData) -> Update:
+        def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
-            ce = cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
+            ce = supervised(model, params, batch)
             return ce if is_off(mu) else ce + proximal(params, view, mu)
 
-        params, info = train(key, t, loss, view, data)
-        return client, params, info
+        params, info = train(now, loss, view, data)
+        return Update(client, params, info)
 
-    return fedavg(model, train)._replace(local=local)
+    return fedavg(model, train, combine)._replace(local=local)

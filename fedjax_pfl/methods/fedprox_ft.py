@@ -8,6 +8,7 @@ from fedjax_pfl.method import Method
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.models.base import Model
+from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.finetune import Scope
 from fedjax_pfl.ops.training import Trainer
 
@@ -15,6 +16,7 @@ from fedjax_pfl.ops.training import Trainer
 def fedprox_ft(
     model: Model,
     train: Trainer,
+    combine: Combine = weighted_mean,
     *,
     mu: Annotated[float, Ge(0)] = 0.01,
     finetune_epochs: Annotated[int, Ge(0)] = 5,
@@ -29,15 +31,16 @@ def fedprox_ft(
     Args:
       model: extractor and head.
       train: the local trainer.
+      combine: the server's rule for averaging models.
       mu: strength of the proximal term in the rounds.
       finetune_epochs: E_ft.
       finetune_lr: eta_ft; the local learning rate unless given.
       finetune_scope: ``"full"``, ``"head"`` or ``"extractor"``.
 
     Reference:
-      FedProx (arXiv:1812.06127) with the fine-tuning of FedAvg-FT; baselines, section 5.
+      FedProx (arXiv:1812.06127) with the fine-tuning of FedAvg-FT.
     """
     tuned = fedavg_ft(
         model, train, finetune_epochs=finetune_epochs, finetune_lr=finetune_lr, finetune_scope=finetune_scope
     )
-    return fedprox(model, train, mu=mu)._replace(personalize=tuned.personalize)
+    return fedprox(model, train, combine, mu=mu)._replace(personalize=tuned.personalize)

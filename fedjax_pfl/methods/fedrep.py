@@ -3,18 +3,22 @@
 from typing import Annotated
 
 from annotated_types import Ge
+from jaxtyping import Array, Float, Key
 
-from fedjax_pfl.method import Method
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Method, Round, Update
 from fedjax_pfl.methods.fedper import fedper
-from fedjax_pfl.models.base import Model
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.heads import train_head
-from fedjax_pfl.ops.losses import cross_entropy
+from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.training import Trainer, cache_features
 
 
 def fedrep(
     model: Model,
     train: Trainer,
+    combine: Combine = weighted_mean,
     *,
     head_epochs: Annotated[int, Ge(0)] = 10,
     final_head_epochs: Annotated[int, Ge(0)] = 0,
@@ -27,6 +31,7 @@ def fedrep(
     Args:
       model: extractor and head.
       train: the local trainer.
+      combine: the server's rule for averaging extractors.
       head_epochs: E_h; the paper's grid is 1, 5, 10.
       final_head_epochs: head epochs under the aggregated extractor before each PRE evaluation. The paper's protocol is
         max(10, E_h) after the last round (with ``run.eval_every = training.rounds``).
@@ -36,23 +41,21 @@ def fedrep(
       Learning. ICML 2021. arXiv:2102.07078.
     """
 
-    def local(key, t, view, client, data):
+    def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
         features = cache_features(lambda x: model.features(view, x), data)
-        head = train_head(key, t, model, train, client, features, epochs=head_epochs)
+        head = train_head(now, model, train, client, features, epochs=head_epochs)
 
-        def loss(extractor, batch, key):
+        def loss(extractor: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
-            logits = model.apply({"extractor": extractor, "head": head}, batch.x, batch.mask)
-            return cross_entropy(logits, batch.y, batch.mask)
+            return supervised(model, {"extractor": extractor, "head": head}, batch)
 
-        extractor, info = train(key, t, loss, view, data)
-        return head, extractor, info
+        extractor, info = train(now, loss, view, data)
+        return Update(head, extractor, info)
 
-    def personalize(key, t, view, client, data):
+    def personalize(now: Round, view: Params, client: Params, data: ClientData) -> tuple[Params, Params]:
         if final_head_epochs == 0:
             return view, client
         features = cache_features(lambda x: model.features(view, x), data)
-        head = train_head(key, t, model, train, client, features, phase="final head", epochs=final_head_epochs)
-        return view, head
+        return view, train_head(now, model, train, client, features, phase="final head", epochs=final_head_epochs)
 
-    return fedper(model, train)._replace(local=local, personalize=personalize)
+    return fedper(model, train, combine)._replace(local=local, personalize=personalize)

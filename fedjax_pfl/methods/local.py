@@ -1,8 +1,11 @@
 """Local: every client trains alone. The control without communication."""
 
-from fedjax_pfl.method import Method
-from fedjax_pfl.models.base import Model
-from fedjax_pfl.ops.losses import cross_entropy
+from jaxtyping import Array, Float, Key, PyTree
+
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.training import Trainer
 
 
@@ -13,31 +16,30 @@ def local(model: Model, train: Trainer) -> Method:
     it is selected for; with full participation that is rounds x epochs epochs in all.
 
     Reference:
-      The no-communication control of every comparison (baselines, section 1).
+      The control without communication of the comparisons that the other methods cite.
     """
 
-    def init(key):
+    def init(key: Key[Array, ""], clients: int) -> tuple[PyTree, Params]:
+        del clients
         return (), model.init(key)
 
-    def loss(params, batch, key):
+    def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
         del key
-        return cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
+        return supervised(model, params, batch)
 
-    def local(key, t, view, client, data):
+    def local(now: Round, view: PyTree, client: Params, data: ClientData) -> Update:
         del view
-        params, info = train(key, t, loss, client, data)
-        return params, (), info
+        params, info = train(now, loss, client, data)
+        return Update(params, (), info)
 
-    def aggregate(key, t, server, clients, uploads, cohort):
-        del key, t, uploads, cohort
+    def aggregate(
+        now: Round, server: PyTree, clients: Params, uploads: PyTree, cohort: Cohort
+    ) -> tuple[PyTree, Params]:
+        del now, uploads, cohort
         return server, clients
 
-    def predict(view, client, x):
+    def predict(view: PyTree, client: Params, x: Samples) -> Logits:
         del view
         return model.apply(client, x)
 
-    def trained(view, client, upload):
-        del upload
-        return view, client
-
-    return Method(init, local, aggregate, predict, trained=trained, headline="post")
+    return Method(init, local, aggregate, predict, headline="post")

@@ -1,14 +1,14 @@
 """What every model offers: an extractor, a linear head, and the feature maps in between."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree, Shaped
 
-Params = PyTree[Float[Array, "..."]]
+Params: TypeAlias = PyTree[Float[Array, "..."]]
 Mask = Float[Array, " batch"] | None
 Maps = tuple[Float[Array, "batch _ _ _"], ...]
 Init = Literal["torch", "flax"]

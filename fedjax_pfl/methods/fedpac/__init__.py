@@ -5,14 +5,15 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Gt
-from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Key
 
-from fedjax_pfl.method import Method, PerClass
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Cohort, Logits, Method, PerClass, Round, Samples, Update
+from fedjax_pfl.methods.fedpac.collaboration import head_weights, statistics
 from fedjax_pfl.models.base import Model, Params
-from fedjax_pfl.ops.aggregate import simplex_qp, weighted_mean
+from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.heads import train_head
-from fedjax_pfl.ops.losses import cross_entropy
+from fedjax_pfl.ops.losses import label_loss
 from fedjax_pfl.ops.prototypes import (
     Prototypes,
     centre_loss,
@@ -22,8 +23,6 @@ from fedjax_pfl.ops.prototypes import (
     update_prototypes,
 )
 from fedjax_pfl.ops.training import Trainer, cache_features, is_off
-
-NEGLIGIBLE = 1e-3  # weights of other clients' heads up to this are dropped (official code)
 
 
 class Server(NamedTuple):
@@ -46,18 +45,6 @@ class Client(NamedTuple):
     inbox: Params
 
 
-class Statistics(NamedTuple):
-    """How a client's features are spread under the received extractor, before any training.
-
-    Attributes:
-      h: pi_ic mu_ic, the class means weighted by label frequency; zeros for classes not held, [C, K].
-      v: variance of the estimate of h, [].
-    """
-
-    h: Float[Array, "C K"]
-    v: Float[Array, ""]
-
-
 class Upload(NamedTuple):
     """What is sent up: (h, class sums under the trained extractor) with the class counts, and v."""
 
@@ -70,6 +57,7 @@ class Upload(NamedTuple):
 def fedpac(
     model: Model,
     train: Trainer,
+    combine: Combine = weighted_mean,
     *,
     lam: Annotated[float, Ge(0)] = 1.0,
     head_lr: Annotated[float, Gt(0)] | None = 0.1,
@@ -85,6 +73,7 @@ def fedpac(
     Args:
       model: extractor and head.
       train: the local trainer.
+      combine: the server's rule for averaging extractors; heads are combined by the weights above.
       lam: strength of the pull, mean over features; off in round 0. The paper's grid is 0.1, 1, 10.
       head_lr: eta_h of the head phase; None for the local learning rate.
       head_epochs: epochs of the head phase.
@@ -94,87 +83,50 @@ def fedpac(
       ICLR 2023. arXiv:2306.11867.
     """
 
-    def init(key):
+    def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
+        del clients
         params = model.init(key)
         nothing = Prototypes(jnp.zeros((model.classes, model.dim)), jnp.zeros(model.classes, bool))
         return Server(params["extractor"], nothing), Client(params["head"])
 
-    def broadcast(server):
+    def broadcast(server: Server) -> View:
         return View(server.extractor, PerClass(server.prototypes.valid, server.prototypes.mean))
 
-    def local(key, t, view, client, data):
+    def local(now: Round, view: View, client: Client, data: ClientData) -> Update:
         features = cache_features(lambda x: model.features(view.extractor, x), data)
         means = class_means(class_sums(features.x, features.y, data.valid, model.classes), data.class_counts)
-        h, v = _statistics(features.x, features.y, data.valid, means, data.class_counts)
+        h, v = statistics(features, means)
 
-        head = train_head(key, t, model, train, client.inbox, features, epochs=head_epochs, lr=head_lr)
+        head = train_head(now, model, train, client.inbox, features, epochs=head_epochs, lr=head_lr)
 
         known = view.prototypes.held
         targets = Prototypes(jnp.where(known[:, None], view.prototypes.rows, means.mean), known | means.valid)
-        strength = jnp.where(t == 0, 0.0, lam)
+        strength = jnp.where(now.t == 0, 0.0, lam)
 
-        def loss(extractor, batch, key):
+        def loss(extractor: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
             z = model.features(extractor, batch.x, batch.mask)
-            ce = cross_entropy(model.classify(head, z), batch.y, batch.mask)
+            ce = label_loss(model, z, model.classify(head, z), batch)
             return ce if is_off(lam) else ce + strength * centre_loss(z, batch.y, batch.mask, targets)
 
-        extractor, info = train(key, t, loss, view.extractor, data)
-        sums = class_sums_under(model, extractor, data)
-        return client, Upload(extractor, head, PerClass(data.class_counts, (h, sums)), v), info
+        extractor, info = train(now, loss, view.extractor, data)
+        rows = h, class_sums_under(model, extractor, data)
+        post = view._replace(extractor=extractor), Client(head)
+        return Update(client, Upload(extractor, head, PerClass(data.class_counts, rows), v), info, post)
 
-    def aggregate(key, t, server, clients, uploads, cohort):
-        del key, t, clients
+    def aggregate(
+        now: Round, server: Server, clients: Client, uploads: Upload, cohort: Cohort
+    ) -> tuple[Server, Client]:
+        del now, clients
         h, sums = uploads.per_class.rows
         counts = jnp.sum(uploads.per_class.held, axis=0)
         new = class_means(jnp.sum(sums, axis=0), counts)
         prototypes = update_prototypes(server.prototypes, new)
         weights = head_weights(h, uploads.v, cohort.weight > 0)
         heads = jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1), uploads.head)
-        return Server(weighted_mean(uploads.extractor, cohort.weight), prototypes), Client(heads)
+        return Server(combine(uploads.extractor, cohort.weight), prototypes), Client(heads)
 
-    def predict(view, client, x):
+    def predict(view: View, client: Client, x: Samples) -> Logits:
         return model.apply({"extractor": view.extractor, "head": client.inbox}, x)
 
-    def trained(view, client, upload):
-        del client
-        return view._replace(extractor=upload.extractor), Client(upload.head)
-
-    return Method(init, local, aggregate, predict, broadcast=broadcast, trained=trained)
-
-
-def _statistics(
-    z: Float[Array, "samples K"], y: Array, valid: Float[Array, " samples"], means: Prototypes, counts: Array
-) -> Statistics:
-    """The two statistics of a client; v as a sum of squares, which rounding cannot make negative.
-
-    v n_i = mean ||z||^2 - sum_c pi_c^2 ||mu_c||^2 = mean ||z - mu_y||^2 + sum_c pi_c (1 - pi_c) ||mu_c||^2.
-    """
-    samples = jnp.maximum(jnp.sum(counts), 1.0)
-    share = counts / samples
-    within = jnp.sum(valid * jnp.sum((z - means.mean[y]) ** 2, axis=1)) / samples
-    between = jnp.sum(share * (1.0 - share) * jnp.sum(means.mean**2, axis=1))
-    return Statistics(share[:, None] * means.mean, (within + between) / samples)
-
-
-def head_weights(
-    h: Float[Array, "clients C K"], v: Float[Array, " clients"], present: Bool[Array, " clients"]
-) -> Float[Array, "clients clients"]:
-    """Row i: the weights a of all heads in client i's, which minimise a' Q_i a over the simplex.
-
-    Q_i = diag(v) + [<h_i - h_j, h_i - h_k>]_jk. Weights up to 1e-3 are dropped, and the rest sum to 1.
-
-    Args:
-      h: weighted class means of each client.
-      v: variance of each.
-      present: whose head may be used.
-    """
-    flat = h.reshape(len(h), -1)
-
-    def weights(own: Float[Array, " features"]) -> Float[Array, " clients"]:
-        apart = own - flat
-        a = simplex_qp(jnp.diag(v) + jnp.matmul(apart, apart.T, precision=lax.Precision.HIGHEST), present)
-        a = jnp.where(a > NEGLIGIBLE, a, 0.0)
-        return a / jnp.maximum(jnp.sum(a), 1e-12)
-
-    return lax.map(weights, flat, batch_size=64)
+    return Method(init, local, aggregate, predict, broadcast=broadcast)

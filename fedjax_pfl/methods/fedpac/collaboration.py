@@ -1,0 +1,60 @@
+"""What FedPAC's clients report of their features, and the weights that combine the heads of all for each."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.ops.aggregate import simplex_qp
+from fedjax_pfl.ops.prototypes import Prototypes
+
+NEGLIGIBLE = 1e-3  # weights of other clients' heads up to this are dropped (official code)
+
+
+class Statistics(NamedTuple):
+    """How a client's features are spread under the received extractor, before any training.
+
+    Attributes:
+      h: pi_ic mu_ic, the class means weighted by label frequency; zeros for classes not held, [C, K].
+      v: variance of the estimate of h, [].
+    """
+
+    h: Float[Array, "C K"]
+    v: Float[Array, ""]
+
+
+def statistics(features: ClientData, means: Prototypes) -> Statistics:
+    """The two statistics of a client; v as a sum of squares, which rounding cannot make negative.
+
+    v n_i = mean ||z||^2 - sum_c pi_c^2 ||mu_c||^2 = mean ||z - mu_y||^2 + sum_c pi_c (1 - pi_c) ||mu_c||^2.
+    """
+    samples = jnp.maximum(jnp.sum(features.class_counts), 1.0)
+    share = features.class_counts / samples
+    within = jnp.sum(features.valid * jnp.sum((features.x - means.mean[features.y]) ** 2, axis=1)) / samples
+    between = jnp.sum(share * (1.0 - share) * jnp.sum(means.mean**2, axis=1))
+    return Statistics(share[:, None] * means.mean, (within + between) / samples)
+
+
+def head_weights(
+    h: Float[Array, "clients C K"], v: Float[Array, " clients"], present: Bool[Array, " clients"]
+) -> Float[Array, "clients clients"]:
+    """Row i: the weights a of all heads in client i's, which minimise a' Q_i a over the simplex.
+
+    Q_i = diag(v) + [<h_i - h_j, h_i - h_k>]_jk. Weights up to 1e-3 are dropped, and the rest sum to 1.
+
+    Args:
+      h: weighted class means of each client.
+      v: variance of each.
+      present: whose head may be used.
+    """
+    flat = h.reshape(len(h), -1)
+
+    def weights(own: Float[Array, " features"]) -> Float[Array, " clients"]:
+        apart = own - flat
+        a = simplex_qp(jnp.diag(v) + jnp.matmul(apart, apart.T, precision=lax.Precision.HIGHEST), present)
+        a = jnp.where(a > NEGLIGIBLE, a, 0.0)
+        return a / jnp.maximum(jnp.sum(a), 1e-12)
+
+    return lax.map(weights, flat, batch_size=64)
