@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl.data.dataset import Dataset, from_arrays, load
+from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.sources import from_arrays, load
 from fedjax_pfl.engine.round import Run
 from fedjax_pfl.engine.scoring import Evaluation
 from fedjax_pfl.engine.traffic import Traffic, count

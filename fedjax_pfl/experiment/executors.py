@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl.data.dataset import Dataset, from_arrays, load
+from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.sources import from_arrays, load
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import prepare
 from fedjax_pfl.experiment.config import Config
