@@ -10,7 +10,7 @@ import jax
 import jaxtyping
 
 # Factories stay out: their ``float`` hyperparameters are also given traced values.
-CHECKED = ("ops", "models", "engine", "evaluate", "data.augment", "data.federated")
+CHECKED = ("ops", "models", "engine", "data.augment", "data.federated")
 jaxtyping.install_import_hook([f"fedjax_pfl.{name}" for name in CHECKED], "beartype.beartype")
 
 

@@ -9,6 +9,7 @@ import warnings
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from scipy import stats
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from fedjax_pfl import Config, ConfigError, load_sweep, simulate, sweep
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.experiment.build import program_inputs
+from fedjax_pfl.experiment.checkpoint import Checkpoints
 from fedjax_pfl.experiment.executors import _run_on_ray
 from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.sweep import Sweep
@@ -346,3 +348,46 @@ def test_a_sweep_file(swept, out, tmp_path):
             load_sweep(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_sweep(tmp_path / "nothing.toml")
+
+
+@pytest.mark.parametrize("saves", [3, 5, 8])
+def test_a_killed_sweep_goes_on_to_the_same_bits(saves, tmp_path, monkeypatch):
+    """Four runs save after each of three rounds; the kill comes within a round's saves, or before the summaries."""
+    grid = {"training.lr": [0.05, 0.2], "run.seed": [0, 1]}
+    saving = config(run={"checkpoint_every": 1, "eval_every": 1})
+
+    class KilledError(Exception):
+        pass
+
+    done, save = [], Checkpoints.save
+
+    def dying(checkpoints, run, saved):
+        if len(done) == saves:
+            raise KilledError
+        done.append(saved.round)
+        save(checkpoints, run, saved)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "save", dying)
+        with pytest.raises(KilledError):
+            sweep(saving, grid, out=tmp_path / "killed")
+    assert not list((tmp_path / "killed").glob("*/summary.json"))
+    lines = []
+    sweep(saving, grid, out=tmp_path / "killed", progress=lines.append)
+    sweep(saving, grid, out=tmp_path / "whole")
+    for whole in sorted((tmp_path / "whole").glob("*/")):
+        killed = tmp_path / "killed" / whole.name
+        metrics = [
+            [json.loads(line) | {"seconds": 0} for line in (run / "metrics.jsonl").read_text().splitlines()]
+            for run in (killed, whole)
+        ]
+        assert metrics[0] == metrics[1]
+        assert [line["round"] for line in metrics[0]] == [1, 2, 3]
+        assert (killed / "clients.csv").read_text() == (whole / "clients.csv").read_text()
+        jax.tree.map(np.testing.assert_array_equal, arrays(killed), arrays(whole))
+
+
+def arrays(run):
+    """What the newest checkpoint holds."""
+    newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    return ocp.StandardCheckpointer().restore((newest / "run").absolute())

@@ -1,0 +1,89 @@
+"""Kills a sweep of twelve runs with SIGKILL at several instants, and checks that it resumes to the same bits.
+
+    python benchmarks/killed_sweep.py --at 0.3 0.6 0.9
+
+An instant is a share of the time that the uninterrupted sweep took. Each kill is followed by the same command, until the
+sweep is complete; then metrics (without seconds), client tables and the arrays of the last checkpoints are compared,
+byte for byte.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+SWEEP = """
+config = "{config}"
+overrides = ["training.rounds=60", "run.eval_every=10", "run.checkpoint_every=5", "participation.ratio=0.5"]
+[grid]
+method.name = ["fedrep", "fedprox"]
+training.lr = [0.02, 0.05]
+run.seed = [0, 1, 2]
+"""
+QUICKSTART = Path(__file__).resolve().parent.parent / "configs" / "quickstart.toml"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--at", type=float, nargs="+", default=[0.3, 0.6, 0.9], help="shares of the sweep's time")
+    instants = parser.parse_args().at
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "sweep.toml"
+        file.write_text(SWEEP.format(config=QUICKSTART))
+        whole, killed = Path(folder) / "whole", Path(folder) / "killed"
+        seconds = run(file, whole)
+        print(f"uninterrupted: {seconds:.0f} s")
+        for at in instants:
+            run(file, killed, kill_after=at * seconds)
+            done = len(list(killed.glob("*/summary.json")))
+            newest = sorted(
+                max((int(step.name) for step in (path / "checkpoints").glob("[0-9]*")), default=0)
+                for path in killed.glob("*/")
+            )
+            print(f"killed after {at * seconds:.0f} s: {done} of 12 complete, newest checkpoints after rounds {newest}")
+        print(f"last call: {run(file, killed):.0f} s")
+        found, expected = contents(killed), contents(whole)
+        assert len(expected) == 12
+        differing = [name for name in expected if found.get(name) != expected[name]]
+        print("all twelve runs equal, byte for byte" if not differing else f"differing: {', '.join(differing)}")
+        sys.exit(bool(differing))
+
+
+def run(file: Path, out: Path, kill_after: float | None = None) -> float:
+    """Seconds that the command took, or None's worth of them until it was killed."""
+    began = time.perf_counter()
+    command = [sys.executable, "-c", "from fedjax_pfl.cli.commands import main; main()"]
+    process = subprocess.Popen([*command, "sweep", str(file), "--out", str(out), "--quiet"], stdout=subprocess.DEVNULL)
+    try:
+        process.wait(kill_after)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    else:
+        assert process.returncode == 0, process.returncode
+    return time.perf_counter() - began
+
+
+def contents(out: Path) -> dict[str, tuple]:
+    """Run -> all that must not depend on an interruption."""
+    found = {}
+    for folder in sorted(path for path in out.glob("*/") if (path / "summary.json").exists()):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        metrics = json.dumps([{key: value for key, value in line.items() if key != "seconds"} for line in lines])
+        newest = max((folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+        arrays = ocp.StandardCheckpointer().restore((newest / "run").absolute())
+        state = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays)]
+        found[folder.name] = metrics, (folder / "clients.csv").read_text(), newest.name, tuple(state)
+    return found
+
+
+if __name__ == "__main__":
+    main()
