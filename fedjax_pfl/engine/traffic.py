@@ -17,7 +17,7 @@ class Traffic(NamedTuple):
       up: how often an upload came back.
       rows_down: class rows sent in the per-class part of these views.
       rows_up: class rows sent in the per-class part of these uploads.
-      sent_if_down: how many of these views came with the part that is sent sometimes.
+      sent_if_down: how many of these views came with the part that is sent only if its flag is true (`SentIf`).
       sent_if_up: how many of these uploads did.
     """
 
@@ -77,11 +77,11 @@ class Exchange(NamedTuple):
     def sent_bytes(self, traffic: Traffic) -> int:
         """Bytes exchanged: only the class rows that are held, and no part in rounds that leave it out."""
         left_out = 0
-        for tree, times, rows, sometimes in (
+        for tree, times, rows, flagged in (
             (self.view, traffic.down, traffic.rows_down, traffic.sent_if_down),
             (self.upload, traffic.up, traffic.rows_up, traffic.sent_if_up),
         ):
-            for part, sent in ((part_of(tree, PerClass), rows), (part_of(tree, SentIf), sometimes)):
+            for part, sent in ((part_of(tree, PerClass), rows), (part_of(tree, SentIf), flagged)):
                 if part is not None:
                     flags, content = part
                     left_out += (int(times) * flags.size - int(sent)) * (size(content) // flags.size)

@@ -10,9 +10,9 @@ contraction is a channel-last convolution or a matrix product:
 - gradient of the input: the cotangent times the transposed kernel, one matrix product, whose columns are added back to
   the pixels they came from (for a 5x5 VALID kernel half the arithmetic of convolving the padded cotangent);
 - gradient of the kernel: a convolution of the input, channels as batch, with the cotangent as the kernel; with strides,
-  where that would have to be a dilated one, patches of the input times the cotangent, in half the time for ResNet-18;
-  where input channels are few, images and outputs many, on a CPU, image by image, blocks of columns of the one times
-  the other;
+  where that convolution would be dilated, patches of the input times the cotangent, in half the time for ResNet-18; on
+  a CPU, with few input channels and many images times outputs, blocks of output columns times the input columns under
+  them, image by image;
 - a 1x1 kernel is a matrix product in every direction;
 - where a kernel is large enough and channels are many (5x5 in the second layer of the papers' networks), all three
   directions take :class:`FourierConv`'s way on a CPU, with a quarter to a seventh of the multiplications.
@@ -32,7 +32,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
-from fedjax_pfl.models.fourier_conv import FourierConv, pays
+from fedjax_pfl.models.fourier_conv import FourierConv, is_faster_than_direct
 
 Padding = Literal["SAME", "VALID"] | Sequence[tuple[int, int]]
 Pads = tuple[tuple[int, int], tuple[int, int]]
@@ -41,16 +41,16 @@ Maps = Float[Array, "batch height2 width2 outputs"]
 Kernel = Float[Array, "kh kw inputs outputs"]
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
-# Up to this many input channels, a CPU's direct convolution gains from turning rows into channels ...
+# Most input channels with which a direct convolution on a CPU is faster after turning rows into channels (measured).
 _FEW_CHANNELS = 8
-# ... filled up with zeros to a multiple of this.
+# The channels that this makes are filled up with zeros to a multiple of this.
 _CHANNEL_MULTIPLE = 8
-# The kernel's gradient has the outputs as columns: with fewer than these, lanes of the processor would idle.
+# Fewest columns, the outputs, in the product of the kernel's gradient: with fewer, lanes of the processor would idle.
 _LANES = 16
-# Output columns taken together in the kernel's gradient of a layer with few channels, on a CPU ...
+# Output columns taken together in the kernel's gradient of a layer with few channels, on a CPU.
 _BLOCK = 4
-# ... where images times outputs are at least so many; with fewer the convolution is quicker (batch 10 with 16 outputs).
-_BLOCKS_PAY = 300
+# Images times outputs from which on these blocks are faster than the convolution (measured).
+_FASTER_BY_BLOCKS = 300
 
 
 def conv2d(x: Images, kernel: Kernel, *, strides: tuple[int, int] = (1, 1), padding: Padding = "VALID") -> Maps:
@@ -132,17 +132,17 @@ def _patches(x: Images, size: tuple[int, int], strides: tuple[int, int], pads: P
 def _fourier(
     x: tuple[int, ...], kernel: tuple[int, ...], dtype: jnp.dtype, strides: tuple[int, int], pads: Pads
 ) -> FourierConv | None:
-    """The way with fewer multiplications, where it pays for images and a kernel of these shapes."""
+    """The way with fewer multiplications, where it is faster for images and a kernel of these shapes; else None."""
     pixels = x[1] + sum(pads[0]), x[2] + sum(pads[1])
     many_channels = min(kernel[2:]) > _FEW_CHANNELS
     exact = jnp.finfo(dtype).bits >= 32
-    if strides == (1, 1) and many_channels and exact and pays(x[0], pixels, kernel):
+    if strides == (1, 1) and many_channels and exact and is_faster_than_direct(x[0], pixels, kernel):
         return FourierConv(pixels, kernel, pads)
     return None
 
 
 def _on_cpu(special: Callable | None, general: Callable, *operands: Array) -> Array:
-    """The first on a CPU, if there is one, else the second."""
+    """``special`` where the program runs on a CPU, if it is given; else ``general``."""
     if special is None:
         return general(*operands)
     return lax.platform_dependent(*operands, cpu=special, default=general)
@@ -244,7 +244,7 @@ def _kernel_gradient_op(
 
     def one_client(x: Images, dy: Maps) -> Kernel:
         few_channels = x.shape[-1] <= _FEW_CHANNELS
-        if strides == (1, 1) and size != (1, 1) and few_channels and len(x) * dy.shape[-1] >= _BLOCKS_PAY:
+        if strides == (1, 1) and size != (1, 1) and few_channels and len(x) * dy.shape[-1] >= _FASTER_BY_BLOCKS:
             return _on_cpu(functools.partial(_kernel_gradient_by_blocks, pads=pads, size=size), spatial, x, dy)
         fourier = _fourier(x.shape, (*size, x.shape[-1], dy.shape[-1]), x.dtype, strides, pads)
         return _on_cpu(fourier.kernel_gradient if fourier else None, spatial, x, dy)

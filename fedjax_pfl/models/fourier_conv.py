@@ -8,7 +8,7 @@ a real root one, about 3 n / 2 in all, the ``rank``. Transposed, it is a kernel 
 
     y = outputs @ ((taps @ kernel) * (points @ x)),     y [outputs], kernel [taps], x [n],
 
-with three constant real matrices. Images use it along both axes, where there are many channels in tiles. The products
+with three constant real matrices. Images use it along both axes, in tiles where there are many channels. The products
 of one pair of points, summed over channels, are a matrix product: tiles times inputs times inputs times outputs. A 5x5
 kernel on 14x14 pixels takes 400 products per pair of channels, 576 in four tiles, instead of 2500. Both gradients are
 the same form with transposed matrices.
@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-# Numbers: more than so many in the transforms of all kernels, and they leave a core's cache between their uses.
+# Largest transformed kernel, in elements, that stays in cache between its uses.
 _CACHED = 2**19
-# Multiplications in small products, and memory between them: it pays where so many times fewer are left.
-_GAIN = 1.75
+# Ratio of multiplications, direct over ours, above which the transform wins (measured): ours are in smaller products.
+_WINNING_RATIO = 1.75
 
 KernelShape = tuple[int, ...]  # height, width, inputs, outputs
 
@@ -83,8 +83,8 @@ def _tiles(outputs: Sequence[int], kernel: KernelShape) -> list[tuple[int, int]]
     return [(-(-m // size), size) for m, size in zip(outputs, sizes, strict=True)]
 
 
-def pays(batch: int, pixels: tuple[int, int], kernel: KernelShape) -> bool:
-    """Whether it is quicker than direct convolution, by all multiplications of one direction.
+def is_faster_than_direct(batch: int, pixels: tuple[int, int], kernel: KernelShape) -> bool:
+    """Whether the transform is faster than direct convolution, by all multiplications of one direction.
 
     Args:
       batch: images.
@@ -103,7 +103,7 @@ def pays(batch: int, pixels: tuple[int, int], kernel: KernelShape) -> bool:
 
     tile = rank * rank2 * inputs * outputs + transform(n, n2) * (inputs + outputs)
     ours = batch * down * across * tile + transform(*taps) * inputs * outputs
-    return batch * height * width * math.prod(kernel) >= _GAIN * ours
+    return batch * height * width * math.prod(kernel) >= _WINNING_RATIO * ours
 
 
 class FourierConv:

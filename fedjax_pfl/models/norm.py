@@ -1,9 +1,9 @@
 """Batch normalisation for federated training: what its running statistics are, and how they are updated.
 
-The running mean and variance are part of theta (baselines, rule R10): uploaded, averaged and kept with it. A training
-pass (one with a mask) normalises with the mean and variance of the batch's samples, without the padding, and gradients
-flow through these; every other pass uses the running statistics, as constants. A batch of fewer than two samples is
-normalised with the running statistics and leaves them as they are.
+The running mean and variance are part of theta (rule R10 in docs/protocol.md): uploaded, averaged and kept with it. A
+training pass (one with a mask) normalises with the mean and variance of the batch's samples, without the padding, and
+gradients flow through these; every other pass uses the running statistics, as constants. A batch of fewer than two
+samples is normalised with the running statistics and leaves them as they are.
 
 Losses are pure functions of theta, so a training pass hands the update over as the gradient of the statistics: what is
 to be subtracted from them. The trainer takes it as is, past learning rate, momentum, weight decay and clipping. (Flax

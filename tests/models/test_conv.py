@@ -89,7 +89,7 @@ def test_value_and_gradients_are_those_of_lax_conv(image, size, strides, padding
     ("image", "size", "strides", "padding"), [case for case in CASES if case[0][-1] <= 8 and case[2] == (1, 1)]
 )
 def test_the_kernels_gradient_in_blocks(image, size, strides, padding, monkeypatch):
-    monkeypatch.setattr(conv, "_BLOCKS_PAY", 0)
+    monkeypatch.setattr(conv, "_FASTER_BY_BLOCKS", 0)
     check(image, size, strides, padding, agree=near)
 
 

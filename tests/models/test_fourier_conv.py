@@ -9,7 +9,7 @@ from jax import lax
 
 from fedjax_pfl.models import fourier_conv
 from fedjax_pfl.models.conv import conv2d
-from fedjax_pfl.models.fourier_conv import FourierConv, _algorithm, _rank, _tiles, pays
+from fedjax_pfl.models.fourier_conv import FourierConv, _algorithm, _rank, _tiles, is_faster_than_direct
 from tests.models.test_conv import draw, near, reference, value_and_gradients
 
 # image (height, width), kernel, ((top, bottom), (left, right)); even and odd numbers of points
@@ -58,14 +58,14 @@ def test_tiles_cover_the_outputs_and_their_kernels_fit_the_cache():
     assert _tiles((13, 4), (5, 5, 32, 64)) == [(2, 7), (2, 2)]
 
 
-def test_it_pays_for_large_kernels_on_enough_images():
-    assert pays(10, (14, 14), (5, 5, 32, 64))
-    assert pays(32, (14, 14), (5, 5, 16, 32))
-    assert pays(32, (16, 16), (5, 5, 16, 32))
-    assert not pays(10, (14, 14), (5, 5, 16, 32))
-    assert not pays(1, (14, 14), (5, 5, 32, 64))
-    assert not pays(32, (8, 8), (3, 3, 32, 64))
-    assert not pays(32, (32, 32), (1, 1, 64, 64))
+def test_it_is_faster_for_large_kernels_on_enough_images():
+    assert is_faster_than_direct(10, (14, 14), (5, 5, 32, 64))
+    assert is_faster_than_direct(32, (14, 14), (5, 5, 16, 32))
+    assert is_faster_than_direct(32, (16, 16), (5, 5, 16, 32))
+    assert not is_faster_than_direct(10, (14, 14), (5, 5, 16, 32))
+    assert not is_faster_than_direct(1, (14, 14), (5, 5, 32, 64))
+    assert not is_faster_than_direct(32, (8, 8), (3, 3, 32, 64))
+    assert not is_faster_than_direct(32, (32, 32), (1, 1, 64, 64))
 
 
 # Output and both gradients of a layer that goes this way with 10 images of 14x14 and 32 channels.
@@ -73,7 +73,7 @@ layer = functools.partial(value_and_gradients, conv2d)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="FourierConv is for CPUs")
-def test_conv2d_takes_this_way_where_it_pays():
+def test_conv2d_takes_this_way_where_it_is_faster():
     x, kernel, dy = draw(10, 14, 14, 32), draw(5, 5, 32, 32, seed=1), draw(10, 10, 10, 32, seed=2)
     compiled = jax.jit(layer).lower(x, kernel, dy).compile()
     assert "convolution(" not in compiled.as_text()
