@@ -299,6 +299,7 @@ class RunPlace:
         """Writes what is known before the first round."""
         if self._record is not None and is_first():
             self._record.begin(self._config.to_toml(), manifest)
+            self.checkpoints = Checkpoints(self._record.checkpoints)  # those that had been found are gone
 
     def go_back(self, saved: Saved) -> None:
         """Takes the directory back to a checkpoint."""
