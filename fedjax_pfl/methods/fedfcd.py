@@ -1,16 +1,18 @@
 """FedFCD (Algorithm 1): clients exchange class means of features, and a head that the server trains on these."""
 
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Gt
-from jax import lax
+from jaxtyping import Array, Float, Int, Key
 
-from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.method import Method, PerClass
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Cohort, Logits, Method, PerClass, Round, Samples, TrainInfo, Update
 from fedjax_pfl.models.base import Model, Params
-from fedjax_pfl.ops.losses import cross_entropy
+from fedjax_pfl.ops.heads import train_head
+from fedjax_pfl.ops.losses import cross_entropy, label_loss
 from fedjax_pfl.ops.prototypes import (
     Prototypes,
     Reduction,
@@ -19,7 +21,7 @@ from fedjax_pfl.ops.prototypes import (
     class_sums_under,
     update_prototypes,
 )
-from fedjax_pfl.ops.training import Trainer, TrainInfo, cache_features, is_off
+from fedjax_pfl.ops.training import Trainer, cache_features, is_off
 
 
 class Server(NamedTuple):
@@ -51,9 +53,8 @@ def fedfcd(
 ) -> Method:
     """FedFCD: no parameters are exchanged, only class means of features; two heads decide together.
 
-    Shared: phi_g, GFR. Personal: theta_i, phi_i. Headline: PRE, (theta_i, phi_i) with the newest phi_g; POST is with
-    the phi_g that was received. ``training.epochs`` counts pairs of passes: one over the extractor, one over the head.
-    The paper states neither the epochs and batches of clients nor those of the server.
+    Shared: phi_g, GFR. Personal: theta_i, phi_i. Headline: PRE, with the newest phi_g; POST is with the received one.
+    ``training.epochs`` counts passes over the extractor, then the head. The paper states no epochs or batch sizes.
 
     Args:
       model: extractor and head; all extractors start from the same parameters.
@@ -61,7 +62,7 @@ def fedfcd(
       lam: lambda, weight of the pull to the GFR (Eq. 6); the paper's is 1 on Fashion-MNIST and 5 on CIFAR.
       fusion: whether the logits of both heads are added up (Eqs. 7, 8), or the personal head decides alone.
       hierarchical: train extractor and head in turns (Eqs. 9, 10), or in one pass.
-      train_extractor_on: the decision whose cross-entropy trains the extractor (in one pass, both).
+      train_extractor_on: logits in the extractor's loss: both heads' sum, or the personal head's.
       server_lr: lr_g of phi_g.
       server_epochs: passes of the server over the class means of a round.
       server_batch_size: class means per step of the server.
@@ -72,94 +73,70 @@ def fedfcd(
     """
     train_server = Trainer(epochs=server_epochs, batch_size=server_batch_size, lr=server_lr)
 
-    def init(key):
-        params = model.init(key)
-        nothing = Prototypes(jnp.zeros((model.classes, model.dim)), jnp.zeros(model.classes, bool))
-        return Server(params["head"], nothing), params
+    def init(key: Key[Array, ""], clients: int) -> tuple[Server, Params]:
+        del clients
+        params: Params = model.init(key)
+        return Server(params["head"], Prototypes.none(model.classes, model.dim)), params
 
-    def broadcast(server):
+    def broadcast(server: Server) -> View:
         return View(server.head, PerClass(server.representations.valid, server.representations.mean))
 
-    def decide(view, head, z, *, fused=fusion):
+    def decide(view: View, head: Params, z: Float[Array, "batch K"], *, fused: bool = fusion) -> Logits:
         own = model.classify(head, z)
         return own + model.classify(view.head, z) if fused else own
 
-    def class_features(extractor, data):
+    def class_features(extractor: Params, data: ClientData) -> PerClass:
         return PerClass(data.class_counts > 0, (class_sums_under(model, extractor, data), data.class_counts))
 
-    def setup(key, view, client, data):
-        del key, view
+    def setup(now: Round, view: View, client: Params, data: ClientData) -> tuple[Params, PerClass]:
+        del now, view
         return client, class_features(client["extractor"], data)
 
-    def local(key, t, view, client, data):
+    def local(now: Round, view: View, client: Params, data: ClientData) -> Update:
         targets = Prototypes(view.representations.rows, view.representations.held)
-        both = fusion and train_extractor_on == "fused"
 
-        def loss(params, batch, key):
+        def loss(theta: Params, batch: Batch, key: Key[Array, ""], *, phi: Params) -> Float[Array, ""]:
             del key
-            z = model.features(params["extractor"], batch.x, batch.mask)
-            ce = cross_entropy(decide(view, params["head"], z, fused=both), batch.y, batch.mask)
+            z = model.features(theta, batch.x, batch.mask)
+            ce = label_loss(model, z, decide(view, phi, z, fused=fusion and train_extractor_on == "fused"), batch)
             return ce if is_off(lam) else ce + lam * centre_loss(z, batch.y, batch.mask, targets, reduction=reduction)
 
-        def extractor_pass(key, client):
-            def loss_under_heads(extractor, batch, key):
-                return loss({**client, "extractor": extractor}, batch, key)
+        def head_loss(phi: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
+            del key
+            return cross_entropy(decide(view, phi, batch.x), batch.y, batch.mask)
 
-            extractor, info = train(key, t, loss_under_heads, client["extractor"], data, phase="extractor", epochs=1)
-            return {**client, "extractor": extractor}, info
-
-        def head_pass(key, client):
-            def head_loss(head, batch, key):
-                del key
-                return cross_entropy(decide(view, head, batch.x), batch.y, batch.mask)
-
-            features = cache_features(lambda x: model.features(client["extractor"], x), data)
-            return {**client, "head": train(key, t, head_loss, client["head"], features, phase="head", epochs=1)[0]}
-
-        def epoch(number, carry):
-            client, before = carry
-            key_epoch = jax.random.fold_in(key, number)
-            client, info = extractor_pass(key_epoch, client)
-            return head_pass(key_epoch, client), TrainInfo(before.loss + info.loss, before.steps + info.steps)
+        def in_turns(number: Int[Array, ""], carry: tuple[Params, TrainInfo]) -> tuple[Params, TrainInfo]:
+            (client, before), turn = carry, Round(jax.random.fold_in(now.key, number), now.t)
+            loss_under = partial(loss, phi=client["head"])
+            theta, info = train(turn, loss_under, client["extractor"], data, phase="extractor", epochs=1)
+            features = cache_features(partial(model.features, theta), data)
+            phi, _ = train(turn, head_loss, client["head"], features, phase="head", epochs=1)
+            return {"extractor": theta, "head": phi}, TrainInfo(before.loss + info.loss, before.steps + info.steps)
 
         if hierarchical:
             nothing = TrainInfo(jnp.zeros(()), jnp.zeros((), jnp.int32))
-            client, (total, steps) = lax.fori_loop(0, train.epochs, epoch, (client, nothing))
+            client, (total, steps) = jax.lax.fori_loop(0, train.epochs, in_turns, (client, nothing))
             info = TrainInfo(total / max(1, train.epochs), steps)
         else:
-            client, info = train(key, t, loss, client, data)
-        return client, class_features(client["extractor"], data), info
+            client, info = train(now, lambda w, *batch: loss(w["extractor"], *batch, phi=w["head"]), client, data)
+        return Update(client, class_features(client["extractor"], data), info, post=(view, client))
 
-    def aggregate(key, t, server, clients, uploads, cohort):
+    def aggregate(
+        now: Round, server: Server, clients: Params, uploads: PerClass, cohort: Cohort
+    ) -> tuple[Server, Params]:
         sums, counts = uploads.rows
-
-        def loss(head, batch, key):
-            del key
-            return cross_entropy(model.classify(head, batch.x), batch.y, batch.mask)
-
-        pairs = _class_mean_pairs(sums, counts, cohort.ids)
-        head, _ = train_server(key, t, loss, server.head, pairs)
+        head = train_head(now, model, train_server, server.head, _pairs(sums, counts, cohort.ids), phase="local")
         new = class_means(jnp.sum(sums, axis=0), jnp.sum(counts, axis=0))
         return Server(head, update_prototypes(server.representations, new)), clients
 
-    def predict(view, client, x):
+    def predict(view: View, client: Params, x: Samples) -> Logits:
         return decide(view, client["head"], model.features(client["extractor"], x))
 
-    def trained(view, client, upload):
-        del upload
-        return view, client
-
-    return Method(init, local, aggregate, predict, broadcast=broadcast, trained=trained, setup=setup)
+    return Method(init, local, aggregate, predict, broadcast=broadcast, setup=setup)
 
 
-def _class_mean_pairs(sums, counts, ids) -> ClientData:
-    """What the server trains on: the pairs (LFR_ik, k) as though they were the samples of a client.
-
-    Args:
-      sums: class sums of each client, [clients, C, K].
-      counts: samples of each client and class, [clients, C].
-      ids: of the clients; they order the pairs, which the placement must not.
-    """
+def _pairs(sums: Float[Array, "N C K"], counts: Float[Array, "N C"], ids: Int[Array, " N"]) -> ClientData:
+    """The pairs (LFR_ik, k) as though they were a client's samples, by client id: the placement must not order them."""
     clients, classes = counts.shape
     means, held = jax.vmap(class_means)(sums, counts)
     rank = (ids[:, None] * classes + jnp.arange(classes)).reshape(-1)

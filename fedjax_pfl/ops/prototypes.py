@@ -26,6 +26,11 @@ class Prototypes(NamedTuple):
     mean: Float[Array, "C K"]
     valid: Bool[Array, " C"]
 
+    @classmethod
+    def none(cls, classes: int, dim: int) -> "Prototypes":
+        """The store before round 0: no class has a point."""
+        return cls(jnp.zeros((classes, dim)), jnp.zeros(classes, bool))
+
 
 def class_sums(
     z: Float[Array, "samples K"], y: Int[Array, " samples"], mask: Float[Array, " samples"], classes: int
@@ -59,9 +64,9 @@ def update_prototypes(old: Prototypes, new: Prototypes) -> Prototypes:
     return Prototypes(jnp.where(new.valid[:, None], new.mean, old.mean), new.valid | old.valid)
 
 
-def directions(vectors: Float[Array, "rows K"]) -> Float[Array, "rows K"]:
-    """Rows of length 1; the root is safe, so that a dead feature, which stays 0, has a gradient."""
-    return vectors * lax.rsqrt(jnp.sum(vectors**2, axis=1, keepdims=True) + 1e-12)
+def l2_normalize(vectors: Float[Array, "rows K"], eps: float = 1e-12) -> Float[Array, "rows K"]:
+    """Rows of length 1, and rows of zeros as they are; eps keeps the gradient finite at zero."""
+    return vectors * lax.rsqrt(jnp.sum(vectors**2, axis=1, keepdims=True) + eps)
 
 
 def prototype_contrast(
@@ -81,7 +86,7 @@ def prototype_contrast(
       prototypes: one per class; a class without one is no candidate, and its samples contribute zero.
       temperature: tau; the cosines are divided by it.
     """
-    similarity = jnp.matmul(directions(z), directions(prototypes.mean).T)
+    similarity = jnp.matmul(l2_normalize(z), l2_normalize(prototypes.mean).T)
     log_p = jax.nn.log_softmax(jnp.where(prototypes.valid, similarity / temperature, -1e9))
     own = jnp.take_along_axis(log_p, y[:, None], axis=1)[:, 0]
     return masked_mean(jnp.where(prototypes.valid[y], -own, 0.0), mask)

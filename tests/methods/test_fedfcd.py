@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
 from fedjax_pfl.engine.traffic import count
@@ -28,6 +28,7 @@ from tests.reference import (
     held,
     linear,
     linear_gradient,
+    now,
     softmax_loss,
     to_numpy,
     train,
@@ -73,7 +74,7 @@ def program(model, trainer):
     return program
 
 
-# --- Rounds in NumPy (fedfcd.md) -------------------------------------------------------------------------------------
+# --- Rounds in NumPy -------------------------------------------------------------------------------------------------
 
 SPECIFIED = {
     "lam": 1.0,
@@ -204,7 +205,7 @@ def check(run, expected, federation):
     mlp = MLP(federation.x, federation.y)
     for i in range(N):
         jax.tree.map(near, client(run.state.clients, i), expected.clients[i])
-        near([float(leaf[i]) for leaf in run.post], mlp.scores(expected.post[i], held(federation.test, i)))
+        near([float(leaf[i]) for leaf in run.post.test], mlp.scores(expected.post[i], held(federation.test, i)))
     near(run.loss, expected.loss)
 
 
@@ -289,8 +290,8 @@ def test_every_switch_is_numpys(changed, start, model, trainer, federation):
 
     @jax.jit
     def participate(key, view, own, row):
-        new, upload, info = method.local(key, at(1), view, own, client_data(federation.x, federation.y, row))
-        return new, upload, info, method.predict(*method.trained(view, new, upload), federation.x)
+        new, upload, info, post = method.local(now(key, 1), view, own, client_data(federation.x, federation.y, row))
+        return new, upload, info, method.predict(*post, federation.x)
 
     head, (representations, valid) = start.state.server
     server = Server(to_numpy(head), to_numpy(representations), np.asarray(valid))
@@ -312,7 +313,7 @@ def test_every_switch_is_numpys(changed, start, model, trainer, federation):
 
 @pytest.fixture(scope="module")
 def shapes(some, federation):
-    return exchange(some.engine, KEY, federation)
+    return survey(some.engine, KEY, federation)[1]
 
 
 def check_bytes(shapes, run, expected, model, federation):
@@ -343,7 +344,7 @@ def test_before_training_the_newest_global_head_decides_and_after_it_the_receive
     for i in range(N):
         rows = held(federation.test, i)
         newest = mlp.scores(fused(some.expected.clients[i], some.expected.server.head), rows)
-        near([float(leaf[i]) for leaf in pre], newest)
+        near([float(leaf[i]) for leaf in pre.test], newest)
         if len(rows):
             assert abs(newest[-1] - mlp.scores(some.expected.post[i], rows)[-1]) > 1e-3
 
@@ -381,6 +382,6 @@ def test_a_single_class_or_sample_gives_no_nan(some, federation):
 
 def test_without_pairs_the_server_stands_still(some, start, shapes):
     uploads = jax.tree.map(lambda leaf: jnp.zeros((3, *leaf.shape), leaf.dtype), shapes.upload)
-    nobody = Cohort(jnp.full(3, N), jnp.zeros(3), N)
-    server, _ = jax.jit(some.engine.method.aggregate)(KEY, at(1), start.state.server, None, uploads, nobody)
+    nobody = Cohort(jnp.full(3, N), jnp.zeros(3), N, N)
+    server, _ = jax.jit(some.engine.method.aggregate)(now(KEY, 1), start.state.server, None, uploads, nobody)
     jax.tree.map(np.testing.assert_array_equal, server, start.state.server)

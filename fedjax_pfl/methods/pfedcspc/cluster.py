@@ -1,4 +1,7 @@
-"""K-means of each class's features on a client, with masks for padding and for clusters that stay empty."""
+"""CPM: each class's features on a client in clusters, and the clusters in prototypes (pFedCSPC).
+
+With masks for padding and for clusters that stay empty.
+"""
 
 import math
 from typing import NamedTuple
@@ -7,6 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
+
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.method import PerClass
+from fedjax_pfl.ops.prototypes import Prototypes
+from fedjax_pfl.ops.training import Scalar, phase_key
 
 
 class Clusters(NamedTuple):
@@ -21,6 +29,51 @@ class Clusters(NamedTuple):
     centres: Float[Array, "C J d"]
     member: Int[Array, " samples"]
     size: Float[Array, "C J"]
+
+
+class ClusterPrototypes(NamedTuple):
+    """How a client makes prototypes of its features (Eqs. 8, 9).
+
+    Attributes:
+      clusters: j, clusters per class.
+      repeats: n_repeat, prototypes per cluster.
+      share: r, the share of a cluster's samples in a prototype.
+      steps: Lloyd's steps.
+    """
+
+    clusters: int
+    repeats: int
+    share: Scalar
+    steps: int
+
+    def of(self, key: Key[Array, ""], features: ClientData) -> PerClass:
+        """U_k of one client's features: means [C, J, R, d], and which clusters have samples, [C, J]."""
+        classes = len(features.class_counts)
+        key_centres, key_draws = jax.random.split(phase_key(key, "prototypes"))
+        options = {"classes": classes, "clusters": self.clusters, "steps": self.steps}
+        groups = kmeans(key_centres, features.x, features.y, features.valid, **options)
+        means = sample_means(key_draws, features.x, groups, repeats=self.repeats, share=self.share)
+        return PerClass(features.class_counts > 0, (means, groups.size > 0))
+
+    def received(self, uploads: PerClass) -> tuple[Float[Array, "K C M d"], Bool[Array, "K C M"]]:
+        """The prototypes of K clients, M = J R places per class, and which of these hold one."""
+        means, exists = uploads.rows
+        valid = jnp.repeat(exists & uploads.held[..., None], self.repeats, axis=2)
+        return means.reshape(*means.shape[:2], -1, means.shape[-1]), valid
+
+
+def mean_over_clients(points: Float[Array, "K C M d"], valid: Bool[Array, "K C M"]) -> Prototypes:
+    """The mean over the clients that hold a class of each client's mean (Eqs. 14, 16).
+
+    Args:
+      points: M places per client and class.
+      valid: which of these hold one.
+    """
+    number = jnp.sum(valid, axis=2, dtype=points.dtype)
+    own = jnp.sum(jnp.where(valid[..., None], points, 0.0), axis=2) / jnp.maximum(number, 1.0)[..., None]
+    holders = jnp.sum(number > 0, axis=0, dtype=points.dtype)
+    # The mean of a client without the class is zero.
+    return Prototypes(jnp.sum(own, axis=0) / jnp.maximum(holders, 1.0)[:, None], holders > 0)
 
 
 def kmeans(
@@ -119,7 +172,7 @@ def _first_centres(
     nearest = jnp.full(len(z), jnp.inf)
     centres, exists = [], []
     for number in range(clusters):
-        # The largest of log(odds) + Gumbel noise is a draw in proportion to the odds, of every class at the same time.
+        # Gumbel-max trick, one draw per class.
         noise = jax.random.gumbel(jax.random.fold_in(key, number), (len(z), candidates))
         score = jnp.where(own[..., None], jnp.log(odds)[:, None] + noise, -jnp.inf)
         drawn, found = z[jnp.argmax(score, axis=1)], jnp.max(score, axis=(1, 2)) > -jnp.inf

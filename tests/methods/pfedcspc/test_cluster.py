@@ -13,8 +13,8 @@ from scipy.stats import chisquare
 from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits, make_blobs
 
-from fedjax_pfl.ops import cluster
-from fedjax_pfl.ops.cluster import Clusters, kmeans, sample_means
+from fedjax_pfl.methods.pfedcspc import cluster
+from fedjax_pfl.methods.pfedcspc.cluster import Clusters, kmeans, sample_means
 
 RNG = np.random.default_rng(0)
 KEY = jax.random.key(0)

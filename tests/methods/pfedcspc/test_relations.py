@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.methods.pfedcspc.relations import angle_alignment, edge_alignment
 from fedjax_pfl.ops.prototypes import Prototypes
-from fedjax_pfl.ops.relations import angle_alignment, edge_alignment
 
 RNG = np.random.default_rng(0)
 N, C, K = 13, 5, 4

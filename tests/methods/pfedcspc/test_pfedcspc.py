@@ -14,7 +14,7 @@ from scipy.special import softmax
 
 from fedjax_pfl import Config, ConfigError, simulate
 from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
 from fedjax_pfl.engine.traffic import count
@@ -23,9 +23,10 @@ from fedjax_pfl.method import Cohort, PerClass
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
 from fedjax_pfl.methods.fedprox import fedprox
-from fedjax_pfl.methods.pfedcspc import Upload, pfedcspc
-from fedjax_pfl.ops.calibration import Corpus, augment_prototypes
-from fedjax_pfl.ops.cluster import kmeans, sample_means
+from fedjax_pfl.methods.pfedcspc import pfedcspc
+from fedjax_pfl.methods.pfedcspc.calibration import Corpus, augment_prototypes
+from fedjax_pfl.methods.pfedcspc.cluster import kmeans, sample_means
+from fedjax_pfl.methods.pfedcspc.method import Upload
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import Trainer, phase_key
 from tests.conftest import CLASSES
@@ -37,6 +38,7 @@ from tests.reference import (
     client_key,
     held,
     linear,
+    now,
     sgd,
     softmax_loss,
     to_numpy,
@@ -126,14 +128,14 @@ def test_without_its_modules_it_is_its_base_bit_for_bit(base, who, play, model, 
     )
     assert not jax.tree.leaves(found.state.clients)
     assert found.state.server.prototypes is found.state.server.exemplars is None
-    bytes_of = [exchange(e, KEY, federation).sent_bytes(found.traffic) for e in (engine, other)]
+    bytes_of = [survey(e, KEY, federation)[1].sent_bytes(found.traffic) for e in (engine, other)]
     assert bytes_of[0] == bytes_of[1]
     if base == "fedavg":
         tuned = Engine(fedavg_ft(model, SameBatches(**vars(trainer)), finetune_epochs=trainer.epochs), N)
         jax.tree.map(same, found.post, jax.jit(tuned.pre)(KEY, at(ROUNDS - 1), last.state, federation))
 
 
-# --- Rounds in plain loops (pfedcspc.md) -----------------------------------------------------------------------------
+# --- Rounds in plain loops -------------------------------------------------------------------------------------------
 
 SPECIFIED = {
     "kappa": 0.1,
@@ -449,8 +451,8 @@ class Both(NamedTuple):
 def with_negatives(method):
     """Clients train on negatives of their images, the originals at hand."""
 
-    def local(key, t, view, client, data):
-        return method.local(key, t, view, client, data._replace(x=255 - data.x, original=data))
+    def local(now, view, client, data):
+        return method.local(now, view, client, data._replace(x=255 - data.x, original=data))
 
     return method._replace(local=local)
 
@@ -532,7 +534,7 @@ def test_scores_after_training_are_those_of_the_uploaded_model(both, federation)
     net = Net(federation.x, federation.y)
     for each in both.rounds:
         for i, (w, _) in each.uploads.items():
-            near([float(leaf[i]) for leaf in each.after.post], net.scores(w, held(federation.test, i)))
+            near([float(leaf[i]) for leaf in each.after.post.test], net.scores(w, held(federation.test, i)))
 
 
 def test_before_training_a_client_has_its_encoder_under_the_newest_heads(both, federation):
@@ -545,7 +547,7 @@ def test_before_training_a_client_has_its_encoder_under_the_newest_heads(both, f
         w = {**params, "extractor": {**params["extractor"], "encoder": encoder}}
         if hyper.pmi == "eval":
             w, _ = both.reference.adapted(client_key(KEY, ROUNDS, i), ROUNDS, w, known, i)
-        near([float(leaf[i]) for leaf in pre], net.scores(w, held(federation.test, i)))
+        near([float(leaf[i]) for leaf in pre.test], net.scores(w, held(federation.test, i)))
 
 
 def test_round_zero_starts_from_one_common_model(both, model):
@@ -589,7 +591,7 @@ def test_some_rounds_lack_clients_and_classes(both, federation):
 
 def test_bytes_are_a_hand_count(both, federation):
     """A personal encoder is a download of its own; class rows count where there is a prototype."""
-    hyper, shapes = both.case.hyper, exchange(both.engine, KEY, federation)
+    hyper, shapes = both.case.hyper, survey(both.engine, KEY, federation)[1]
     encoder, projection, head, dim = 16 * 8 + 8, 8 * 8 + 8 + 8 * 6 + 6, 6 * 3 + 3, 8
     own = {"every": encoder, "eval": 2 * encoder, "off": encoder}[hyper.pmi]
     assert count(shapes.down) == own + projection + head + CLASSES * (dim + 1)
@@ -619,7 +621,7 @@ def test_bytes_are_a_hand_count(both, federation):
     ids=["none", "PTA", "CA", "KP", "PMI", "PMI for evaluation"],
 )
 def test_prototypes_go_up_for_any_module_and_down_for_the_alignment_alone(module, up, down, model, trainer, federation):
-    shapes = exchange(Engine(pfedcspc(model, trainer, **{**OFF, **module}), N), KEY, federation)
+    shapes = survey(Engine(pfedcspc(model, trainer, **{**OFF, **module}), N), KEY, federation)[1]
     assert (shapes.upload.prototypes is not None, shapes.view.prototypes is not None) == (up, down)
 
 
@@ -647,8 +649,8 @@ def aggregate(model, trainer):
     @jax.jit
     def aggregate(uploads, tau_p, server):
         method = pfedcspc(model, trainer, calibrate=False, clusters=2, repeats=REPEATS, tau_p=tau_p)
-        cohort = Cohort(jnp.array(IDS), jnp.array(ROW_WEIGHTS), N)
-        return method.aggregate(KEY, at(1), server, None, uploads, cohort)
+        cohort = Cohort(jnp.array(IDS), jnp.array(ROW_WEIGHTS), N, N)
+        return method.aggregate(now(KEY, 1), server, None, uploads, cohort)
 
     params = jax.jit(jax.vmap(model.init))(jax.random.split(jax.random.key(3), len(IDS)))
     params = jax.tree.map(lambda leaf: 3 * leaf, params)
@@ -656,7 +658,7 @@ def aggregate(model, trainer):
     params["extractor"]["encoder"] = jax.tree.map(jnp.zeros_like, params["extractor"]["encoder"])
     params["extractor"]["encoder"]["hidden_layer"]["bias"] = bias
     params = jax.tree.map(lambda leaf: jnp.where(PRESENT.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0.0), params)
-    old = pfedcspc(model, trainer).init(KEY)[0]
+    old = pfedcspc(model, trainer).init(KEY, N)[0]
     old = old._replace(prototypes=Prototypes(old.prototypes.mean + 5, jnp.array([True, True, False])))
 
     def call(u, exists, held, tau_p=0.5):
@@ -724,7 +726,7 @@ NORMS = {
 def test_the_global_model_predicts_by_logits_and_exemplars(known, model, trainer, federation):
     """Classes without an exemplar are as far as the farthest; before any round all are alike."""
     method = partial(pfedcspc, model, trainer)
-    server, _ = method().init(KEY)
+    server, _ = method().init(KEY, N)
     x, w = federation.x[:12], to_numpy(server.params)
     net = Net(x, np.zeros(12, int))
     z, logits = net.features(w, np.arange(12)), net.logits(w, np.arange(12))

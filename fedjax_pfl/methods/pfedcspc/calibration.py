@@ -1,13 +1,21 @@
 """Cross-silo prototypical calibration: what a server learns from the prototypes of all clients (pFedCSPC, IV-C2)."""
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from fedjax_pfl.ops.losses import masked_mean
-from fedjax_pfl.ops.prototypes import directions
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Round
+from fedjax_pfl.methods.pfedcspc.initial import project
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.losses import cross_entropy, masked_mean
+from fedjax_pfl.ops.prototypes import l2_normalize
+from fedjax_pfl.ops.training import Scalar, Trainer, is_off
 
 STEPS = (0.1, 0.3, 0.5)  # lambda of the augmentation is one of these (section V-A3)
 
@@ -34,6 +42,88 @@ class Corpus(NamedTuple):
     class_size: Int[Array, " P"]
     client_start: Int[Array, " P"]
     client_size: Int[Array, " P"]
+
+
+@dataclass(frozen=True)
+class Calibrator:
+    """How the server trains projection head and classifier on the prototypes of all clients (Eqs. 10-13, 17).
+
+    Numeric fields but the counts may be traced values.
+
+    Attributes:
+      eta: weight of both contrastive losses.
+      augmented: n_aug, pairs of augmented samples per prototype; 0 leaves their loss out.
+      margin: alpha of their loss.
+      temperature: tau_g, of the contrast between the clients' prototypes.
+      lr: learning rate in the first rounds.
+      lr_drops: rounds from which on it is a tenth of what it was.
+      epochs: passes over the prototypes.
+      epochs_per_drop: passes after which the learning rate is a tenth of what it was, within a round.
+      batch_size: prototypes per step.
+      weight_decay: L2 coefficient.
+    """
+
+    eta: Scalar
+    augmented: int
+    margin: Scalar
+    temperature: Scalar
+    lr: Scalar
+    lr_drops: tuple[int, ...]
+    epochs: int
+    epochs_per_drop: int
+    batch_size: int
+    weight_decay: Scalar
+
+    def __call__(
+        self,
+        now: Round,
+        model: Model,
+        params: Params,
+        u: Float[Array, "K C M d"],
+        valid: Bool[Array, "K C M"],
+        ids: Int[Array, " K"],
+    ) -> Params:
+        """The global model with H and F retrained; E_g is frozen.
+
+        Args:
+          now: the round, and the server's key in it.
+          model: projects and classifies.
+          params: the averaged model.
+          u: the prototypes of K clients, M places per class.
+          valid: which of these hold one.
+          ids: of the clients.
+        """
+        train = Trainer(batch_size=self.batch_size, weight_decay=self.weight_decay)
+        corpus = gather(u, valid, ids)
+        rows = jnp.arange(len(corpus.y), dtype=jnp.int32)
+        data = ClientData(rows, corpus.y, rows, corpus.count, jnp.sum(valid, axis=(0, 2), dtype=jnp.float32))
+
+        def loss(trained: tuple[Params, Params], batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
+            projection, head = trained
+            z = project(model, projection, corpus.u[batch.x])
+            total = cross_entropy(model.classify(head, z), batch.y, batch.mask)
+            if is_off(self.eta):
+                return total
+            contrast = weighted_contrast(z, batch.y, corpus.client[batch.x], batch.mask, temperature=self.temperature)
+            if self.augmented > 0:
+                samples = augment_prototypes(key, corpus, batch.x, pairs=self.augmented)
+                positive, negative = (project(model, projection, u) for u in (samples.positive, samples.negative))
+                mask = batch.mask * samples.exists
+                contrast += augmented_contrast(z, positive, negative, mask, margin=self.margin)
+            return total + self.eta * contrast
+
+        lr = self.lr * 0.1 ** sum((now.t >= drop).astype(jnp.float32) for drop in self.lr_drops)
+
+        def epochs_at_one_rate(number: Int[Array, ""], trained: tuple[Params, Params]) -> tuple[Params, Params]:
+            epochs = jnp.minimum(self.epochs_per_drop, self.epochs - number * self.epochs_per_drop)
+            rate = lr * 0.1 ** number.astype(jnp.float32)
+            turn = Round(jax.random.fold_in(now.key, number), now.t)
+            return train(turn, loss, trained, data, epochs=epochs, lr=rate)[0]
+
+        heads = params["extractor"]["projection"], params["head"]
+        drops = math.ceil(self.epochs / self.epochs_per_drop)
+        projection, head = lax.fori_loop(0, drops, epochs_at_one_rate, heads)
+        return {"extractor": {**params["extractor"], "projection": projection}, "head": head}
 
 
 class Augmented(NamedTuple):
@@ -95,7 +185,7 @@ def augment_prototypes(key: Key[Array, ""], corpus: Corpus, rows: Int[Array, " b
         number = jnp.floor(jax.random.uniform(key, shape) * size.astype(jnp.float32)).astype(jnp.int32)
         return jnp.clip(number, 0, jnp.maximum(size - 1, 0))
 
-    # Among the others of its class, and among the client's without that class: numbers that leave out a stretch.
+    # Draw an index with the excluded block removed, then shift past it: for u2 that block is u, for u3 it is u's class.
     same = class_start + draw(key_positive, class_size - 1)
     same += (same >= rows[:, None]).astype(jnp.int32)
     other = corpus.client_start[rows, None] + draw(key_negative, corpus.client_size[rows, None] - class_size)
@@ -133,7 +223,7 @@ def weighted_contrast(
     others = (mask > 0)[None, :] & ~jnp.eye(len(y), dtype=bool)
     alike = y[:, None] == y[None, :]
     hard = alike != (client[:, None] == client[None, :])
-    z = directions(z)
+    z = l2_normalize(z)
     scores = jnp.matmul(z, z.T) / temperature + jnp.where(hard, 0.0, jnp.log(easy))
     log_p = scores - jax.nn.logsumexp(jnp.where(others, scores, -1e9), axis=1, keepdims=True)
     positive = (alike & others).astype(z.dtype)

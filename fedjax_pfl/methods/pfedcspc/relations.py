@@ -1,14 +1,38 @@
-"""Losses on how the features of a batch lie to each other, held against the prototypes of their classes (pFedCSPC)."""
+"""PTA: features of a batch, and how they lie to each other, held against the prototypes of their classes (pFedCSPC)."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Float, Int
 
 from fedjax_pfl.ops.losses import masked_mean
-from fedjax_pfl.ops.prototypes import Prototypes, directions
+from fedjax_pfl.ops.prototypes import Prototypes, l2_normalize, prototype_contrast
+from fedjax_pfl.ops.training import Scalar
 
 Penalty = Literal["abs", "squared", "smooth_l1"]
+
+
+class Alignment(NamedTuple):
+    """L_align of a batch: the sum of node, angle and edge alignment (Eqs. 5-7).
+
+    Attributes:
+      weight: kappa, in the client's loss.
+      temperature: tau_l, of the contrast with the prototypes.
+      edge: how the edge alignment measures a difference.
+    """
+
+    weight: Scalar
+    temperature: Scalar
+    edge: Penalty
+
+    def __call__(
+        self, f: Float[Array, "batch d"], y: Int[Array, " batch"], mask: Float[Array, " batch"], prototypes: Prototypes
+    ) -> Float[Array, ""]:
+        """Of features f, labels y and the mask of the batch, with the prototypes, one per class."""
+        node = prototype_contrast(f, y, mask, prototypes, temperature=self.temperature)
+        angle = angle_alignment(f, y, mask, prototypes)
+        return node + angle + edge_alignment(f, y, mask, prototypes, penalty=self.edge)
 
 
 def angle_alignment(
@@ -33,7 +57,7 @@ def angle_alignment(
     def cosines(points: Float[Array, "batch d"]) -> Float[Array, " batch"]:
         """Of each triple, the cosine of the angle at its second point; 0 where two of the points coincide."""
         middle = points[second]
-        return jnp.sum(directions(points - middle) * directions(points[third] - middle), axis=1)
+        return jnp.sum(l2_normalize(points - middle) * l2_normalize(points[third] - middle), axis=1)
 
     distance = jnp.abs(cosines(f) - cosines(prototypes.mean[y]))
     return masked_mean(distance, triples.astype(f.dtype))
@@ -72,7 +96,7 @@ def edge_alignment(
     if penalty == "squared":
         values = gap**2
     elif penalty == "smooth_l1":
-        values = jnp.where(jnp.abs(gap) < 1.0, 0.5 * gap**2, jnp.abs(gap) - 0.5)
+        values = optax.huber_loss(gap)
     else:
         values = jnp.abs(gap)
     return masked_mean(values, pairs)

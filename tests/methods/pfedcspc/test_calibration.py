@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from fedjax_pfl.ops.calibration import augment_prototypes, augmented_contrast, gather, weighted_contrast
+from fedjax_pfl.methods.pfedcspc.calibration import augment_prototypes, augmented_contrast, gather, weighted_contrast
 
 RNG = np.random.default_rng(0)
 

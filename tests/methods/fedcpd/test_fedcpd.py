@@ -13,17 +13,17 @@ from scipy.special import softmax
 
 from fedjax_pfl import Config, ConfigError, simulate
 from fedjax_pfl.data.federated import Batch, client_data
-from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
 from fedjax_pfl.engine.traffic import count
+from fedjax_pfl.method import TrainInfo
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedcpd import fedcpd
+from fedjax_pfl.methods.fedcpd.feature_distillation import feature_distillation
 from fedjax_pfl.methods.fedrep import fedrep
-from fedjax_pfl.ops.feature_distillation import feature_distillation
 from fedjax_pfl.ops.losses import cross_entropy
 from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, prototype_contrast
-from fedjax_pfl.ops.training import TrainInfo
 from tests.conftest import CLASSES, TRAIN_SIZES, WITH_EMITTERS
 from tests.reference import (
     MLP,
@@ -34,6 +34,7 @@ from tests.reference import (
     held,
     linear,
     linear_gradient,
+    now,
     softmax_loss,
     to_numpy,
     train,
@@ -113,7 +114,7 @@ def test_only_on_fedavg_there_is_a_global_model(model, trainer):
     assert fedcpd(model, trainer, **OFF).global_predict is None
 
 
-# --- Rounds in NumPy, without distillation (fedcpd.md) ---------------------------------------------------------------
+# --- Rounds in NumPy, without distillation ---------------------------------------------------------------------------
 
 
 class Server(NamedTuple):
@@ -231,7 +232,7 @@ def test_rounds_are_numpys(both, federation):
             jax.tree.map(near, client(clients.head, i), both.heads[i])
     mlp = MLP(federation.x, federation.y)
     for i, w in both.post.items():
-        near([float(leaf[i]) for leaf in both.end.post], mlp.scores(w, held(federation.test, i)))
+        near([float(leaf[i]) for leaf in both.end.post.test], mlp.scores(w, held(federation.test, i)))
 
 
 def test_the_model_before_training_is_what_is_shared_under_what_is_personal(both, federation):
@@ -254,7 +255,7 @@ def test_some_rounds_lack_clients_and_classes(both, federation):
 
 
 def test_bytes_are_a_hand_count_without_the_classes_not_held(both, model, federation):
-    shapes = exchange(both.engine, KEY, federation)
+    shapes = survey(both.engine, KEY, federation)[1]
     params = jax.eval_shape(model.init, KEY)
     parameters = count(params if both.case.base == "fedavg" else params["extractor"])
     assert count(shapes.up) == count(shapes.down) == parameters + CLASSES * model.dim + CLASSES
@@ -409,20 +410,20 @@ def test_any_terms_add_up_on_fedavg_and_the_teacher_stays_with_the_client(model_
     prototypes = Prototypes(jnp.eye(CLASSES, model.dim), jnp.array([True, False, True]))
     subsets = list(product((0.0, 1.5), (0.0, 0.7), (0.0, GAMMA)))
 
-    def add_one(key, t, loss, trained, data):
-        losses.append(loss(trained, batch, key))
-        return jax.tree.map(lambda leaf: leaf + 1, trained), TrainInfo(losses[-1], t)
+    def add_one(now, loss, trained, data):
+        losses.append(loss(trained, batch, now.key))
+        return jax.tree.map(lambda leaf: leaf + 1, trained), TrainInfo(losses[-1], now.t)
 
     @partial(jax.jit, compiler_options=WITH_EMITTERS)
     def participate(teacher, exists):
         found = []
         for alpha, beta, gamma in subsets:
             method = fedcpd(model, add_one, alpha=alpha, beta=beta, gamma=gamma, tau=TAU, base="fedavg")
-            server, personal = method.init(KEY)
+            server, personal = method.init(KEY, N)
             server = server._replace(params=params, prototypes=prototypes if alpha or beta else None)
             if gamma:
                 personal = personal._replace(teacher=personal.teacher._replace(extractor=teacher, exists=exists))
-            after, upload, _ = method.local(KEY, at(1), method.broadcast(server), personal, data)
+            after, upload, *_ = method.local(now(KEY, 1), method.broadcast(server), personal, data)
             assert (upload.per_class is not None, after.teacher is not None) == (alpha + beta > 0, gamma > 0)
             found.append((losses.pop(), upload.params, after.teacher))
         z, maps = model.features_and_maps(params["extractor"], batch.x)
@@ -451,7 +452,7 @@ def test_any_terms_add_up_on_fedavg_and_the_teacher_stays_with_the_client(model_
 @pytest.mark.parametrize("base", ["fedrep", "fedavg"])
 def test_neither_teacher_nor_distiller_is_ever_exchanged(base, model_with_maps, trainer, federation):
     with_teacher, without = (
-        exchange(Engine(fedcpd(model_with_maps, trainer, gamma=gamma, base=base), N), KEY, federation)
+        survey(Engine(fedcpd(model_with_maps, trainer, gamma=gamma, base=base), N), KEY, federation)[1]
         for gamma in (GAMMA, 0.0)
     )
     assert (with_teacher.view, with_teacher.upload) == (without.view, without.upload)

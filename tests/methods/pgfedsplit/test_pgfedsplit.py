@@ -18,14 +18,17 @@ from scipy.special import log_softmax, logsumexp
 from fedjax_pfl import Config, ConfigError
 from fedjax_pfl.data.federated import ClientData, client_data
 from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, round_keys
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.experiment.build import make_engine
 from fedjax_pfl.method import Cohort, PerClass, SentIf
 from fedjax_pfl.methods.fedrep import fedrep
-from fedjax_pfl.methods.pgfedsplit import Gaussians, Upload, mix, mixing_coefficient, pgfedsplit, update_gaussians
+from fedjax_pfl.methods.pgfedsplit import pgfedsplit
+from fedjax_pfl.methods.pgfedsplit.gaussians import Gaussians, add_synthetic, update_gaussians
+from fedjax_pfl.methods.pgfedsplit.method import Upload
+from fedjax_pfl.methods.pgfedsplit.mixture import mixing_coefficient
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import phase_key
 from tests.conftest import CLASSES
@@ -38,6 +41,7 @@ from tests.reference import (
     held,
     linear,
     linear_gradient,
+    now,
     softmax_loss,
     to_numpy,
     train,
@@ -58,7 +62,7 @@ def trainer(trainer):
     return replace(trainer, weight_decay=0.01, lr_decay=0.9)
 
 
-# --- Rounds in NumPy (pgfedsplit.md) ---------------------------------------------------------------------------------
+# --- Rounds in NumPy -------------------------------------------------------------------------------------------------
 
 
 class Schedule(NamedTuple):
@@ -200,12 +204,12 @@ class Recorded(NamedTuple):
 
 
 def recording(method, cohort_size):
-    def init(key):
-        server, client = method.init(key)
+    def init(key, clients):
+        server, client = method.init(key, clients)
         return Recorded(server, jnp.full(cohort_size, N, jnp.int32), jnp.zeros(cohort_size)), client
 
-    def aggregate(key, t, server, clients, uploads, cohort):
-        new, clients = method.aggregate(key, t, server.server, clients, uploads, cohort)
+    def aggregate(now, server, clients, uploads, cohort):
+        new, clients = method.aggregate(now, server.server, clients, uploads, cohort)
         return Recorded(new, cohort.ids, uploads.alpha.value), clients
 
     return method._replace(init=init, aggregate=aggregate, broadcast=lambda server: method.broadcast(server.server))
@@ -289,7 +293,7 @@ def test_rounds_are_numpys(both, federation):
         jax.tree.map(near, found.head, phi)
         assert int(found.adapted) == adapted
     for i, w in both.post.items():
-        near([float(leaf[i]) for leaf in end.post], mlp.scores(w, held(federation.test, i)))
+        near([float(leaf[i]) for leaf in end.post.test], mlp.scores(w, held(federation.test, i)))
 
 
 def covariances(spread):
@@ -335,7 +339,7 @@ def test_some_rounds_lack_heads_clients_and_classes(both, federation):
 
 
 def test_bytes_are_a_hand_count_with_heads_and_coefficients_in_some_rounds_only(both, model, federation):
-    shapes = exchange(both.engine, KEY, federation)
+    shapes = survey(both.engine, KEY, federation)[1]
     theta, phi = (4 * count(part) for part in jax.eval_shape(model.init, KEY).values())
     spread = {"diagonal": 1, "full": model.dim}[both.hyper.covariance]
     row = 4 * model.dim
@@ -371,7 +375,7 @@ def aggregated(model, trainer):
     @functools.cache
     def aggregated(**options):
         method = pgfedsplit(model, trainer, r=0.0, **options)
-        start, _ = method.init(KEY)
+        start, _ = method.init(KEY, N)
 
         def step(server, row):
             alphas, weight = row
@@ -380,8 +384,8 @@ def aggregated(model, trainer):
             sums = PerClass(jnp.zeros((total, CLASSES)), jnp.zeros((total, CLASSES, model.dim)))
             sent = SentIf(jnp.broadcast_to(server.head.sent, total), alphas)
             uploads = Upload(same["extractor"], same["head"], sums, sent)
-            cohort = Cohort(jnp.arange(total), weight, total)
-            server, _ = method.aggregate(KEY, at(0), server, None, uploads, cohort)
+            cohort = Cohort(jnp.arange(total), weight, total, total)
+            server, _ = method.aggregate(now(KEY, 0), server, None, uploads, cohort)
             return server, (server.interval, server.counter, server.alpha, server.head.sent)
 
         play = jax.jit(lambda rows: jax.lax.scan(step, start, rows)[1])
@@ -481,10 +485,10 @@ def mixture(model, trainer, federation):
     def mixture(received, own, adapted, value, learned):
         options = {"beta": value} if learned else {"alpha": value}
         method = pgfedsplit(model, replace(trainer, epochs=0), r=0.0, lam=0.0, **options)
-        server, personal = method.init(KEY)
+        server, personal = method.init(KEY, N)
         data = client_data(federation.x, federation.y, client(federation.train, 2))
         view = method.broadcast(server._replace(head=received))
-        new, upload, _ = method.local(KEY, at(7), view, personal._replace(head=own, adapted=adapted), data)
+        new, upload, *_ = method.local(now(KEY, 7), view, personal._replace(head=own, adapted=adapted), data)
         return new, upload
 
     return lambda received, own, adapted, value, learned: mixture(
@@ -560,7 +564,7 @@ def mixed():
     @jax.jit
     def mixed(features):
         return {
-            (covariance, scale): mix(KEY, features, some_gaussians(covariance), r=0.98, scale=scale)
+            (covariance, scale): add_synthetic(KEY, features, some_gaussians(covariance), r=0.98, scale=scale)
             for covariance, scale in READ
         }
 
@@ -610,7 +614,7 @@ def test_a_mixed_set_starts_with_the_clients_own_features_and_counts_all(mixed):
 
 
 def test_what_is_drawn_depends_on_the_key_and_not_on_the_capacity():
-    jitted = jax.jit(partial(mix, r=0.3, scale="max"))
+    jitted = jax.jit(partial(add_synthetic, r=0.3, scale="max"))
     gaussians = some_gaussians("diagonal")
     found = [jitted(KEY, features_of((7, 4, 0, 2), capacity), gaussians) for capacity in (13, 40)]
     n = 13 + math.ceil(3 / 7 * 13)
@@ -634,7 +638,7 @@ def test_the_number_of_synthetic_features_is_a_share_of_all_rounded_up(r):
         features = features_of((1, 0, 0, 0), int(sizes[-1]))._replace(count=n, class_counts=counts)
         gaussians = some_gaussians("diagonal")
         prototypes = gaussians.prototypes._replace(valid=known)
-        mixed = mix(KEY, features, gaussians._replace(prototypes=prototypes), r=r, scale="max")
+        mixed = add_synthetic(KEY, features, gaussians._replace(prototypes=prototypes), r=r, scale="max")
         return mixed.count, jnp.array(mixed.capacity)
 
     totals = jax.jit(jax.vmap(total, in_axes=(0, None)))
@@ -649,17 +653,17 @@ def test_the_number_of_synthetic_features_is_a_share_of_all_rounded_up(r):
 
 def test_without_synthetic_features_and_pull_a_client_does_fedrep(model, trainer, federation):
     method, rep = pgfedsplit(model, trainer, r=0.0, lam=0.0), fedrep(model, trainer, head_epochs=trainer.epochs)
-    server, personal = method.init(KEY)
+    server, personal = method.init(KEY, N)
     personal = personal._replace(head=model.init(jax.random.key(1))["head"])
 
     @jax.jit
     def both(row):
         key, data = client_key(KEY, 3, 2), client_data(federation.x, federation.y, row)
-        _, upload, _ = method.local(key, at(3), method.broadcast(server), personal, data)
-        return upload, rep.local(key, at(3), server.extractor, personal.head, data)
+        _, upload, *_ = method.local(now(key, 3), method.broadcast(server), personal, data)
+        return upload, rep.local(now(key, 3), server.extractor, personal.head, data)
 
     for i in (1, 2, 5):
-        upload, (head, extractor, _) = both(client(federation.train, i))
+        upload, (head, extractor, *_) = both(client(federation.train, i))
         jax.tree.map(close, (upload.head, upload.extractor), (head, extractor))
     assert not np.allclose(head["kernel"], personal.head["kernel"], atol=1e-3)
     sent = count(method.broadcast(server))

@@ -4,14 +4,15 @@ from typing import Annotated, Literal, NamedTuple
 
 import jax.numpy as jnp
 from annotated_types import Ge, Gt
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Float, Key
 
-from fedjax_pfl.method import Method, PerClass
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Cohort, Logits, Method, PerClass, Round, Samples, Update
+from fedjax_pfl.methods.fedcpd.feature_distillation import Teacher, feature_distillation
 from fedjax_pfl.models.base import Model, Params
-from fedjax_pfl.ops.aggregate import weighted_mean
-from fedjax_pfl.ops.feature_distillation import feature_distillation, init_distiller
+from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.heads import train_head
-from fedjax_pfl.ops.losses import cross_entropy
+from fedjax_pfl.ops.losses import label_loss
 from fedjax_pfl.ops.prototypes import (
     Prototypes,
     Reduction,
@@ -31,25 +32,11 @@ class Server(NamedTuple):
     prototypes: Prototypes | None
 
 
-class Shared(NamedTuple):
+class View(NamedTuple):
     """What is sent down and, with class sums in the place of the means, up."""
 
     params: Params
     per_class: PerClass | None
-
-
-class Teacher(NamedTuple):
-    """For the distillation of feature maps.
-
-    Attributes:
-      extractor: theta_i as the client left it in its last round.
-      exists: whether there was one, [].
-      distiller: psi_i, the weights of attention and fusion.
-    """
-
-    extractor: Params
-    exists: Bool[Array, ""]
-    distiller: Params
 
 
 class Client(NamedTuple):
@@ -62,6 +49,7 @@ class Client(NamedTuple):
 def fedcpd(
     model: Model,
     train: Trainer,
+    combine: Combine = weighted_mean,
     *,
     alpha: Annotated[float, Ge(0)] = 1.0,
     beta: Annotated[float, Ge(0)] = 1.0,
@@ -80,6 +68,7 @@ def fedcpd(
     Args:
       model: extractor and head; gamma > 0 asks for feature maps.
       train: the local trainer.
+      combine: how the server averages theta, and phi where it is shared.
       alpha: weight of the alignment, the distance to the prototype of the own class.
       beta: weight of the contrast, the own class's prototype against all others.
       gamma: weight of the distillation from the client's last extractor.
@@ -95,82 +84,67 @@ def fedcpd(
       FedCPD. Its numbers are in benchmarks/papers/; it states neither the coefficients nor tau, which were chosen on
       validation samples (benchmarks/README.md).
     """
-    uses_prototypes = not (is_off(alpha) and is_off(beta))
-    uses_teacher = not is_off(gamma)
+    uses_prototypes, uses_teacher = not (is_off(alpha) and is_off(beta)), not is_off(gamma)
     if uses_teacher and not model.maps:
         raise ValueError("its distillation (gamma > 0) needs a model with feature maps")
 
-    def init(key):
-        params = model.init(key)
-        nothing = Prototypes(jnp.zeros((model.classes, model.dim)), jnp.zeros(model.classes, bool))
+    def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
+        del clients
+        params: Params = model.init(key)
         shared, head = (params, None) if base == "fedavg" else ({"extractor": params["extractor"]}, params["head"])
-        server = Server(shared, nothing if uses_prototypes else None)
-        if not uses_teacher:
-            return server, Client(head, None)
-        distiller = init_distiller(phase_key(key, "distiller"), model.maps)
-        return server, Client(head, Teacher(params["extractor"], jnp.array(False), distiller))
+        prototypes = Prototypes.none(model.classes, model.dim) if uses_prototypes else None
+        key_distiller = phase_key(key, "distiller")
+        teacher = Teacher.none(key_distiller, params["extractor"], model.maps) if uses_teacher else None
+        return Server(shared, prototypes), Client(head, teacher)
 
-    def broadcast(server):
+    def broadcast(server: Server) -> View:
         prototypes = server.prototypes
-        return Shared(server.params, None if prototypes is None else PerClass(prototypes.valid, prototypes.mean))
+        return View(server.params, None if prototypes is None else PerClass(prototypes.valid, prototypes.mean))
 
-    def whole(params, head):
+    def whole(params: Params, head: Params | None) -> Params:
         return params if base == "fedavg" else {**params, "head": head}
 
-    def local(key, t, view, client, data):
-        head = client.head
+    def local(now: Round, view: View, client: Client, data: ClientData) -> Update:
+        head, teacher = client
         if base == "fedrep":
             features = cache_features(lambda x: model.features(view.params["extractor"], x), data)
-            head = train_head(key, t, model, train, head, features, epochs=head_epochs)
-        prototypes = Prototypes(view.per_class.rows, view.per_class.held) if uses_prototypes else None
-        teacher = client.teacher
+            head = train_head(now, model, train, head, features, epochs=head_epochs)
+        prototypes = None if view.per_class is None else Prototypes(view.per_class.rows, view.per_class.held)
 
-        def loss(trained, batch, key):
+        def loss(trained: tuple[Params, Params | None], batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
-            params, distiller = whole(trained[0], head), trained[1]
+            params, psi = whole(trained[0], head), trained[1]
             z, maps = model.features_and_maps(params["extractor"], batch.x, batch.mask)
-            total = cross_entropy(model.classify(params["head"], z), batch.y, batch.mask)
-            if not is_off(alpha):
+            total = label_loss(model, z, model.classify(params["head"], z), batch)
+            if prototypes is not None and not is_off(alpha):
                 total += alpha * centre_loss(z, batch.y, batch.mask, prototypes, reduction=reduction)
-            if not is_off(beta):
+            if prototypes is not None and not is_off(beta):
                 total += beta * prototype_contrast(z, batch.y, batch.mask, prototypes, temperature=tau)
-            if uses_teacher:
+            if teacher is not None:
                 _, taught = model.features_and_maps(teacher.extractor, batch.x)
-                distance = feature_distillation(distiller, maps, taught, batch.mask)
+                distance = feature_distillation(psi, maps, taught, batch.mask)
                 total += gamma * jnp.where(teacher.exists, distance, 0.0)
             return total
 
-        distiller = teacher.distiller if uses_teacher else None
-        (params, distiller), info = train(key, t, loss, (view.params, distiller), data)
-        client = Client(head, Teacher(params["extractor"], jnp.array(True), distiller) if uses_teacher else None)
-        if not uses_prototypes:
-            return client, Shared(params, None), info
-        sums = class_sums_under(model, params["extractor"], data)
-        return client, Shared(params, PerClass(data.class_counts, sums)), info
+        (params, psi), info = train(now, loss, (view.params, None if teacher is None else teacher.distiller), data)
+        theta = params["extractor"]
+        client = Client(head, None if teacher is None else Teacher(theta, jnp.array(True), psi))
+        per_class = None if prototypes is None else PerClass(data.class_counts, class_sums_under(model, theta, data))
+        return Update(client, View(params, per_class), info)
 
-    def aggregate(key, t, server, clients, uploads, cohort):
-        del key, t
+    def aggregate(now: Round, server: Server, clients: Client, uploads: View, cohort: Cohort) -> tuple[Server, Client]:
+        del now
         prototypes = server.prototypes
-        if uses_prototypes:
+        if prototypes is not None and uploads.per_class is not None:
             counts, sums = (jnp.sum(leaf, axis=0) for leaf in uploads.per_class)
             prototypes = update_prototypes(prototypes, class_means(sums, counts))
-        return Server(weighted_mean(uploads.params, cohort.weight), prototypes), clients
+        return Server(combine(uploads.params, cohort.weight), prototypes), clients
 
-    def predict(view, client, x):
+    def predict(view: View, client: Client, x: Samples) -> Logits:
         return model.apply(whole(view.params, client.head), x)
 
-    def trained(view, client, upload):
-        return view._replace(params=upload.params), client
-
-    def global_predict(server, x):
+    def global_predict(server: Server, x: Samples) -> Logits:
         return model.apply(server.params, x)
 
-    return Method(
-        init,
-        local,
-        aggregate,
-        predict,
-        broadcast=broadcast,
-        trained=trained,
-        global_predict=global_predict if base == "fedavg" else None,
-    )
+    shared_model = global_predict if base == "fedavg" else None
+    return Method(init, local, aggregate, predict, broadcast=broadcast, global_predict=shared_model)

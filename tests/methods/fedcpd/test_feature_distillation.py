@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.ops.feature_distillation import feature_distillation, init_distiller
+from fedjax_pfl.methods.fedcpd.feature_distillation import feature_distillation, init_distiller
 
 # (h, w, c) from the first level to the deepest. Channels grow, as the fusion asks for; sizes do not divide each other.
 # From 32 channels on, the reduction by 16 leaves more than the one hidden unit that there is at least.
@@ -15,7 +15,7 @@ BATCH, SAMPLES = 4, 3
 MASK = (np.arange(BATCH) < SAMPLES).astype(np.float32)
 
 
-# --- The specification in NumPy --------------------------------------------------------------------------------------
+# --- The definition in NumPy -----------------------------------------------------------------------------------------
 
 
 def convolve(x, kernel):
@@ -180,7 +180,7 @@ def test_at_the_start_every_convolution_of_the_fusion_learns(found, start, case)
         assert all(np.any(leaf) for leaf in jax.tree.leaves((level["plain"], level["attended"])))
 
 
-def test_the_weights_are_those_of_the_specification(start, shapes):
+def test_the_weights_are_those_of_the_definition(start, shapes):
     deepest = shapes[-1][2]
     for level, (_, _, channels) in zip(start, shapes, strict=True):
         hidden = max(1, channels // 16)

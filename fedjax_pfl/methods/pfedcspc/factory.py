@@ -1,0 +1,124 @@
+"""pFedCSPC: its hyperparameters, and which parts they switch on."""
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+from pydantic import Strict
+
+from fedjax_pfl.method import Method
+from fedjax_pfl.methods.pfedcspc.calibration import Calibrator
+from fedjax_pfl.methods.pfedcspc.cluster import ClusterPrototypes
+from fedjax_pfl.methods.pfedcspc.initial import InitialModels
+from fedjax_pfl.methods.pfedcspc.knowledge import KnowledgePrediction, Norm
+from fedjax_pfl.methods.pfedcspc.method import Parts, algorithm
+from fedjax_pfl.methods.pfedcspc.relations import Alignment, Penalty
+from fedjax_pfl.models.base import Model
+from fedjax_pfl.ops.aggregate import Combine, weighted_mean
+from fedjax_pfl.ops.training import Trainer, is_off
+
+
+def pfedcspc(
+    model: Model,
+    train: Trainer,
+    combine: Combine = weighted_mean,
+    *,
+    kappa: Annotated[float, Ge(0)] = 0.1,
+    eta: Annotated[float, Ge(0)] = 0.1,
+    pmi: Literal["every", "eval", "off"] = "eval",
+    tau_p: Annotated[float, Gt(0)] = 0.5,
+    calibrate: bool = True,
+    clusters: Annotated[int, Ge(1)] = 3,
+    repeats: Annotated[int, Ge(1)] = 5,
+    share: Annotated[float, Gt(0), Le(1)] = 0.8,
+    kmeans_steps: Annotated[int, Ge(0)] = 20,
+    augmented: Annotated[int, Ge(0)] = 5,
+    margin: Annotated[float, Ge(0)] = 1.0,
+    tau_l: Annotated[float, Gt(0)] = 0.5,
+    tau_g: Annotated[float, Gt(0)] = 0.5,
+    edge: Penalty = "abs",
+    kp_weight: Annotated[float, Ge(0), Le(1)] = 0.5,
+    kp_norm: Norm = "minmax",
+    base: Literal["fedavg", "fedprox"] = "fedavg",
+    mu: Annotated[float, Ge(0)] = 0.01,
+    server_lr: Annotated[float, Gt(0)] = 0.01,
+    server_lr_drops: Annotated[tuple[int, ...], Strict(False)] = (40,),
+    server_epochs: Annotated[int, Ge(0)] = 100,
+    server_epochs_per_drop: Annotated[int, Ge(1)] = 30,
+    server_batch_size: Annotated[int, Ge(1)] = 100,
+    server_weight_decay: Annotated[float, Ge(0)] = 1e-5,
+) -> Method:
+    """pFedCSPC: one method for a better global model and for better personal ones.
+
+    Clients train guided by global prototypes, and cluster their features into prototypes. The server retrains
+    projection head and classifier of the averaged model on the prototypes of all, and combines a personal initial model
+    m_k for each client from the encoders of all; local adaptation makes the personal model of it.
+
+    Shared: w_g, u_g, e. Personal: the encoder of m_k. Headline: PRE, m_k after local adaptation; with another ``pmi``
+    than ``eval``, where PRE is not adapted, POST. The paper's global accuracy is ``global``, its I_local is
+    ``i_local``. With every module off it is FedAvg, and POST is FedAvg-FT.
+
+    Args:
+      model: encoder, projection head and classifier.
+      train: the local trainer.
+      combine: how the server averages models.
+      kappa: weight of the alignment with the global prototypes (PTA); the paper's grid is 0.01, 0.05, 0.1, 0.5.
+      eta: weight of both contrastive losses of the server; the same grid.
+      pmi: what personal initial models are for. ``eval``: for evaluation alone, where they are adapted by
+        ``training.epochs`` before PRE; training starts from the global model. ``every``: training starts from them in
+        every round, and PRE is not adapted. ``off``: there are none. The paper does not say. Its ablation of the global
+        model does without them and ends at the figure of the whole method, which speaks for ``eval``.
+      tau_p: temperature of the weights of PMI, not in the paper.
+      calibrate: whether the server retrains H and F (CA).
+      clusters: j, clusters per class (CPM).
+      repeats: n_repeat, prototypes per cluster.
+      share: r, the share of a cluster's samples in a prototype. One prototype per class: 1 of each of these (TPG).
+      kmeans_steps: Lloyd's steps.
+      augmented: n_aug, pairs of augmented samples per prototype (PA); 0 leaves their loss out.
+      margin: alpha of their loss.
+      tau_l: temperature of the contrast with the global prototypes.
+      tau_g: temperature of the contrast between the clients' prototypes.
+      edge: how the edge alignment measures a difference; the paper's L2 norm of a number is its absolute value.
+      kp_weight: lambda, weight of the exemplars in the global model's prediction (KP), not in the paper.
+      kp_norm: how logits and similarities are brought to one scale, per sample; not in the paper.
+      base: the client's loss that the alignment is added to (Table VI).
+      mu: strength of FedProx's term.
+      server_lr: learning rate of the server in the first rounds, not in the paper. FedCSPC's code has 0.1 in the first
+        6 rounds, then 0.01, and 0.001 from round 40 on. With 0.1 our global model stays behind FedAvg's on CIFAR-10.
+      server_lr_drops: rounds from which on it is a tenth of what it was; (6, 40) in FedCSPC's code.
+      server_epochs: passes over the prototypes.
+      server_epochs_per_drop: passes after which the learning rate is a tenth of what it was, within a round.
+      server_batch_size: prototypes per step.
+      server_weight_decay: L2 coefficient of the server.
+
+    Raises:
+      ValueError: the model has no projection head.
+
+    Reference:
+      pFedCSPC (IEEE TNNLS 2025): Eqs. 2-18. The server's training is that of its predecessor FedCSPC's code, but for
+      the learning rate. The paper's numbers are in benchmarks/papers/.
+    """
+    calibrator = Calibrator(
+        eta=eta,
+        augmented=augmented,
+        margin=margin,
+        temperature=tau_g,
+        lr=server_lr,
+        lr_drops=server_lr_drops,
+        epochs=server_epochs,
+        epochs_per_drop=server_epochs_per_drop,
+        batch_size=server_batch_size,
+        weight_decay=server_weight_decay,
+    )
+    align = None if is_off(kappa) else Alignment(kappa, tau_l, edge)
+    initial = None if pmi == "off" else InitialModels(pmi, tau_p)
+    knowledge = None if is_off(kp_weight) else KnowledgePrediction(kp_weight, kp_norm)
+    needs_prototypes = calibrate or not (align is None and initial is None and knowledge is None)
+    parts = Parts(
+        align=align,
+        cluster=ClusterPrototypes(clusters, repeats, share, kmeans_steps) if needs_prototypes else None,
+        initial=initial,
+        calibrate=calibrator if calibrate else None,
+        knowledge=knowledge,
+        mu=None if base == "fedavg" or is_off(mu) else mu,
+    )
+    return algorithm(model, train, combine, parts)

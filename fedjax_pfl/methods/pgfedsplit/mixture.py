@@ -1,0 +1,79 @@
+"""The mixture of a client's own head and the received one (PGFedSplit, Eqs. 8, 13)."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.distill import distillation
+from fedjax_pfl.ops.losses import masked_mean
+from fedjax_pfl.ops.training import Scalar
+
+BISECTIONS = 20
+RESOLUTION = 2.0**-BISECTIONS  # of a coefficient; means of equal ones differ by rounding, and count as equal
+
+
+def mix_heads(
+    model: Model,
+    own: Params,
+    received: Params,
+    features: ClientData,
+    alpha: Scalar | None,
+    strength: Float[Array, ""],
+    temperature: Scalar,
+) -> tuple[Params, Float[Array, ""]]:
+    """alpha own + (1 - alpha) received, and alpha (Eq. 8).
+
+    Args:
+      model: classifies features with a head.
+      own: phi_i.
+      received: phi_tmp.
+      features: what alpha is chosen on.
+      alpha: the coefficient; None for the minimiser of Eq. 13.
+      strength: beta Delta_i, weight of alpha^2 times the divergence of the two heads.
+      temperature: T_KD of the divergence.
+    """
+    if alpha is None:
+        mine, theirs = model.classify(own, features.x), model.classify(received, features.x)
+        divergence = distillation(theirs, mine, features.valid, temperature=temperature)
+        coefficient = mixing_coefficient(mine, theirs, features.y, features.valid, strength * divergence)
+    else:
+        coefficient = jnp.asarray(alpha, jnp.float32)
+    return jax.tree.map(lambda a, b: coefficient * a + (1 - coefficient) * b, own, received), coefficient
+
+
+def mixing_coefficient(
+    own: Float[Array, "samples C"],
+    received: Float[Array, "samples C"],
+    y: Int[Array, " samples"],
+    mask: Float[Array, " samples"],
+    penalty: Float[Array, ""],
+) -> Float[Array, ""]:
+    """The alpha in [0, 1] that minimises ce(alpha own + (1 - alpha) received) + penalty alpha^2 (Eq. 13), to 2^-20.
+
+    The objective is convex: its slope has one sign change, which is bisected. Where it is flat, as between equal heads,
+    the client keeps its own.
+
+    Args:
+      own: logits of phi_i.
+      received: logits of the received head.
+      y: labels.
+      mask: 1 for a sample, 0 for padding.
+      penalty: beta Delta_i mean KL(p_i || p_g).
+    """
+    apart = own - received
+    truth = jax.nn.one_hot(y, own.shape[1])
+
+    def slope(alpha: Float[Array, ""]) -> Float[Array, ""]:
+        surprise = jax.nn.softmax(received + alpha * apart) - truth
+        return masked_mean(jnp.sum(surprise * apart, axis=1), mask) + 2 * penalty * alpha
+
+    def halve(_: Int[Array, ""], bounds: tuple) -> tuple:
+        low, high = bounds
+        middle = (low + high) / 2
+        falling = slope(middle) <= 0
+        return jnp.where(falling, middle, low), jnp.where(falling, high, middle)
+
+    return lax.fori_loop(0, BISECTIONS, halve, (jnp.zeros(()), jnp.ones(())))[1]
