@@ -2,9 +2,9 @@
 
     python benchmarks/killed_sweep.py --at 0.3 0.6 0.9
 
-An instant is a share of the time that the uninterrupted sweep took. Each kill is followed by the same command, until the
-sweep is complete; then metrics (without seconds), client tables and the arrays of the last checkpoints are compared,
-byte for byte.
+An instant is a share of the time that the uninterrupted sweep took. Each kill is followed by the same command, until
+the sweep is complete; then metrics (without seconds), client tables and the arrays of the last checkpoints are
+compared, byte for byte.
 """
 
 import argparse

@@ -140,18 +140,17 @@ class Engine:
         view = method.broadcast(server)
 
         def one(shared: tuple, row: tuple) -> tuple[Update, Scored]:
-            (score_now, *shared), (*row, scored, last) = shared, row
-            update = self.local(tuple(shared), tuple(row))
-            post = _trained(update)
+            (score_now, common), (own, scored, last) = shared, row
+            update = self.local(common, own)
+            post, (*_, x, y) = _trained(update), common
             # A condition around the whole map would hold collectives, which XLA does not keep in order with those
             # after it on a CPU: devices that meet them in another order wait for each other for ever.
-            _, _, _, x, y = shared
             scores = lax.cond(score_now, lambda: self._score_model(*post, x, y, scored), lambda: last)
             return update._replace(post=None), scores
 
-        shared = score_now, keys.clients, t, view, data.x, data.y
-        rows = ids, old, train, validation, scored, last
-        update, scores = map_clients(one, shared, rows, self.placement)
+        common = keys.clients, t, view, data.x, data.y
+        mapped = (ids, old, train, validation), scored, last
+        update, scores = map_clients(one, (score_now, common), mapped, self.placement)
         uploads = where_rows(present, update.upload, jax.tree.map(jnp.zeros_like, update.upload))
         uploads = self.placement.gather_small(uploads)
         now = Round(keys.aggregate, t)
@@ -217,12 +216,12 @@ class Engine:
         clients = self._dispatch(keys.aggregate, t, run.state.server, clients, cohort)
 
         def one(shared: tuple, row: tuple) -> Scored:
-            (*row, scored), (_, _, _, x, y) = row, shared
-            return self._score_model(*_trained(self.local(shared, tuple(row))), x, y, scored)
+            (own, scored), (*_, x, y) = row, shared
+            return self._score_model(*_trained(self.local(shared, own)), x, y, scored)
 
         shared = keys.clients, t, self.method.broadcast(run.state.server), data.x, data.y
-        rows = ids, clients, train, validation, scored
-        return put_rows(run.post, ids, map_clients(one, shared, rows, self.placement))
+        mapped = (ids, clients, train, validation), scored
+        return put_rows(run.post, ids, map_clients(one, shared, mapped, self.placement))
 
     def global_scores(self, state: State, data: Federation) -> Scores:
         """Scores of the global model, for methods that have one, on the pooled test set as a whole."""

@@ -199,9 +199,10 @@ def drive(
             due = first.run.checkpoint_every and (t % every == 0 or t == rounds)
             interrupted = stopping.signal and t < rounds
             if due or interrupted:
-                clock = {"seconds": (time.perf_counter() - began) / runs, "round_seconds": round_seconds}
+                seconds = (time.perf_counter() - began) / runs
                 for run, state in enumerate(program.each(states)):
-                    places[run].save(state, done[run]._replace(round=t, lines=lines[run], **clock))
+                    now = done[run]._replace(round=t, lines=lines[run], seconds=seconds, round_seconds=round_seconds)
+                    places[run].save(state, now)
             if interrupted:
                 stopping.leave()
             left = (time.perf_counter() - started_running) / (t - done[0].round) * (rounds - t)

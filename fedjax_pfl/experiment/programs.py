@@ -26,7 +26,7 @@ from fedjax_pfl.data.federated import Clients, Federation
 from fedjax_pfl.engine.memory import Memory, survey
 from fedjax_pfl.engine.placement import Placement, map_clients
 from fedjax_pfl.engine.round import Engine, Run
-from fedjax_pfl.engine.scoring import Evaluation, Scored
+from fedjax_pfl.engine.scoring import Evaluation
 from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.experiment.build import DataShape, divide, make_engine, place, place_runs, program_inputs, shape_of
 from fedjax_pfl.experiment.config import Config
@@ -63,9 +63,9 @@ class _Shared(NamedTuple):
 
     x: Array
     y: Array
-    start: Array | np.int32
-    stop: Array | np.int32
-    evaluate: Array | np.bool_
+    start: Any  # int32, traced or not
+    stop: Any
+    evaluate: Any
 
 
 class _Compiled(NamedTuple):
@@ -287,7 +287,7 @@ def _compile(program: Program) -> _Compiled:
             run,
             jax.tree.broadcast(layout, run),
         )
-    scores_on = layout if over == "runs" or layout is None else layout.loss  # on all devices
+    scores_on = layout if over == "runs" else clients_on.shardings(config.data.clients)[0]  # on all devices
     with ThreadPoolExecutor() as pool:  # while XLA compiles one, the next is traced
 
         def compiling(fn: Callable, out: Any, *args: Any, donate: int | None = None, **options: Any) -> Future:
@@ -313,8 +313,9 @@ def _devices(placement: Placement) -> str:
 
 def _layout(engine: Engine) -> Any:
     """Shardings of a run whose clients are spread over devices; None on one device."""
-    shared, per_client = engine.placement.shardings(engine.clients)
-    return None if shared is None else Run(State(shared, per_client), Scored(per_client, per_client), shared, shared)
+    shardings: tuple[Any, Any] = engine.placement.shardings(engine.clients)
+    shared, per_client = shardings
+    return None if shared is None else Run(State(shared, per_client), per_client, shared, shared)
 
 
 def _rows_sharding(placement: Placement) -> NamedSharding | None:

@@ -53,17 +53,15 @@ def summarize(scores: Scores, samples: Int[np.ndarray, " N"]) -> dict[str, float
       pFedCSPC's measure of a personal model). Accuracies lie in [0, 1].
     """
     scored = samples > 0
-    rows = Scores(*(np.asarray(values, np.float64)[scored] for values in scores))
-    worst = np.sort(rows.accuracy)[: max(1, len(rows.accuracy) // 10)]
+    of = {name: np.asarray(values, np.float64)[scored] for name, values in scores._asdict().items()}
+    worst = np.sort(of["accuracy"])[: max(1, len(of["accuracy"]) // 10)]
     return {
-        "accuracy": float(rows.accuracy.mean()),
-        "weighted": float(rows.correct.sum() / samples[scored].sum()),
-        "std_clients": float(rows.accuracy.std()),
+        "accuracy": float(of["accuracy"].mean()),
+        "weighted": float(of["correct"].sum() / samples[scored].sum()),
+        "std_clients": float(of["accuracy"].std()),
         "worst_10_percent": float(worst.mean()),
-        "macro_f1": float(rows.macro_f1.mean()),
-        "macro_f1_union": float(rows.macro_f1_union.mean()),
-        "loss": float(rows.loss.mean()),
-        "i_local": float(harmonic_mean(rows.accuracy, rows.macro_f1).mean()),
+        **{name: float(of[name].mean()) for name in ("macro_f1", "macro_f1_union", "loss")},
+        "i_local": float(harmonic_mean(of["accuracy"], of["macro_f1"]).mean()),
     }
 
 
