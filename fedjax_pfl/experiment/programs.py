@@ -344,11 +344,13 @@ def _stack_rows(states: list[Run], placement: Placement) -> Run:
 
 
 def _divisions(configs: Sequence[Config], dataset: Dataset) -> list[tuple[Federation, dict[str, Any]]]:
-    """Federation and manifest of each config; those with the same seed of the partition share one."""
+    """Federation and manifest of each config; those with the same seed of the partition share one, all the samples."""
     made: dict[int, tuple[Federation, dict[str, Any]]] = {}
     for config in configs:
         if config.partition_seed not in made:
-            made[config.partition_seed] = divide(config, dataset)
+            federation, manifest = divide(config, dataset)
+            samples = next(iter(made.values()))[0][:2] if made else federation[:2]
+            made[config.partition_seed] = Federation(*samples, *federation[2:]), manifest
     return [made[config.partition_seed] for config in configs]
 
 
