@@ -1,5 +1,7 @@
 """How much memory a run needs, before anything is compiled, and how many clients fit side by side."""
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,39 +10,104 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
-from jaxtyping import Array, Key
+from jaxtyping import Array, Key, PyTree
 
-from fedjax_pfl.data.federated import Federation
+from fedjax_pfl.data.federated import Clients, Federation, client_data
 from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.scoring import Scores, score
 from fedjax_pfl.engine.traffic import Exchange, size
+
+# What XLA and LLVM take while they compile for a CPU, at most: measured with JAX 0.10, two programs at a time, on two
+# cores, for six methods of 178 to 2,860 operations (each within a tenth, but for one of 307 MB where this says 296).
+_COMPILER_BYTES = 270_000_000
+_COMPILER_BYTES_PER_OPERATION = 150_000
 
 
 class Memory(NamedTuple):
-    """An estimate in bytes. XLA fuses operations, so that the true need is usually lower.
+    """An estimate in bytes. XLA fuses operations, so that the true need of a running client is usually lower.
+
+    ``resident`` and ``per_client`` are what a device needs; the others say what of it the host of a CPU holds already,
+    and what it needs besides. Where the devices have a memory of their own, these are 0.
 
     Attributes:
-      resident: samples, index tables, the state of all clients, and a cohort's copies of it.
+      resident: samples, index tables, the state of all clients, and a cohort's copies of it, or those of all clients
+        while they are scored, whichever is more.
       per_client: what one running client needs on top: gradients, activations of a batch, optimiser state.
+      samples: the part of ``resident`` that the process holds already, and that its devices share: samples and tables.
+      states: the part of ``resident`` that is the state of all clients, once.
+      process: what the process holds now.
+      compiler: what compiling takes.
     """
 
     resident: int
     per_client: int
+    samples: int = 0
+    states: int = 0
+    process: int = 0
+    compiler: int = 0
+
+    def total(self, devices: int = 1, chunk: int = 1) -> int:
+        """The most that the run will take: of the process on a CPU, else of each device.
+
+        Args:
+          devices: how many the clients are split over. Each of several collects the states of all clients for itself
+            before it takes those that it scores.
+          chunk: clients side by side on a device.
+        """
+        if not self.process:
+            return self.resident + chunk * self.per_client
+        collected = devices * self.states if devices > 1 else 0
+        added = self.resident - self.samples + collected + devices * chunk * self.per_client
+        return self.process + self.compiler + added
 
 
 def survey(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[Memory, Exchange]:
     """What a run will hold and exchange, from one trace of a client's part in a round (no compilation)."""
-    server, client = jax.eval_shape(lambda key: engine.method.init(key, engine.clients), key)
-    view = jax.eval_shape(engine.method.broadcast, server)
-    held = data.train, data.validation
-    train, validation = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), held)
+    method = engine.method
+    server, client = jax.eval_shape(lambda key: method.init(key, engine.clients), key)
+    view = jax.eval_shape(method.broadcast, server)
+    tables = data.train, data.validation, data.test
+    train, validation, test = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tables)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     shared, row = (key, scalar, view, data.x, data.y), (scalar, client, train, validation)
     traced, update = jax.make_jaxpr(engine.local, return_shape=True)(shared, row)
+    training = peak_bytes(traced.jaxpr)
+
+    def scores(view: PyTree, client: PyTree, x: Array, y: Array, test: Clients) -> Scores:
+        return score(lambda images: method.predict(view, client, images), client_data(x, y, test))
+
+    model = update.post or (update.upload, update.client)
+    scoring = peak_bytes(jax.make_jaxpr(scores)(*model, data.x, data.y, test).jaxpr)
     # Old and new rows of the cohort, and their uploads before and after absent ones are zeroed.
-    rows = engine.cohort_size * 2 * (size(client) + size(update.upload))
-    resident = size(data) + size(server) + engine.clients * size(client) + rows
-    per_client = max(0, peak_bytes(traced.jaxpr) - size((shared, row)))
-    return Memory(resident, per_client), Exchange(view, client, update.upload)
+    cohort = engine.cohort_size * 2 * (size(client) + size(update.upload))
+    states, samples = engine.clients * size(client), size(data)
+    # To be scored, all clients are brought into the order of their sizes.
+    resident = samples + size(server) + states + max(cohort, states)
+    exchanged = Exchange(view, client, update.upload)
+    memory = Memory(resident, max(training, scoring))
+    if jax.default_backend() == "cpu":
+        compiler = _COMPILER_BYTES + _COMPILER_BYTES_PER_OPERATION * _operations(traced.jaxpr)
+        process = resident_set() or samples
+        memory = memory._replace(samples=samples, states=states, process=process, compiler=compiler)
+    return memory, exchanged
+
+
+def resident_set() -> int:
+    """Bytes that this process holds, where the system says so (Linux), else 0."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def release_freed() -> None:
+    """Returns to the system what the process has freed and the C library keeps, where that is glibc.
+
+    Compilers leave hundreds of megabytes behind that nothing else will use.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another system, or another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def available() -> int:
@@ -62,20 +129,23 @@ def _host_bytes() -> int:
 
 
 def peak_bytes(jaxpr: Jaxpr) -> int:
-    """The most bytes alive at once when the operations run in order, each result until its last use."""
+    """The most bytes alive at once when the operations run in order, each result until its last use.
+
+    Inputs do not count: whoever gave them keeps them, a loop the samples that each of its steps reads.
+    """
     last_use = {var: len(jaxpr.eqns) for var in jaxpr.outvars if isinstance(var, Var)}
     for step in reversed(range(len(jaxpr.eqns))):
         for var in jaxpr.eqns[step].invars:
             if not isinstance(var, Literal):
                 last_use.setdefault(var, step)
-    alive = {var: _bytes(var) for var in (*jaxpr.constvars, *jaxpr.invars)}
-    total = peak = sum(alive.values())
+    alive: dict[Var, int] = {}
+    total = peak = 0
     for step, eqn in enumerate(jaxpr.eqns):
-        inner = max((peak_bytes(sub) - sum(map(_bytes, sub.invars)) for sub in _subprograms(eqn.params)), default=0)
+        inner = max(map(peak_bytes, _subprograms(eqn.params)), default=0)
         new = {var: _bytes(var) for var in eqn.outvars}
         total += sum(new.values())
         alive.update(new)
-        peak = max(peak, total + max(0, inner))
+        peak = max(peak, total + inner)
         done = {var for var in (*eqn.invars, *eqn.outvars) if isinstance(var, Var) and last_use.get(var, -1) <= step}
         total -= sum(alive.pop(var, 0) for var in done)
     return peak
@@ -88,6 +158,11 @@ def _subprograms(params: dict[str, Any]) -> Iterator[Jaxpr]:
                 yield item.jaxpr
             elif isinstance(item, Jaxpr):
                 yield item
+
+
+def _operations(jaxpr: Jaxpr) -> int:
+    """The number of operations, each of a loop's or a branch's once."""
+    return sum(1 + sum(map(_operations, _subprograms(eqn.params))) for eqn in jaxpr.eqns)
 
 
 def _bytes(var: Var) -> int:
