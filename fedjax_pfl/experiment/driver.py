@@ -53,7 +53,7 @@ class Progress(NamedTuple):
       loss: mean training loss of the last round's participants, mean over the runs of a program; NaN before the first.
       last: the newest line of ``metrics.jsonl``, mean over the runs of a program; None before the first evaluation.
       seconds_left: estimated time to the end; NaN before the first round.
-      memory: estimated bytes that a run needs.
+      memory: estimated bytes that the program will take.
       runs: runs that go on together.
     """
 

@@ -50,7 +50,7 @@ def _run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say:
             scores = ", ".join(f"{point} {100 * now.last[point]['accuracy']:.2f} %" for point in ("pre", "post"))
             say(f"round {now.round}/{now.rounds}, loss {now.loss:.4f}, {scores}, {last - began:.0f} s")
         elif now.last is None and np.isnan(now.loss):
-            say(f"about {now.runs * now.memory / 1e9:.2g} GB of memory; compiling")
+            say(f"about {now.memory / 1e9:.2g} GB of memory; compiling")
 
     try:
         prepare(configs[0].run)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, PyTree, UInt32
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation
-from fedjax_pfl.engine.memory import Memory, survey
+from fedjax_pfl.engine.memory import Memory, release_freed, survey
 from fedjax_pfl.engine.placement import Placement, map_clients
 from fedjax_pfl.engine.round import Engine, Run
 from fedjax_pfl.engine.scoring import Evaluation
@@ -123,6 +123,7 @@ class Program:
         began = time.perf_counter()
         with jax.default_matmul_precision(self.configs[0].run.precision):
             self._compiled = _compile(self)
+        release_freed()
         self.compile_seconds = time.perf_counter() - began
 
     @property
@@ -140,8 +141,13 @@ class Program:
         return jax.eval_shape(self.engine.init, jax.random.key(0), federation)
 
     def bytes(self) -> int:
-        """What one run needs of memory, with as many clients side by side as there will be."""
-        return self.memory.resident + self.engine.placement.chunk * self.memory.per_client
+        """What the program will take of memory: of the process on a CPU, else of a device."""
+        memory, clients_on = self.memory, self.engine.placement
+        own = memory.resident - memory.samples  # of each further run; the samples are there once
+        if self.over == "clients":
+            return memory.total(clients_on.devices, clients_on.chunk) + (len(self.rows) - 1) * own
+        together = len(self.configs) if memory.process else self.runs_on.chunk
+        return memory.total(1, clients_on.chunk) + (together - 1) * (own + clients_on.chunk * memory.per_client)
 
     def init(self) -> list[Run]:
         """The states before round 0."""
