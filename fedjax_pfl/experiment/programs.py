@@ -355,8 +355,8 @@ def _divisions(configs: Sequence[Config], dataset: Dataset) -> list[tuple[Federa
     for config in configs:
         if config.partition_seed not in made:
             federation, manifest = divide(config, dataset)
-            samples = next(iter(made.values()))[0][:2] if made else federation[:2]
-            made[config.partition_seed] = Federation(*samples, *federation[2:]), manifest
+            first = next(iter(made.values()))[0] if made else federation
+            made[config.partition_seed] = federation._replace(x=first.x, y=first.y), manifest
     return [made[config.partition_seed] for config in configs]
 
 
