@@ -7,7 +7,7 @@ disagree with what is exchanged.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
@@ -127,18 +127,21 @@ class Update(NamedTuple):
     post: tuple[PyTree, PyTree] | None = None
 
 
+@runtime_checkable
 class Init(Protocol):
     """key, clients -> (server, client): the state before round 0; that of a client is the same for all N of them."""
 
     def __call__(self, key: Key[Array, ""], clients: int, /) -> tuple[PyTree, PyTree]: ...  # noqa: D102
 
 
+@runtime_checkable
 class Local(Protocol):
     """now, view, client, data -> update: a participant's work in a round, for one client."""
 
     def __call__(self, now: Round, view: PyTree, client: PyTree, data: ClientData, /) -> Update: ...  # noqa: D102
 
 
+@runtime_checkable
 class Aggregate(Protocol):
     """now, server, clients, uploads, cohort -> (server, clients): the server's work at the end of a round.
 
@@ -151,18 +154,21 @@ class Aggregate(Protocol):
     ) -> tuple[PyTree, PyTree]: ...
 
 
+@runtime_checkable
 class Predict(Protocol):
     """view, client, x -> logits [batch, classes]; sees inputs only, never labels."""
 
     def __call__(self, view: PyTree, client: PyTree, x: Samples, /) -> Logits: ...  # noqa: D102
 
 
+@runtime_checkable
 class Broadcast(Protocol):
     """server -> view: exactly what is sent down."""
 
     def __call__(self, server: PyTree, /) -> PyTree: ...  # noqa: D102
 
 
+@runtime_checkable
 class Personalize(Protocol):
     """now, view, client, data -> (view, client): what ``predict`` is given in a PRE evaluation, after aggregation.
 
@@ -174,12 +180,14 @@ class Personalize(Protocol):
     ) -> tuple[PyTree, PyTree]: ...
 
 
+@runtime_checkable
 class GlobalPredict(Protocol):
     """server, x -> logits of the global model."""
 
     def __call__(self, server: PyTree, x: Samples, /) -> Logits: ...  # noqa: D102
 
 
+@runtime_checkable
 class Setup(Protocol):
     """now, view, client, data -> (client, upload): a client's part in round -1, in which nothing is sent down."""
 
@@ -188,6 +196,7 @@ class Setup(Protocol):
     ) -> tuple[PyTree, PyTree]: ...
 
 
+@runtime_checkable
 class Dispatch(Protocol):
     """now, server, clients, cohort -> inbox: what the server writes for each of K clients before they work.
 

@@ -94,7 +94,7 @@ def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch cl
         logits = predict(batch.x)
         loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch.y[:, None], axis=1)[:, 0]
         # What is not finite is no answer: of a diverged model's logits, all NaN, argmax would make class 0.
-        answered = batch.mask * jnp.all(jnp.isfinite(logits), axis=-1)
+        answered = batch.mask * jnp.all(jnp.isfinite(logits), axis=-1).astype(jnp.float32)
         guess = jax.nn.one_hot(jnp.argmax(logits, axis=-1), classes) * answered[:, None]
         hits = guess * jax.nn.one_hot(batch.y, classes)
         new = Tally(jnp.sum(hits, axis=0), jnp.sum(guess, axis=0), jnp.sum(loss * batch.mask))
