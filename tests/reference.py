@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn.metrics import f1_score
 
+from fedjax_pfl.method import Round
+
 
 def to_numpy(tree):
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
@@ -16,6 +18,11 @@ def to_numpy(tree):
 def at(t):
     """A round, as the engine hands it on."""
     return jnp.array(t, jnp.int32)
+
+
+def now(key, t):
+    """What a function of a method is called with in round t."""
+    return Round(key, at(t))
 
 
 def client(rows, i):
@@ -142,12 +149,12 @@ class MLP:
         return w, np.mean(losses) if losses else 0.0
 
     def scores(self, w, rows):
-        """Correct answers, accuracy, macro-F1 over the held classes, and loss; zeros without samples."""
+        """The fields of Scores; zeros without samples."""
         if not len(rows):
-            return 0.0, 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0, 0.0, 0.0
         guess, y = self.logits(w, rows).argmax(axis=1), self.y[rows]
-        f1 = f1_score(y, guess, labels=np.unique(y), average="macro", zero_division=0)
-        return np.sum(guess == y), np.mean(guess == y), f1, self.loss(w, rows)
+        held, union = (f1_score(y, guess, labels=c, average="macro", zero_division=0) for c in (np.unique(y), None))
+        return np.sum(guess == y), np.mean(guess == y), held, union, self.loss(w, rows)
 
 
 def weighted_mean(trees, weights):

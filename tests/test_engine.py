@@ -3,6 +3,7 @@
 import zlib
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,13 @@ import pytest
 
 from fedjax_pfl.data.augment import augment
 from fedjax_pfl.data.federated import client_data, pack
-from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine, round_keys
 from fedjax_pfl.engine.scoring import Scores, summarize
-from fedjax_pfl.method import Method, PerClass, SentIf, part_of
+from fedjax_pfl.method import Calibration, Method, PerClass, SentIf, TrainInfo, Update, part_of
 from fedjax_pfl.methods import METHODS
-from fedjax_pfl.ops.training import TrainInfo
 from tests.conftest import TRAIN_SIZES
 from tests.reference import MLP, at, client_key, held, to_numpy, weighted_mean
 from tests.toys import witness
@@ -105,11 +105,11 @@ def test_who_is_selected_does_not_depend_on_the_placement(partial, mesh):
 
 
 @pytest.mark.parametrize(("devices", "rows"), [(1, 5), (2, 8), (2, 2), (3, 12), (4, 20), (4, 24)])
-def test_dealing_gives_each_device_its_fair_share_largest_first(devices, rows):
+def test_the_balanced_order_gives_each_device_its_fair_share_largest_first(devices, rows):
     # A stand-in for a placement on more devices than there are.
-    deal = Placement.deal(SimpleNamespace(devices=devices), rows)
-    assert sorted(deal) == list(range(rows))
-    hands = deal.reshape(devices, -1)
+    order = Placement.balanced_order(SimpleNamespace(devices=devices), rows)
+    assert sorted(order) == list(range(rows))
+    hands = order.reshape(devices, -1)
     assert (np.diff(hands, axis=1) > 0).all()
     # There and back: with an even number of cards, hands of evenly falling cards are worth the same.
     assert hands.shape[1] % 2 or len(set(hands.sum(axis=1))) == 1
@@ -147,14 +147,15 @@ class Reference:
         train, test = ([held(part, i) for i in range(len(count))] for part in (federation.train, federation.test))
         mlp = MLP(federation.x, federation.y)
         post = np.array([mlp.scores(w, rows) for rows in test])
-        self.down = self.up = 0
+        self.down, self.up, self.loss = 0, 0, 0.0
         self.seen = set()
         for t in range(rounds):
             ids, selected = engine._select(round_keys(KEY, at(t)), federation.train.count)
             present = [i for i in np.asarray(ids).tolist() if i < len(count)]
             trained = {i: mlp.train(w, client_key(KEY, t, i), t, train[i], trainer) for i in present}
             self.down, self.up, self.seen = self.down + int(selected), self.up + len(present), self.seen | set(present)
-            self.loss = np.mean([loss for _, loss in trained.values()]) if present else 0.0
+            if present:
+                self.loss = np.mean([loss for _, loss in trained.values()])
             for i in present:
                 post[i] = mlp.scores(trained[i][0], test[i])
             if present:
@@ -198,11 +199,11 @@ def test_traffic_counts_downloads_of_the_selected_and_uploads_of_the_present(fed
 
 
 def test_pre_scores_are_those_of_the_new_global_model(fedavg):
-    assert_close(fedavg.pre, fedavg.expected.pre)
+    assert_close(fedavg.pre.test, fedavg.expected.pre)
 
 
 def test_post_scores_are_those_of_the_last_participation(fedavg):
-    assert_close(fedavg.last.post, fedavg.expected.post)
+    assert_close(fedavg.last.post.test, fedavg.expected.post)
 
 
 def test_global_scores_are_those_on_the_pooled_test_samples_as_a_whole(fedavg):
@@ -276,12 +277,11 @@ def recorder(kind):
         return jnp.where(view == client, 1.0, -1.0) * (x.reshape(len(x), -1).astype(jnp.float32) @ MATRIX)
 
     return Method(
-        init=lambda key: ((), jnp.array(0, jnp.int32)),
-        local=lambda key, t, view, client, data: (digest(data), (), NOTHING),
-        aggregate=lambda key, t, server, clients, uploads, cohort: (server, clients),
+        init=lambda key, clients: ((), jnp.array(0, jnp.int32)),
+        local=lambda now, view, client, data: Update(digest(data), (), NOTHING, post=(digest(data), digest(data))),
+        aggregate=lambda now, server, clients, uploads, cohort: (server, clients),
         predict=predict,
-        personalize=lambda key, t, view, client, data: (digest(data), client),
-        trained=lambda view, client, upload: (client, client),
+        personalize=lambda now, view, client, data: (digest(data), client),
         augment=kind,
     )
 
@@ -310,11 +310,160 @@ def test_training_data_are_augmented_afresh_each_round_and_test_data_never(kind,
         np.testing.assert_array_equal(run.state.clients, expected(keys, federation.train))
         # Training and evaluation with the key of one round see the same copies, with that of the next one others.
         for scores, sign in ((run.post, 1), (pre(KEY, at(t), run.state, federation), 1)):
-            np.testing.assert_array_equal(scores.correct, hits(sign))
-        np.testing.assert_array_equal(pre(KEY, at(t + 1), run.state, federation).correct, hits(-1))
+            np.testing.assert_array_equal(scores.test.correct, hits(sign))
+        np.testing.assert_array_equal(pre(KEY, at(t + 1), run.state, federation).test.correct, hits(-1))
         seen.append(np.asarray(run.state.clients))
     assert (hits(1) != hits(-1)).any()
     assert (seen[0] != seen[1]).all()
+
+
+# --- Who a client is, its validation samples, and who is counted ------------------------------------------------------
+
+
+def validated(federation):
+    """The federation with some of the clients' training samples as validation samples, too; client 1 has none."""
+    rows = [held(federation.train, i)[1::2] for i in range(7)]
+    return federation._replace(validation=pack(rows, np.asarray(federation.y), 3))
+
+
+@pytest.mark.parametrize("where", ["map", "sharded chunks"])
+def test_clients_know_who_they_are_and_hold_their_validation_samples(where, federation, mesh):
+    federation = validated(federation)
+
+    def seen(data):
+        return {"id": data.id, "validation": digest(data.validation), "its id": data.validation.id}
+
+    def aggregate(now, server, clients, uploads, cohort):
+        counted = {"total": jnp.int32(cohort.total), "trainers": jnp.int32(cohort.trainers)}
+        return counted, clients
+
+    zeros = {"id": jnp.int32(-1), "validation": jnp.int32(0), "its id": jnp.int32(-1)}
+    method = Method(
+        init=lambda key, clients: ({"total": jnp.int32(clients), "trainers": jnp.int32(0)}, zeros),
+        local=lambda now, view, client, data: Update(seen(data), (), NOTHING, post=(view, client)),
+        aggregate=aggregate,
+        predict=lambda view, client, x: one_answer(client["id"] + client["validation"], x),
+        personalize=lambda now, view, client, data: (view, seen(data)),
+    )
+    engine = Engine(method, 7, placement=Placement() if where == "map" else Placement(mesh, 2), new=2)
+    run = jax.jit(engine.init)(KEY, federation)
+    assert int(run.state.server["total"]) == 7
+    run = jax.jit(engine.round)(KEY, at(0), run, jnp.array(True), federation)
+    pool = federation.x, federation.y
+    rows = jax.vmap(lambda client: digest(client_data(*pool, client)))(federation.validation)
+    found = run.state.clients
+    for name in ("id", "its id"):
+        np.testing.assert_array_equal(found[name], [0, 1, 2, 3, 4, -1, -1])
+    np.testing.assert_array_equal(found["validation"], [*rows[:5], 0, 0])
+    assert len(np.unique(rows[:5])) == 5
+    # New clients take part in no round, but count among all; PRE shows what they hold.
+    assert {k: int(v) for k, v in run.state.server.items()} == {"total": 7, "trainers": 5}
+    pre = jax.jit(engine.pre)(KEY, at(1), run.state, federation).test.correct
+    right = np.asarray(federation.test.class_counts)
+    np.testing.assert_array_equal(pre, right[np.arange(7), (np.arange(7) + np.asarray(rows)) % 3])
+
+
+def test_validation_samples_are_scored_beside_the_test_samples(model, trainer, federation):
+    both = validated(federation)
+    instead = both._replace(test=both.validation)
+    method = METHODS["fedavg"](model, trainer)
+
+    def scores(validate, federation):
+        engine = Engine(method, 7, Participation(0.3, 0.8, 0.25), new=1, validate=validate)
+        run = jax.jit(engine.init)(KEY, federation)
+        run = jax.jit(engine.rounds)(KEY, run, at(0), at(3), jnp.array(True), federation)
+        return jax.jit(engine.score)(KEY, at(3), run, federation)
+
+    found, test, validation = scores(True, both), scores(False, both), scores(False, instead)
+    for point in ("pre", "post"):
+        assert getattr(test, point).validation is None
+        near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)  # noqa: E731
+        jax.tree.map(near, getattr(found, point).test, getattr(test, point).test)
+        jax.tree.map(near, getattr(found, point).validation, getattr(validation, point).test)
+        assert (getattr(found, point).test.loss != getattr(found, point).validation.loss).any()
+
+
+# --- What the server does before clients work, and before they are scored ---------------------------------------------
+
+
+def one_answer(number, x):
+    """Logits of the class that a number stands for, whatever x is."""
+    return jnp.broadcast_to(jax.nn.one_hot(number % 3, 3), (len(x), 3))
+
+
+class Folder(NamedTuple):
+    filed: jax.Array
+    inbox: dict
+
+
+@pytest.mark.parametrize("where", ["map", "sharded chunks"])
+def test_the_server_writes_to_each_client_before_it_works(where, federation, mesh):
+    note = {name: jnp.int32(-1) for name in ("id", "t", "server", "filed")}
+
+    def dispatch(now, server, clients, cohort):
+        like = jnp.ones_like(cohort.ids)
+        return {"id": cohort.ids, "t": now.t * like, "server": server * like, "filed": clients.filed}
+
+    def local(now, view, client, data):
+        return Update(client._replace(filed=client.filed + client.inbox["t"] + 1), (), NOTHING, post=(view, client))
+
+    method = Method(
+        init=lambda key, clients: (jnp.int32(clients), Folder(jnp.int32(0), note)),
+        local=local,
+        aggregate=lambda now, server, clients, uploads, cohort: (server + 1, clients),
+        predict=lambda view, client, x: one_answer(client.inbox["filed"] + client.inbox["t"], x),
+        dispatch=dispatch,
+    )
+    placement = Placement() if where == "map" else Placement(mesh, 2)
+    engine = Engine(method, 7, Participation(0.3, 0.7, 0.2), placement, new=1)
+    run, step = jax.jit(engine.init)(KEY, federation), jax.jit(engine.round)
+    filed, notes = np.zeros(7, int), np.full((4, 7), -1)
+    for t in range(6):
+        present = np.asarray(engine._select(round_keys(KEY, at(t)), federation.train.count)[0])
+        present = present[present < 7]
+        many = np.ones(len(present), int)
+        notes[:, present] = present, t * many, int(run.state.server) * many, filed[present]
+        filed[present] += t + 1
+        run = step(KEY, at(t), run, jnp.array(True), federation)
+        np.testing.assert_array_equal(run.state.clients.filed, filed)
+        np.testing.assert_array_equal([run.state.clients.inbox[name] for name in note], notes)
+    assert 1 < len(np.unique(filed)) < 7
+    # Before a PRE evaluation every client gets a new note.
+    pre = jax.jit(engine.pre)(KEY, at(6), run.state, federation).test.correct
+    right = np.asarray(federation.test.class_counts)
+    np.testing.assert_array_equal(pre, right[np.arange(7), (filed + 6) % 3])
+    post = jax.jit(engine.post)(KEY, at(6), run, federation).test.correct
+    assert post[6] == right[6, 6 % 3], "a new client's POST is that of a call of local, with a note as well"
+
+
+def test_scores_see_the_calibrated_server_and_training_does_not(federation):
+    calibration = Calibration(
+        local=lambda now, view, client, data: data.count % 3,
+        server=lambda now, server, uploads, cohort: server + jnp.sum(uploads),
+    )
+    method = Method(
+        init=lambda key, clients: (jnp.int32(clients), ()),
+        local=lambda now, view, client, data: Update((), (), NOTHING, post=(view, client)),
+        aggregate=lambda now, server, clients, uploads, cohort: (server + 1, clients),
+        predict=lambda view, client, x: one_answer(view, x),
+        global_predict=one_answer,
+    )
+    right = np.asarray(federation.test.class_counts)
+    extra = sum(n % 3 for n in TRAIN_SIZES[:6])
+    assert [extra % 3, (extra + TRAIN_SIZES[6]) % 3] == [1, 0], (
+        "calibration matters, and that the new client has no say"
+    )
+    for calibrate, more in ((None, 0), (calibration, extra)):
+        engine = Engine(method._replace(calibrate=calibrate), 7, new=1)
+        run = jax.jit(engine.init)(KEY, federation)
+        run = jax.jit(engine.rounds)(KEY, run, at(0), at(2), jnp.array(True), federation)
+        assert int(run.state.server) == 7 + 2
+        found = jax.jit(engine.score)(KEY, at(2), run, federation)
+        np.testing.assert_array_equal(found.pre.test.correct, right[:, (9 + more) % 3])
+        assert float(found.shared.correct) == right[:, (9 + more) % 3].sum()
+        # POST is what was trained; a new client starts from what is scored.
+        np.testing.assert_array_equal(found.post.test.correct[:6], right[:6, 8 % 3])
+        assert float(found.post.test.correct[6]) == right[6, (9 + more) % 3]
 
 
 # --- Traffic of parts of which some classes are sent -----------------------------------------------------------------
@@ -324,28 +473,28 @@ def chatter(classes):
     """Sent up: three numbers for each class held, one more by clients of an even size. Sent down: two for each class
     that anybody has reported, and five once all have been."""
 
-    def local(key, t, view, client, data):
+    def local(now, view, client, data):
         rows = jnp.zeros((classes, 2)), jnp.zeros(classes)
         sometimes = SentIf(data.count % 2 == 0, jnp.ones(()))
-        return client, {"sometimes": sometimes, "part": PerClass(data.class_counts, rows)}, NOTHING
+        upload = {"sometimes": sometimes, "part": PerClass(data.class_counts, rows)}
+        return Update(client, upload, NOTHING, post=(view, client))
 
     return Method(
-        init=lambda key: (jnp.zeros(classes), ()),
+        init=lambda key, clients: (jnp.zeros(classes), ()),
         local=local,
-        aggregate=lambda key, t, server, clients, uploads, cohort: (server + jnp.sum(uploads["part"].held, 0), clients),
+        aggregate=lambda now, server, clients, uploads, cohort: (server + jnp.sum(uploads["part"].held, 0), clients),
         predict=lambda view, client, x: jnp.zeros((len(x), classes)),
         broadcast=lambda known: (
             PerClass(known > 0, [jnp.zeros((classes, 2))]),
             SentIf(jnp.all(known > 0), jnp.zeros(5)),
         ),
-        trained=lambda view, client, upload: (view, client),
     )
 
 
 def test_traffic_counts_the_rows_of_the_classes_held_and_what_is_sent_sometimes(federation):
     engine = Engine(chatter(3), 7, Participation(0.1, 0.4, 0.4))
     run, step = jax.jit(engine.init)(KEY, federation), jax.jit(engine.round)
-    shapes = exchange(engine, KEY, federation)
+    _, shapes = survey(engine, KEY, federation)
     held_classes = np.asarray(federation.train.class_counts) > 0
     known, down, up, rows_down, rows_up, sent_if_down, sent_if_up = np.zeros(3, bool), 0, 0, 0, 0, 0, 0
     for t in range(8):
@@ -387,7 +536,7 @@ def test_a_summary_covers_the_clients_that_have_test_samples():
     correct = rng.integers(0, n_test + 1)
     accuracy = correct / np.maximum(n_test, 1)
     f1, loss = rng.uniform(size=(2, 35)) * (n_test > 0)
-    found = summarize(Scores(*map(jnp.asarray, (correct.astype(np.float32), accuracy, f1, loss))), n_test)
+    found = summarize(Scores(*map(jnp.asarray, (correct.astype(np.float32), accuracy, f1, f1, loss))), n_test)
     keep = np.setdiff1d(np.arange(35), [3, 8])
     assert found == pytest.approx(
         {
@@ -405,4 +554,5 @@ def test_a_summary_covers_the_clients_that_have_test_samples():
 
 def test_the_worst_tenth_of_few_clients_is_one_client():
     accuracy = jnp.array([0.5, 0.25, 1.0])
-    assert summarize(Scores(accuracy * 4, accuracy, accuracy, accuracy), np.full(3, 4))["worst_10_percent"] == 0.25
+    scores = Scores(accuracy * 4, accuracy, accuracy, accuracy, accuracy)
+    assert summarize(scores, np.full(3, 4))["worst_10_percent"] == 0.25

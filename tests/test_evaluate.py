@@ -28,12 +28,12 @@ def parts(samples):
 
 
 def expected(x, y):
-    """By scikit-learn, over the classes among the labels."""
+    """By scikit-learn; macro-F1 over the classes among the labels, and by its default."""
     guess = x.argmax(axis=1)
     assert 4 in guess
-    f1 = f1_score(y, guess, labels=np.unique(y), average="macro", zero_division=0)
+    held, union = (f1_score(y, guess, labels=c, average="macro", zero_division=0) for c in (np.unique(y), None))
     loss = (np.log(np.exp(x.astype(np.float64)).sum(axis=1)) - x[np.arange(len(y)), y]).mean()
-    return Scores(np.sum(guess == y), np.mean(guess == y), f1, loss)
+    return Scores(np.sum(guess == y), np.mean(guess == y), held, union, loss)
 
 
 def per_part(fn, samples, parts):
@@ -48,7 +48,23 @@ def test_scores_are_scikit_learns_and_zero_without_samples(samples, parts):
     for i in (0, 3):
         rows = slice(bounds[i], bounds[i + 1])
         np.testing.assert_allclose([leaf[i] for leaf in found], expected(samples[0][rows], samples[1][rows]), rtol=1e-5)
-    assert [float(leaf[1]) for leaf in found] == [0.0, 0.0, 0.0, 0.0]
+    assert [float(leaf[1]) for leaf in found] == [0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_an_answer_that_is_no_number_is_a_wrong_answer_of_no_class(samples, parts):
+    """Of logits that are all NaN argmax would make class 0, and of one infinity its class."""
+    x, y = np.array(samples[0]), samples[1]
+    x[::5], x[1::7, 2] = np.nan, np.inf
+    whole = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], pack([np.arange(len(y))], y, CLASSES))
+    counted = jax.jit(lambda: tally(lambda logits: logits, client_data(jnp.asarray(x), jnp.asarray(y), whole)))()
+    answered = np.isfinite(x).all(axis=1)
+    guess = x.argmax(axis=1)
+    np.testing.assert_array_equal(counted.guesses, np.bincount(guess[answered], minlength=CLASSES))
+    np.testing.assert_array_equal(counted.hits, np.bincount(y[answered & (guess == y)], minlength=CLASSES))
+    found = scores_of(counted, whole.class_counts)
+    assert float(found.accuracy) == pytest.approx(np.mean(answered & (guess == y)))
+    assert not np.isfinite(found.loss)
+    assert (answered & (guess == y)).sum() < (guess == y).sum()
 
 
 def test_tallies_of_the_parts_give_the_scores_of_the_whole(samples, parts):
@@ -68,6 +84,6 @@ def test_the_harmonic_mean_of_two_zeros_is_zero():
 
 def test_i_local_is_the_mean_of_the_clients_harmonic_means_not_that_of_their_means():
     accuracy, f1 = jnp.array([0.5, 1.0, 0.0, 0.0]), jnp.array([0.25, 1.0, 0.0, 0.0])
-    found = summarize(Scores(accuracy * 4, accuracy, f1, accuracy), np.array([4, 4, 4, 0]))
+    found = summarize(Scores(accuracy * 4, accuracy, f1, f1, accuracy), np.array([4, 4, 4, 0]))
     assert found["i_local"] == pytest.approx((1 / 3 + 1) / 3, rel=1e-6)
     assert found["i_local"] != pytest.approx(float(harmonic_mean(found["accuracy"], found["macro_f1"])), abs=0.01)

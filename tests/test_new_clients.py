@@ -64,7 +64,7 @@ def test_their_scores_against_plain_loops(model, trainer, federation):
     for i in range(OLD, N):
         w, _ = mlp.train(to_numpy(run.state.server), client_key(KEY, 3, i), 3, held(federation.train, i), trainer)
         expected = mlp.scores(w, held(federation.test, i))
-        np.testing.assert_allclose([float(values[i]) for values in scores], expected, rtol=1e-4)
+        np.testing.assert_allclose([float(values[i]) for values in scores.test], expected, rtol=1e-4)
 
 
 def config(**tables):

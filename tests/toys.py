@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.method import Method
+from fedjax_pfl.method import Method, TrainInfo, Update
 from fedjax_pfl.ops.aggregate import weighted_mean
-from fedjax_pfl.ops.training import TrainInfo
+
+NO_STEPS = TrainInfo(jnp.ones(()), jnp.array(0, jnp.int32))
 
 
 def witness(model, train, *, gain: float = 1.0):
@@ -22,20 +23,20 @@ def witness(model, train, *, gain: float = 1.0):
         # NaN without samples: what an absent row computes must not reach the server, not even with weight 0.
         return jnp.sum(x * valid.astype(jnp.float32)) / data.count.astype(jnp.float32)
 
-    def init(key):
+    def init(key, clients):
         zero, none = jnp.zeros(()), jnp.array(-1, jnp.int32)
         client = {"draw": zero, "visits": jnp.array(0, jnp.int32), "view": zero, "inbox": {"id": none, "weight": zero}}
         return {"pixel": zero - 3, "t": none, "secret": model.init(key)}, client
 
-    def setup(key, view, client, data):
-        return {**client, "draw": jax.random.uniform(key), "view": view}, pixel_mean(data)
+    def setup(now, view, client, data):
+        return {**client, "draw": jax.random.uniform(now.key), "view": view}, pixel_mean(data)
 
-    def local(key, t, view, client, data):
-        client = {**client, "draw": jax.random.uniform(key), "visits": client["visits"] + 1, "view": view}
-        return client, gain * pixel_mean(data), TrainInfo(jnp.ones(()), jnp.array(0, jnp.int32))
+    def local(now, view, client, data):
+        client = {**client, "draw": jax.random.uniform(now.key), "visits": client["visits"] + 1, "view": view}
+        return Update(client, gain * pixel_mean(data), NO_STEPS, post=(view, client))
 
-    def aggregate(key, t, server, clients, uploads, cohort):
-        server = {**server, "pixel": weighted_mean(uploads, cohort.weight), "t": t}
+    def aggregate(now, server, clients, uploads, cohort):
+        server = {**server, "pixel": weighted_mean(uploads, cohort.weight), "t": now.t}
         return server, {**clients, "inbox": {"id": cohort.ids, "weight": cohort.weight}}
 
     def predict(view, client, x):
@@ -47,6 +48,5 @@ def witness(model, train, *, gain: float = 1.0):
         aggregate,
         predict,
         broadcast=lambda server: server["pixel"],
-        trained=lambda view, client, upload: (view, client),
         setup=setup,
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from fedjax_pfl.method import Method
 from fedjax_pfl.methods.ditto import ditto
+from fedjax_pfl.methods.fedala import fedala
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
 from fedjax_pfl.methods.fedbabu import fedbabu
@@ -19,6 +20,7 @@ from fedjax_pfl.methods.lg_fedavg import lg_fedavg
 from fedjax_pfl.methods.local import local
 from fedjax_pfl.methods.pfedcspc import pfedcspc
 from fedjax_pfl.methods.pgfedsplit import pgfedsplit
+from fedjax_pfl.methods.scaffold import scaffold
 
 METHODS: dict[str, Callable[..., Method]] = {
     "local": local,
@@ -26,11 +28,13 @@ METHODS: dict[str, Callable[..., Method]] = {
     "fedavg_ft": fedavg_ft,
     "fedprox": fedprox,
     "fedprox_ft": fedprox_ft,
+    "scaffold": scaffold,
     "ditto": ditto,
     "lg_fedavg": lg_fedavg,
     "fedper": fedper,
     "fedrep": fedrep,
     "fedbabu": fedbabu,
+    "fedala": fedala,
     "fedpac": fedpac,
     "fedecouple": fedecouple,
     "fedfcd": fedfcd,

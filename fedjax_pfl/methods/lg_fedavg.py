@@ -1,38 +1,64 @@
-"""LG-FedAvg (Liang et al., arXiv 2001.01523): personal extractors under a shared head."""
+"""LG-FedAvg (Liang et al., arXiv 2001.01523): personal lower layers under shared upper ones."""
 
-from jaxtyping import Array, Float, Key
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from annotated_types import Ge
+from jaxtyping import Array, Bool, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
+from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, SentIf, Update
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
+from fedjax_pfl.ops.layers import join_layers, last_layers, split_layers
 from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.training import Trainer
 
 
-def lg_fedavg(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Method:
-    """LG-FedAvg: participants train extractor and head jointly; only the head (the last layer) is averaged.
+def lg_fedavg(
+    model: Model,
+    train: Trainer,
+    combine: Combine = weighted_mean,
+    *,
+    shared_layers: Annotated[int, Ge(1)] = 1,
+    warmup_rounds: Annotated[int, Ge(0)] = 0,
+) -> Method:
+    """LG-FedAvg: participants train all layers jointly; only the last ones are averaged.
 
-    Shared: phi. Personal: theta_i. Headline: PRE. The original starts from a model that FedAvg has trained; from
-    scratch, as here, it is close to Local.
+    Shared: the head phi and the layers next to it. Personal: the layers below, all of theta by default. Headline: PRE.
+    The official code shares the last two layers of a CNN and three of an MLP, starts from a model that FedAvg has
+    trained, and averages uniformly; here the average is weighted by n_i. From scratch it is close to Local.
+
+    Args:
+      model: extractor and head.
+      train: the local trainer.
+      combine: the server's rule for averaging layers.
+      shared_layers: how many of the last layers are shared, the head one of them; with all of them it is FedAvg.
+      warmup_rounds: rounds of FedAvg, on all layers, before the lower ones become personal.
+
+    Raises:
+      ValueError: the model has fewer layers than are to be shared.
 
     Reference:
       P. P. Liang, T. Liu, L. Ziyin, N. B. Allen, R. P. Auerbach, D. Brent, R. Salakhutdinov, L.-P. Morency. Think
       Locally, Act Globally: Federated Learning with Local and Global Representations. arXiv:2001.01523, 2020.
     """
+    names = last_layers(model, shared_layers)
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Params, Params]:
         del clients
-        params = model.init(key)
-        return params["head"], params["extractor"]
+        lower, upper = split_layers(model.init(key), names)
+        return upper, lower
 
     def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
         del key
         return supervised(model, params, batch)
 
     def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
-        params, info = train(now, loss, {"extractor": client, "head": view}, data)
-        return Update(params["extractor"], params["head"], info)
+        params, info = train(now, loss, join_layers(client, view), data)
+        lower, upper = split_layers(params, names)
+        return Update(lower, upper, info)
 
     def aggregate(
         now: Round, server: Params, clients: Params, uploads: Params, cohort: Cohort
@@ -41,6 +67,54 @@ def lg_fedavg(model: Model, train: Trainer, combine: Combine = weighted_mean) ->
         return combine(uploads, cohort.weight), clients
 
     def predict(view: Params, client: Params, x: Samples) -> Logits:
-        return model.apply({"extractor": client, "head": view}, x)
+        return model.apply(join_layers(client, view), x)
+
+    cold = Method(init, local, aggregate, predict)
+    return _warmed_up(cold, combine, warmup_rounds) if warmup_rounds > 0 else cold
+
+
+class Shared(NamedTuple):
+    """With a warm-up: the upper layers, and the lower ones as long as FedAvg averages them."""
+
+    upper: Params
+    lower: SentIf
+
+
+class Personal(NamedTuple):
+    """With a warm-up: the client's lower layers, and whether it has trained them on its own account."""
+
+    lower: Params
+    own: Bool[Array, ""]
+
+
+def _warmed_up(cold: Method, combine: Combine, rounds: int) -> Method:
+    """The method after so many rounds of FedAvg.
+
+    The lower layers go down once more in the round after the warm-up. A client whose first participation is later is
+    taken to have received them with the others.
+    """
+
+    def init(key: Key[Array, ""], clients: int) -> tuple[Shared, Personal]:
+        upper, lower = cold.init(key, clients)
+        return Shared(upper, SentIf(jnp.array(True), lower)), Personal(lower, jnp.array(False))
+
+    def lower_of(view: Shared, client: Personal) -> Params:
+        return jax.tree.map(lambda own, shared: jnp.where(client.own, own, shared), client.lower, view.lower.value)
+
+    def local(now: Round, view: Shared, client: Personal, data: ClientData) -> Update:
+        lower, upper, info, _ = cold.local(now, view.upper, lower_of(view, client), data)
+        warming = now.t < rounds
+        return Update(Personal(lower, ~warming), Shared(upper, SentIf(warming, lower)), info)
+
+    def aggregate(
+        now: Round, server: Shared, clients: Personal, uploads: Shared, cohort: Cohort
+    ) -> tuple[Shared, Personal]:
+        upper, lower = combine((uploads.upper, uploads.lower.value), cohort.weight)
+        warming = now.t < rounds
+        lower = jax.tree.map(lambda new, old: jnp.where(warming, new, old), lower, server.lower.value)
+        return Shared(upper, SentIf(warming, lower)), clients
+
+    def predict(view: Shared, client: Personal, x: Samples) -> Logits:
+        return cold.predict(view.upper, lower_of(view, client), x)
 
     return Method(init, local, aggregate, predict)

@@ -62,17 +62,22 @@ def cosine_weights(
     return similarity / jnp.maximum(jnp.sum(similarity), 1e-12)
 
 
-def simplex_qp(q: Float[Array, "K K"], present: Bool[Array, " K"], *, sweeps: int = 300) -> Float[Array, " K"]:
+def simplex_qp(
+    q: Float[Array, "K K"], present: Bool[Array, " K"], *, sweeps: int = 300, most: int = 10, gap: float = 1e-4
+) -> Float[Array, " K"]:
     """The a that minimises a' Q a over the simplex; 0 for the absent.
 
     Minimising (1/2) x' Q x - 1' x over x >= 0 and dividing x by its sum is the same problem without the equality
-    constraint, and cyclic coordinate descent solves it. For FedPAC's Q the error after 300 sweeps is below 1e-6 in
-    float32 for up to 50 clients; a singular Q converges more slowly.
+    constraint, and cyclic coordinate descent solves it, in blocks of sweeps. It stops when the optimality conditions
+    hold: no slope (Qa)_j is below the level a' Q a by more than a share of it. For FedPAC's Q one block is enough with
+    50 clients (error below 1e-6 in float32) and mostly with 100; a nearly singular Q takes more, or all of them.
 
     Args:
       q: symmetric and positive semidefinite.
       present: the coordinates that may differ from 0; with none, all weights are 0.
-      sweeps: passes over the coordinates.
+      sweeps: passes over the coordinates in a block.
+      most: blocks after which it stops in any case.
+      gap: the share of the level.
     """
     clients = len(present)
     trace = jnp.sum(jnp.where(present, jnp.diagonal(q), 0.0))
@@ -85,5 +90,16 @@ def simplex_qp(q: Float[Array, "K K"], present: Bool[Array, " K"], *, sweeps: in
         others = jnp.dot(q[j], x, precision=lax.Precision.HIGHEST) - q[j, j] * x[j]
         return x.at[j].set(jnp.where(present[j], jnp.maximum(0.0, (1.0 - others) / q[j, j]), 0.0))
 
-    x = lax.fori_loop(0, sweeps * clients, coordinate, jnp.zeros(clients, q.dtype))
+    def unsolved(carry: tuple[Int[Array, ""], Float[Array, " K"]]) -> Bool[Array, ""]:
+        block, x = carry
+        slope = jnp.matmul(q, x, precision=lax.Precision.HIGHEST)
+        level = jnp.sum(x * slope) / jnp.maximum(jnp.sum(x), 1e-30)
+        lowest = jnp.min(jnp.where(present, slope, jnp.inf))
+        return (block == 0) | ((block < most) & (lowest < (1.0 - gap) * level))
+
+    def descend(carry: tuple[Int[Array, ""], Float[Array, " K"]]) -> tuple[Int[Array, ""], Float[Array, " K"]]:
+        block, x = carry
+        return block + 1, lax.fori_loop(0, sweeps * clients, coordinate, x)
+
+    _, x = lax.while_loop(unsolved, descend, (jnp.zeros((), jnp.int32), jnp.zeros(clients, q.dtype)))
     return x / jnp.maximum(jnp.sum(x), 1e-30)

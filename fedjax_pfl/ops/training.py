@@ -197,6 +197,10 @@ class Trainer:
             drop_last=self.drop_last,
         )
 
+    def rate(self, t: Int[Array, ""], *, lr: Scalar | None = None) -> Float[Array, ""]:
+        """The learning rate of round t: ``lr``, or else the configured one, with its decay."""
+        return (self.lr if lr is None else lr) * self.lr_decay ** t.astype(jnp.float32)
+
     def optimizer(self, t: Int[Array, ""], params: PyTree, *, lr: Scalar | None = None) -> optax.GradientTransformation:
         """SGD of round t for these params, with decay, clipping and running statistics as configured.
 
@@ -205,13 +209,12 @@ class Trainer:
           params: what it will update, to tell parameters from running statistics.
           lr: instead of the configured rate; decays alike.
         """
-        rate = (self.lr if lr is None else lr) * self.lr_decay ** t.astype(jnp.float32)
         parts = []
         if self.clip_norm is not None:
             parts.append(optax.clip_by_global_norm(self.clip_norm))
         if not is_off(self.weight_decay):
             parts.append(optax.add_decayed_weights(self.weight_decay))
-        parts.append(optax.sgd(rate, momentum=None if is_off(self.momentum) else self.momentum))
+        parts.append(optax.sgd(self.rate(t, lr=lr), momentum=None if is_off(self.momentum) else self.momentum))
         sgd = optax.chain(*parts)
         statistics = jax.tree.map_with_path(lambda path, _: is_statistic(path), params)
         if not any(jax.tree.leaves(statistics)):

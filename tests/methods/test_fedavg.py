@@ -9,7 +9,7 @@ import numpy as np
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.fedavg import fedavg
-from tests.reference import MLP, client_key, held, to_numpy
+from tests.reference import MLP, client_key, held, now, to_numpy
 
 KEY = jax.random.key(8)
 
@@ -52,10 +52,9 @@ def test_identical_clients_agree_with_each_of_them(model, trainer, federation):
 def test_the_whole_model_goes_down_and_comes_back(model, trainer, federation):
     method = fedavg(model, trainer)
     params = jax.eval_shape(model.init, KEY)
-    server, client = jax.eval_shape(method.init, KEY)
+    server, client = jax.eval_shape(lambda: method.init(KEY, 7))
     data = client_data(federation.x, federation.y, jax.tree.map(lambda leaf: leaf[0], federation.train))
-    t = jnp.zeros((), jnp.int32)
-    _, upload, _ = jax.eval_shape(method.local, KEY, t, server, client, data)
+    upload = jax.eval_shape(method.local, now(KEY, 0), server, client, data).upload
     assert jax.eval_shape(method.broadcast, server) == params == upload
     assert sum(leaf.size for leaf in jax.tree.leaves(upload)) == 16 * 8 + 8 + 8 * 3 + 3
     assert client == ()

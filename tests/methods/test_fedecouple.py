@@ -13,10 +13,10 @@ from scipy.special import softmax
 
 from fedjax_pfl.data.augment import augment
 from fedjax_pfl.data.federated import Clients, Federation, client_data
-from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import count, size
-from fedjax_pfl.method import Cohort
+from fedjax_pfl.method import Cohort, Update
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedecouple import fedecouple
 from fedjax_pfl.methods.fedrep import fedrep
@@ -33,6 +33,7 @@ from tests.reference import (
     held,
     linear,
     linear_gradient,
+    now,
     softmax_loss,
     to_numpy,
     train,
@@ -76,14 +77,14 @@ def uploads(model, trainer, federation):
         @jax.jit
         def upload(**traced):
             method = fedecouple(model, trainer, **fixed, **traced)
-            return method.local(client_key(KEY, 1, 2), at(1), *models, data)[1]
+            return method.local(now(client_key(KEY, 1, 2), 1), *models, data).upload
 
         return lambda **traced: upload(**jax.tree.map(jnp.float32, traced))
 
     return uploads
 
 
-# --- Rounds in NumPy (fedecouple.md) ---------------------------------------------------------------------------------
+# --- Rounds in NumPy -------------------------------------------------------------------------------------------------
 
 BASE = {"lam": 0.6, "mu": 0.8, "tau": 1.7, "head_epochs": 3, "scale_by_temperature": True}
 SPECIFIED = {
@@ -177,7 +178,7 @@ def compare(before, after, rounds, mlp, rows_of, federation, trainer, changed):
     jax.tree.map(near, after.state.server, server)
     for i in range(N):
         jax.tree.map(near, client(after.state.clients, i), clients[i])
-        near([float(leaf) for leaf in client(after.post, i)], mlp.scores(clients[i], held(federation.test, i)))
+        near([float(leaf) for leaf in client(after.post.test, i)], mlp.scores(clients[i], held(federation.test, i)))
     return server, clients
 
 
@@ -241,7 +242,7 @@ def anchors(monkeypatch, model, trainer, federation):
     def traced(share, key, row):
         method = fedecouple(model, trainer, anchor_coverage=share)
         data = client_data(federation.x, federation.y, row)
-        method.local(key, at(0), model.init(KEY), model.init(OTHER_KEY), data)
+        method.local(now(key, 0), model.init(KEY), model.init(OTHER_KEY), data)
         return seen[-1]
 
     return lambda share, t, i: traced(jnp.float32(share), client_key(KEY, t, i), client(federation.train, i))
@@ -299,7 +300,7 @@ def test_the_teacher_adapts_as_though_it_taught_nobody(model, trainer, federatio
     def teacher(lam):
         data = client_data(federation.x, federation.y, client(federation.train, 2))
         method = fedecouple(model, spy, lam=lam, head_epochs=3)
-        method.local(client_key(KEY, 1, 2), at(1), model.init(KEY), model.init(OTHER_KEY), data)
+        method.local(now(client_key(KEY, 1, 2), 1), model.init(KEY), model.init(OTHER_KEY), data)
         return seen[-1]
 
     mlp, theta = MLP(federation.x, federation.y), to_numpy(model.init(OTHER_KEY)["extractor"])
@@ -330,11 +331,11 @@ def test_heads_on_cached_features_are_those_on_features_computed_for_every_batch
         return Uncached(*cache_features(features, data, **options))
 
     method = METHODS[name](model, trainer, head_epochs=3)
-    server, personal = method.init(KEY)
+    server, personal = method.init(KEY, N)
 
     def trained(i):
         data = client_data(federation.x, federation.y, client(federation.train, i))
-        local = jax.jit(lambda data: method.local(KEY, at(1), method.broadcast(server), personal, data)[:2])
+        local = jax.jit(lambda data: method.local(now(KEY, 1), method.broadcast(server), personal, data)[:2])
         return local(data)
 
     cached = [trained(i) for i in (1, 2)]
@@ -351,8 +352,8 @@ def test_the_server_weighs_by_similarity_alone(model, trainer):
 
     def aggregate(factors, sizes, **hyperparameters):
         uploads = jax.tree.map(lambda leaf: jnp.stack([factor * leaf for factor in factors]), w)
-        cohort = Cohort(jnp.arange(len(sizes)), jnp.float32(sizes), len(sizes))
-        return fedecouple(model, trainer, **hyperparameters).aggregate(KEY, at(0), w, None, uploads, cohort)[0]
+        cohort = Cohort(jnp.arange(len(sizes)), jnp.float32(sizes), len(sizes), len(sizes))
+        return fedecouple(model, trainer, **hyperparameters).aggregate(now(KEY, 0), w, None, uploads, cohort)[0]
 
     def check(found, factor):
         jax.tree.map(lambda a, b: close(a, factor * b), found, w)
@@ -369,10 +370,10 @@ def test_with_everything_off_it_is_fedrep_that_also_averages_heads(play, model, 
     method = fedecouple(model, trainer, head_epochs=3, **off)._replace(augment="none")
     rep = fedrep(model, trainer, head_epochs=3)
 
-    def local(key, t, view, client, data):
-        head, extractor, info = rep.local(key, t, view["extractor"], client["head"], data)
+    def local(now, view, client, data):
+        head, extractor, info, _ = rep.local(now, view["extractor"], client["head"], data)
         both = {"extractor": extractor, "head": head}
-        return both, both, info
+        return Update(both, both, info)
 
     expected = rep._replace(init=method.init, local=local, predict=method.predict)
     (_, found), (_, expected) = play(method, 3), play(expected, 3)
@@ -386,7 +387,7 @@ def test_traffic_is_the_papers(classes, trainer):
     shape = jax.ShapeDtypeStruct
     rows = Clients(shape((20, 600), jnp.int32), shape((20,), jnp.int32), shape((20, classes), jnp.float32))
     pool = shape((12000, 32, 32, 3), jnp.uint8), shape((12000,), jnp.int32)
-    shapes = exchange(Engine(fedecouple(model, trainer), 20), KEY, Federation(*pool, rows, None, rows, rows))
+    shapes = survey(Engine(fedecouple(model, trainer), 20), KEY, Federation(*pool, rows, None, rows, rows))[1]
     assert count(shapes.up) == count(shapes.down) == 106_400 + 129 * classes
     kilobytes = (size(shapes.up) + size(shapes.down)) / 1024
     assert kilobytes == pytest.approx(2 * (415.6 + 0.504 * classes), rel=1e-4)

@@ -1,5 +1,6 @@
 """FedPAC against rounds in NumPy, its head weights against closed forms and enumeration, and what it exchanges."""
 
+import importlib
 from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.engine.memory import exchange
+from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
 from fedjax_pfl.engine.traffic import count
-from fedjax_pfl.methods.fedpac import NEGLIGIBLE, fedpac, head_weights
+from fedjax_pfl.methods.fedpac import fedpac
+from fedjax_pfl.methods.fedpac.collaboration import NEGLIGIBLE, head_weights
 from fedjax_pfl.methods.fedrep import fedrep
 from tests.conftest import CLASSES
 from tests.reference import (
@@ -26,6 +28,7 @@ from tests.reference import (
     held,
     linear,
     linear_gradient,
+    now,
     softmax_loss,
     to_numpy,
     train,
@@ -59,7 +62,7 @@ def play(federation):
     return play
 
 
-# --- Rounds in NumPy (baselines.md, section 12) ----------------------------------------------------------------------
+# --- Rounds in NumPy -------------------------------------------------------------------------------------------------
 
 
 class Server(NamedTuple):
@@ -176,7 +179,7 @@ def test_rounds_are_numpys(both, federation):
     for i in range(N):
         jax.tree.map(near, client(clients, i).inbox, both.heads[i])
     for i, w in both.post.items():
-        near([float(leaf[i]) for leaf in both.end.post], mlp.scores(w, held(federation.test, i)))
+        near([float(leaf[i]) for leaf in both.end.post.test], mlp.scores(w, held(federation.test, i)))
 
 
 def test_the_model_before_training_is_the_shared_extractor_under_the_combined_head(both, federation):
@@ -199,7 +202,7 @@ def test_some_rounds_lack_clients_and_classes(both, federation):
 
 
 def test_bytes_are_a_hand_count_without_the_classes_not_held(both, model, federation):
-    shapes = exchange(both.engine, KEY, federation)
+    shapes = survey(both.engine, KEY, federation)[1]
     parameters, row = count(jax.eval_shape(model.init, KEY)), 4 * model.dim
     assert count(shapes.up) == parameters + 2 * CLASSES * model.dim + CLASSES + 1
     assert count(shapes.down) == parameters + CLASSES * model.dim + CLASSES
@@ -217,13 +220,13 @@ def test_bytes_are_a_hand_count_without_the_classes_not_held(both, model, federa
 def upload(model, trainer, federation):
     """(extractor, row of the index table) -> what this client sends in round 0."""
     method = fedpac(model, trainer)
-    server, personal = method.init(KEY)
+    server, personal = method.init(KEY, N)
 
     @jax.jit
     def upload(extractor, row):
         data = client_data(federation.x, federation.y, row)
         view = method.broadcast(server._replace(extractor=extractor))
-        return method.local(KEY, jnp.zeros((), jnp.int32), view, personal, data)[1]
+        return method.local(now(KEY, 0), view, personal, data).upload
 
     return upload
 
@@ -292,6 +295,19 @@ def test_clients_that_agree_are_weighed_by_the_inverse_of_their_variance_and_sma
     np.testing.assert_allclose(weights_of(h, v), np.tile(expected, (3, 1)), rtol=1e-5, atol=0)
     kept = 1 / np.array([1.0, 2.0, 600.0])
     np.testing.assert_allclose(weights_of(h, [1, 2, 600]), np.tile(kept / kept.sum(), (3, 1)), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("clients", "absent"), [(1200, 0), (2000, 800), (400, 0)])
+def test_among_a_thousand_the_cut_is_at_half_of_an_equal_share(clients, absent, monkeypatch):
+    """Equal shares are kept though they are below a thousandth; the tenth of a share is dropped."""
+    present = np.arange(clients) < clients - absent
+    share = np.where(np.arange(clients) < 20, 0.1, 1.0) * present
+    share /= share.sum()
+    qp = lambda q, present: jnp.float32(share)  # noqa: E731
+    monkeypatch.setattr(importlib.import_module("fedjax_pfl.methods.fedpac.collaboration"), "simplex_qp", qp)
+    found = weights_of(np.zeros((clients, 1, 1)), np.ones(clients), present)[0]
+    np.testing.assert_array_equal(found > 0, present & (np.arange(clients) >= 20))
+    np.testing.assert_allclose(found.sum(), 1, rtol=1e-5)
 
 
 def test_absent_clients_get_no_weight():

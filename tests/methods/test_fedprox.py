@@ -13,7 +13,7 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.models import Model
-from tests.reference import MLP, client_key, held, to_numpy
+from tests.reference import MLP, client_key, held, now, to_numpy
 
 KEY = jax.random.key(4)
 T0 = jnp.zeros((), jnp.int32)
@@ -37,7 +37,7 @@ def test_local_steps_follow_the_gradient_plus_mu_times_the_drift(mu, model, trai
 
     @jax.jit
     def local(key, view, mu):
-        return fedprox(model, trainer, mu=mu).local(key, T0, view, (), data)[1]
+        return fedprox(model, trainer, mu=mu).local(now(key, 0), view, (), data).upload
 
     view, mlp = model.init(KEY), MLP(federation.x, federation.y)
     w0 = to_numpy(view)
@@ -59,11 +59,11 @@ def test_a_larger_mu_keeps_clients_nearer_on_a_convex_task(trainer, federation):
         return z @ phi["kernel"]
 
     model = Model(
-        init=lambda key: {"kernel": jnp.zeros((16, 3))},
+        init=lambda key: {"extractor": {}, "head": {"kernel": jnp.zeros((16, 3))}},
         features=lambda theta, x, mask=None: pixels(x),
         features_and_maps=lambda theta, x, mask=None: (pixels(x), ()),
         classify=linear,
-        apply=lambda params, x, mask=None: linear(params, pixels(x)),
+        apply=lambda params, x, mask=None: linear(params["head"], pixels(x)),
         dim=16,
         classes=3,
         maps=(),
@@ -76,8 +76,8 @@ def test_a_larger_mu_keeps_clients_nearer_on_a_convex_task(trainer, federation):
         view = model.init(KEY)
 
         def drift(client):
-            upload = method.local(KEY, T0, view, (), client_data(federation.x, federation.y, client))[1]
-            return jnp.linalg.norm(upload["kernel"] - view["kernel"])
+            upload = method.local(now(KEY, 0), view, (), client_data(federation.x, federation.y, client)).upload
+            return jnp.linalg.norm(upload["head"]["kernel"] - view["head"]["kernel"])
 
         return jnp.mean(jax.lax.map(drift, federation.train))
 

@@ -1,6 +1,7 @@
 """Ditto, LG-FedAvg, FedPer, FedRep and FedBABU against two rounds in NumPy, and their limits."""
 
 from dataclasses import replace
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.engine.memory import exchange
-from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.memory import survey
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.round import Engine, round_keys
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods import METHODS
-from tests.conftest import WITH_EMITTERS
-from tests.reference import MLP, client_key, held, to_numpy, weighted_mean
+from fedjax_pfl.ops.aggregate import coordinate_median
+from tests.conftest import TRAIN_SIZES, WITH_EMITTERS
+from tests.reference import MLP, at, client_key, held, now, to_numpy, weighted_mean
 
 KEY = jax.random.key(12)
 N = 7
@@ -50,9 +53,10 @@ def fedper_client(mlp, train, theta, phi):
     return w["extractor"], w["head"]
 
 
-def lg_fedavg_client(mlp, train, phi, theta):
-    w = train(join(theta, phi))
-    return w["head"], w["extractor"]
+def lg_fedavg_client(mlp, train, upper, lower):
+    w = train(join({**lower, **upper["extractor"]}, upper["head"]))
+    shared = {name: w["extractor"][name] for name in upper["extractor"]}
+    return join(shared, w["head"]), {name: w["extractor"][name] for name in lower}
 
 
 def fedrep_client(mlp, train, theta, phi):
@@ -72,6 +76,22 @@ def fedrep_client(mlp, train, theta, phi):
 )
 def test_two_rounds_are_numpys(name, client, two_rounds, trainer, federation):
     start, found = two_rounds(name, **HYPERPARAMETERS.get(name, {}))
+    compare(start, found, client, weighted_mean, trainer, federation)
+
+
+def test_fedrep_with_the_coordinate_median_is_numpys(two_rounds, trainer, federation):
+    def median(trees, weights):
+        return jax.tree.map(lambda *leaves: np.median(leaves, axis=0), *trees)
+
+    start, found = two_rounds("fedrep", combine=coordinate_median, head_epochs=3)
+    compare(start, found, fedrep_client, median, trainer, federation)
+    _, mean = two_rounds("fedrep", head_epochs=3)
+    kernels = (run.server["hidden_layer"]["kernel"] for run in (found, mean))
+    assert not np.allclose(*kernels, atol=1e-3)
+
+
+def compare(start, found, client, combine, trainer, federation):
+    """Plays two rounds of all clients by plain loops and compares server and clients."""
     mlp = MLP(federation.x, federation.y)
     rows = [held(federation.train, i) for i in range(N)]
     server = to_numpy(start.server)
@@ -85,7 +105,7 @@ def test_two_rounds_are_numpys(name, client, two_rounds, trainer, federation):
 
             upload, personal[i] = client(mlp, train, server, personal[i])
             uploads.append(upload)
-        server = weighted_mean(uploads, [len(held) for held in rows])
+        server = combine(uploads, [len(held) for held in rows])
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)  # noqa: E731
     jax.tree.map(near, found.server, server)
     for i in range(N):
@@ -143,13 +163,82 @@ def test_fedper_and_fedrep_without_head_epochs_differ_only_in_the_head(two_round
 def test_only_the_shared_part_is_exchanged(name, parts, model, trainer, federation):
     engine = Engine(METHODS[name](model, trainer), N)
     params = jax.eval_shape(model.init, KEY)
-    shapes = exchange(engine, KEY, federation)
+    shapes = survey(engine, KEY, federation)[1]
     assert count(shapes.up) == count(shapes.down) == sum(count(params[part]) for part in parts)
+
+
+# --- LG-FedAvg: more than the head, and after a warm-up --------------------------------------------------------------
+
+
+def test_lg_fedavg_with_all_layers_shared_is_fedavg(two_rounds):
+    start, found = two_rounds("lg_fedavg", shared_layers=2)
+    assert jax.tree.leaves(start.clients) == []
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
+    jax.tree.map(near, found.server, two_rounds("fedavg")[1].server)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_lg_fedavg_exchanges_its_last_layers_alone(layers, model_with_maps, trainer, federation):
+    params = jax.eval_shape(model_with_maps.init, KEY)
+    upper = [params["head"], *(params["extractor"][name] for name in ("dense", "conv2", "conv1"))][:layers]
+    engine = Engine(METHODS["lg_fedavg"](model_with_maps, trainer, shared_layers=layers), N)
+    _, shapes = survey(engine, KEY, federation)
+    assert count(shapes.up) == count(shapes.down) == count(upper)
+    assert count(shapes.client) == count(params) - count(upper)
+    with pytest.raises(ValueError, match="5 layers are more than the 4"):
+        METHODS["lg_fedavg"](model_with_maps, trainer, shared_layers=5)
+
+
+def test_lg_fedavg_starts_from_the_model_of_the_warm_up(model, trainer, federation):
+    """By plain loops, with clients that take part before, after, or never: two rounds of FedAvg, and three."""
+    warm, rounds, who = 2, 5, Participation(0.3, 0.6, 0.1)
+    engine = Engine(METHODS["lg_fedavg"](model, trainer, warmup_rounds=warm), N, who)
+    start = jax.jit(engine.init)(KEY, federation)
+    end = jax.jit(engine.rounds)(KEY, start, at(0), at(rounds), jnp.array(True), federation)
+    mlp, w = MLP(federation.x, federation.y), to_numpy(model.init(jax.random.split(KEY, 3)[0]))
+    own, down, up, cohorts = {}, [], [], []
+    for t in range(rounds):
+        ids, selected = engine._select(round_keys(KEY, at(t)), federation.train.count)
+        cohort = [int(i) for i in ids if i < N]
+        cohorts.append(cohort)
+        trained = []
+        for i in cohort:
+            rows = held(federation.train, i)
+            begin = join(own.get(i, w["extractor"]), w["head"])
+            trained.append(mlp.train(begin, client_key(KEY, t, i), t, rows, trainer)[0])
+            if t >= warm:
+                own[i] = trained[-1]["extractor"]
+        mean = weighted_mean(trained, [TRAIN_SIZES[i] for i in cohort])
+        w = mean if t < warm else {**w, "head": mean["head"]}
+        down.append((int(selected), t <= warm))
+        up.append((len(cohort), t < warm))
+    assert all(cohorts)
+    early, late = (set(chain(*part)) for part in (cohorts[: warm + 1], cohorts[warm + 1 :]))
+    assert set(chain(*cohorts[:warm])) - set(own), "a client of the warm-up alone"
+    assert late - early, "a client that comes late"
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)  # noqa: E731
+    jax.tree.map(near, end.state.server.upper["head"], w["head"])
+    jax.tree.map(near, end.state.server.lower.value, w["extractor"])
+    np.testing.assert_array_equal(end.state.clients.own, [i in own for i in range(N)])
+    pre = jax.jit(engine.pre)(KEY, at(rounds), end.state, federation).test
+    for i in range(N):
+        if i in own:
+            jax.tree.map(near, jax.tree.map(lambda leaf, i=i: leaf[i], end.state.clients.lower), own[i])
+        params = join(own.get(i, w["extractor"]), w["head"])
+        near([float(leaf[i]) for leaf in pre], mlp.scores(params, held(federation.test, i)))
+    # The lower layers are sent in the warm-up, and once more to those who go on from it.
+    head, theta = 4 * count(w["head"]), 4 * count(w["extractor"])
+    sent = sum(n * (head + 1 + theta * whole) for n, whole in down + up)
+    _, shapes = survey(engine, KEY, federation)
+    assert shapes.sent_bytes(end.traffic) == sent < shapes.dense_bytes(end.traffic)
+
+
+# --- What comes before a PRE evaluation ------------------------------------------------------------------------------
 
 
 def personalized(method, federation, view, client, i):
     data = client_data(federation.x, federation.y, jax.tree.map(lambda leaf: leaf[i], federation.train))
-    return jax.jit(method.personalize)(client_key(KEY, 2, i), jnp.array(2, jnp.int32), view, client, data)
+    return jax.jit(method.personalize)(now(client_key(KEY, 2, i), 2), view, client, data)
 
 
 @pytest.mark.parametrize("i", [1, 2, 6])

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.ops.losses import cross_entropy, masked_mean, proximal
-from tests.reference import softmax_loss
+from fedjax_pfl.data.federated import Batch, client_data
+from fedjax_pfl.ops.finetune import finetune
+from fedjax_pfl.ops.losses import cross_entropy, label_loss, masked_mean, proximal, supervised
+from tests.reference import MLP, client, held, now, softmax_loss, to_numpy
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(0, 3, (6, 4)).astype(np.float32)
@@ -60,3 +62,53 @@ def test_the_proximal_term_leaves_running_statistics_out():
     value, gradient = jax.value_and_grad(proximal)(w, jax.tree.map(jnp.zeros_like, w), 2.0)
     assert float(value) == 5
     jax.tree.map(np.testing.assert_array_equal, gradient, {**jax.tree.map(jnp.zeros_like, w), "scale": [2.0, 4.0]})
+
+
+# --- A model's regulariser -------------------------------------------------------------------------------------------
+
+
+def mean_square(z, mask):
+    return 0.3 * masked_mean(jnp.sum(z**2, axis=1), mask)
+
+
+def test_the_regulariser_is_a_term_of_the_supervised_loss_over_the_samples_alone(model, federation):
+    params = model.init(jax.random.key(0))
+    rows = np.arange(5)
+    batch = Batch(federation.x[rows], federation.y[rows], jnp.array([1.0, 1, 1, 0, 0]))
+    mlp, w = MLP(federation.x, federation.y), to_numpy(params)
+    plain = mlp.loss(w, rows[:3])
+    expected = plain + 0.3 * np.mean(np.sum(mlp.features(w, rows[:3]) ** 2, axis=1))
+    regular = model._replace(regularizer=mean_square)
+    assert float(supervised(model, params, batch)) == pytest.approx(plain, rel=1e-5)
+    assert float(supervised(regular, params, batch)) == pytest.approx(expected, rel=1e-5)
+    z = model.features(params["extractor"], batch.x)
+    assert float(label_loss(regular, z, model.classify(params["head"], z), batch)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("scope", ["full", "extractor", "head"])
+def test_the_regulariser_acts_where_an_extractor_is_trained_and_not_on_a_head_alone(scope, model, trainer, federation):
+    params = model.init(jax.random.key(0))
+    rows = client(federation.train, 4)
+
+    def tuned(model):
+        data = client_data(federation.x, federation.y, rows)
+        options = {"epochs": 2, "lr": None, "scope": scope}
+        return jax.jit(lambda: finetune(now(jax.random.key(1), 0), model, trainer, params, data, **options))()
+
+    found, plain = tuned(model._replace(regularizer=mean_square)), tuned(model)
+    if scope == "head":
+        jax.tree.map(np.testing.assert_array_equal, found, plain)
+        return
+    mlp = MLP(federation.x, federation.y)
+
+    def gradient(w, rows):
+        pull = 0.6 * mlp.features(w, rows) / len(rows)
+        plain = mlp.gradient(w, rows) if scope == "full" else mlp.extractor_gradient(w, rows)
+        extra = mlp.extract_gradient(w["extractor"], rows, pull)
+        return {**plain, "extractor": jax.tree.map(np.add, plain["extractor"], extra)}
+
+    own = held(federation.train, 4)
+    options = {"gradient": gradient, "phase": "finetune", "epochs": 2}
+    expected, _ = mlp.train(to_numpy(params), jax.random.key(1), 0, own, trainer, **options)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+    assert not np.allclose(found["extractor"]["hidden_layer"]["kernel"], plain["extractor"]["hidden_layer"]["kernel"])

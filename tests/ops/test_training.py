@@ -6,9 +6,11 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fedjax_pfl.data.federated import client_data, pack
+from fedjax_pfl.method import Round
 from fedjax_pfl.ops.losses import cross_entropy, masked_mean
 from fedjax_pfl.ops.training import Trainer, cache_features, permutation, phase_key, scan_batches
 from tests.reference import batches, held, sgd
@@ -180,11 +182,12 @@ SETTINGS = {
 @jax.jit
 def train_traced(i, t, numbers):
     trainer = Trainer(epochs=3, batch_size=4, **numbers)
-    return trainer(KEY, t, squared_error, start(), data_of(i))
+    return trainer(Round(KEY, t), squared_error, start(), data_of(i))
 
 
 def train_static(i, t, numbers):
-    return jax.jit(lambda t: Trainer(epochs=3, batch_size=4, **numbers)(KEY, t, squared_error, start(), data_of(i)))(t)
+    trainer = Trainer(epochs=3, batch_size=4, **numbers)
+    return jax.jit(lambda t: trainer(Round(KEY, t), squared_error, start(), data_of(i)))(t)
 
 
 @pytest.mark.parametrize("how", ["traced", "static"])
@@ -238,7 +241,7 @@ def test_epochs_lr_and_phase_can_differ_from_the_configured_ones():
     t = jnp.array(1, jnp.int32)
 
     def call():
-        return trainer(KEY, t, squared_error, start(), data_of(0), phase="head", epochs=1, lr=0.2)
+        return trainer(Round(KEY, t), squared_error, start(), data_of(0), phase="head", epochs=1, lr=0.2)
 
     params, _ = jax.jit(call)()
     orders = batches(KEY, 11, epochs=1, batch_size=4, phase="head")
@@ -246,9 +249,63 @@ def test_epochs_lr_and_phase_can_differ_from_the_configured_ones():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), params, expected)
 
 
+@pytest.mark.parametrize("steps", [0, 2, 3, 5, 7])
+@pytest.mark.parametrize("how", ["traced", "static"])
+def test_a_number_of_steps_goes_through_as_many_epochs_as_it_takes(steps, how):
+    """Three steps are an epoch of the first client, and one is an epoch of the second; the third has no samples."""
+    trainer = Trainer(epochs=3, batch_size=4, lr=0.05, momentum=0.5)
+
+    def call(i, steps):
+        return trainer(Round(KEY, T0), squared_error, start(), data_of(i), steps=steps)
+
+    for i in range(3):
+        if how == "traced":
+            params, info = jax.jit(call)(i, jnp.int32(steps))
+        else:
+            params, info = jax.jit(lambda i=i: call(i, steps))()
+        orders = list(batches(KEY, len(ROWS[i]), epochs=7, batch_size=4))[:steps]
+        expected = sgd(START, [gradient_at(ROWS[i][order]) for order in orders], lr=0.05, momentum=0.5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), params, expected)
+        assert int(info.steps) == len(orders) == (steps if i < 2 else 0)
+
+
+def test_steps_of_a_client_that_never_fills_a_batch_are_none():
+    trainer = Trainer(batch_size=4, lr=0.05, drop_last=True)
+    _, info = jax.jit(lambda: trainer(Round(KEY, T0), squared_error, start(), data_of(1), steps=3))()
+    assert int(info.steps) == 0
+    _, info = jax.jit(lambda: trainer(Round(KEY, T0), squared_error, start(), data_of(0), steps=3))()
+    assert int(info.steps) == 3
+
+
+def test_single_steps_of_the_trainers_optimiser_are_a_call_bit_for_bit():
+    settings = {k: v for k, v in SETTINGS["everything"].items() if k != "t"}
+    trainer = Trainer(epochs=3, batch_size=4, **settings)
+    begin = {**start(), "norm": {"running_mean": jnp.full(2, 7.0)}}
+    now = Round(KEY, jnp.int32(2))
+
+    def loss(params, batch, key):
+        return squared_error(params, batch, key) + 5.0 * params["norm"]["running_mean"][0]
+
+    @jax.jit
+    def by_hand():
+        optimizer = trainer.optimizer(now.t, begin, lr=0.3)
+
+        def step(carry, batch, key):
+            params, state = carry
+            updates, state = optimizer.update(jax.grad(loss)(params, batch, key), state, params)
+            return optax.apply_updates(params, updates), state
+
+        return trainer.over_batches(now, step, (begin, optimizer.init(begin)), data_of(0), phase="head", steps=5)[0]
+
+    expected, info = jax.jit(lambda: trainer(now, loss, begin, data_of(0), phase="head", steps=5, lr=0.3))()
+    jax.tree.map(np.testing.assert_array_equal, by_hand(), expected)
+    assert int(info.steps) == 5
+    assert not np.allclose(expected["w"], START["w"], rtol=1e-2)
+
+
 def test_momentum_starts_afresh_at_every_call():
     trainer = Trainer(epochs=1, batch_size=32, lr=0.05, momentum=0.9)
-    call = jax.jit(lambda params: trainer(KEY, T0, squared_error, params, data_of(0))[0])
+    call = jax.jit(lambda params: trainer(Round(KEY, T0), squared_error, params, data_of(0))[0])
     step = gradient_at(ROWS[0])
     twice = sgd(sgd(START, [step], lr=0.05, momentum=0.9), [step], lr=0.05, momentum=0.9)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), call(call(start())), twice)
@@ -264,7 +321,7 @@ def test_what_is_not_passed_is_frozen(model, trainer, federation):
     def body_loss(theta, batch, key):
         return cross_entropy(model.apply({"extractor": theta, "head": params["head"]}, batch.x), batch.y, batch.mask)
 
-    theta, _ = jax.jit(lambda: decaying(KEY, T0, body_loss, params["extractor"], data))()
+    theta, _ = jax.jit(lambda: decaying(Round(KEY, T0), body_loss, params["extractor"], data))()
     assert jax.tree.structure(theta) == jax.tree.structure(params["extractor"])
     assert not any(jax.tree.leaves(jax.tree.map(np.allclose, theta, params["extractor"])))
 
@@ -280,7 +337,7 @@ def test_running_statistics_take_their_gradient_as_it_is():
         return squared_error(params, batch, key) + handed_over
 
     t = jnp.array(settings["t"], jnp.int32)
-    params, info = jax.jit(lambda: trainer(KEY, t, loss, begin, data_of(0)))()
+    params, info = jax.jit(lambda: trainer(Round(KEY, t), loss, begin, data_of(0)))()
     assert int(info.steps) == 9
     np.testing.assert_allclose(params["norm"]["running_mean"], [7 - 9 * 5, 7])
     np.testing.assert_allclose(params["norm"]["running_var"], [8, 8 + 9 * 0.25])
@@ -308,8 +365,8 @@ def test_a_head_on_cached_features_trains_as_on_the_samples(batch_size, model, t
         data = client_data(federation.x, federation.y, client)
         cached = cache_features(features, data, batch_size=batch_size)
         return (
-            trainer(KEY, T0, on_cache, params["head"], cached, phase="head", epochs=3),
-            trainer(KEY, T0, on_samples, params["head"], data, phase="head", epochs=3),
+            trainer(Round(KEY, T0), on_cache, params["head"], cached, phase="head", epochs=3),
+            trainer(Round(KEY, T0), on_samples, params["head"], data, phase="head", epochs=3),
             cached,
         )
 

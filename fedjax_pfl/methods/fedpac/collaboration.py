@@ -10,7 +10,7 @@ from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.ops.aggregate import simplex_qp
 from fedjax_pfl.ops.prototypes import Prototypes
 
-NEGLIGIBLE = 1e-3  # weights of other clients' heads up to this are dropped (official code)
+NEGLIGIBLE = 1e-3  # weights of other clients' heads up to this are dropped, as in the official code
 
 
 class Statistics(NamedTuple):
@@ -43,6 +43,7 @@ def head_weights(
     """Row i: the weights a of all heads in client i's, which minimise a' Q_i a over the simplex.
 
     Q_i = diag(v) + [<h_i - h_j, h_i - h_k>]_jk. Weights up to 1e-3 are dropped, and the rest sum to 1.
+    With m > 500 clients present the cut is at half of 1 / m, which the largest weight exceeds: something always stays.
 
     Args:
       h: weighted class means of each client.
@@ -50,11 +51,12 @@ def head_weights(
       present: whose head may be used.
     """
     flat = h.reshape(len(h), -1)
+    cut = jnp.minimum(NEGLIGIBLE, 0.5 / jnp.sum(present, dtype=jnp.float32))
 
     def weights(own: Float[Array, " features"]) -> Float[Array, " clients"]:
         apart = own - flat
         a = simplex_qp(jnp.diag(v) + jnp.matmul(apart, apart.T, precision=lax.Precision.HIGHEST), present)
-        a = jnp.where(a > NEGLIGIBLE, a, 0.0)
+        a = jnp.where(a > cut, a, 0.0)
         return a / jnp.maximum(jnp.sum(a), 1e-12)
 
     return lax.map(weights, flat, batch_size=64)
