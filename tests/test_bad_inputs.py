@@ -294,10 +294,10 @@ CASES = {
         "data.partition.classes_per_client = 11 is not usable: "
         "the data have samples of 10 classes, so 1 to 10 are possible",
     ),
-    "quotas that PFLlib cannot meet": (
-        f"{PATHOLOGICAL}classes_per_client=3 data.partition.style=pfllib",
-        "data.partition.style = 'pfllib' is not usable: with 4 clients of 3 classes, PFLlib's quotas leave 4 of 10 "
-        "classes without a client; use style = 'random', or clients * classes_per_client = a multiple of 10",
+    "a stratified split of official parts": (
+        "run config.toml data.split=official data.stratified=true",
+        'data.stratified = True is not usable: false with data.split = "official", which gives each client test '
+        "samples in its own proportions",
     ),
     "more samples per client than there are": (
         "run config.toml data.samples_per_client=1000",

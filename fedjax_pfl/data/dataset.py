@@ -56,7 +56,8 @@ def from_arrays(
       name: the name of the data in reports and errors.
 
     Returns:
-      The `Dataset`. A test part follows the training rows, and `train_rows` says where it starts.
+      The `Dataset`. A test part follows the training rows, and `train_rows` says where it starts. Images without a test
+      part are not copied.
 
     Raises:
       ConfigError: field ``data``, where dtypes, shapes, lengths or labels do not fit.
@@ -69,7 +70,7 @@ def from_arrays(
     shapes = [part_images.shape[1:] for part_images, _ in parts]
     if shapes[0] != shapes[-1]:
         raise ConfigError("data", name, f"training images {shapes[0]} and test images {shapes[-1]} must agree in shape")
-    all_labels = np.concatenate([part_labels for _, part_labels in parts])
+    all_labels = _joined([part_labels for _, part_labels in parts])
     users_of_parts = [given for given in (users, test_users) if given is not None]
     if users_of_parts and (users is None or len(users_of_parts) != len(parts)):
         raise ConfigError("data", name, "give the users of every part that there is, or none")
@@ -79,12 +80,17 @@ def from_arrays(
             raise ConfigError("data", name, allowed)
     return Dataset(
         name=name,
-        images=np.concatenate([part_images for part_images, _ in parts]),
+        images=_joined([part_images for part_images, _ in parts]),
         labels=all_labels,
         classes=int(all_labels.max()) + 1,
         train_rows=len(parts[0][0]) if len(parts) > 1 else None,
-        users=numbered(np.concatenate(users_of_parts)) if users_of_parts else None,
+        users=numbered(_joined(users_of_parts)) if users_of_parts else None,
     )
+
+
+def _joined(parts: list[np.ndarray]) -> Shaped[np.ndarray, "samples ..."]:
+    """All rows in one array, which is the part itself where there is one: images may be most of what memory holds."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def numbered(users: Shaped[np.ndarray, "samples"]) -> Int[np.ndarray, "samples"]:

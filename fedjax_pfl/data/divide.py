@@ -11,7 +11,7 @@ from jaxtyping import Int
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation, pack
 from fedjax_pfl.data.partition import PARTITIONS, Rows
-from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, split_rows
+from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, short_of_test_rows, split_rows
 from fedjax_pfl.errors import ConfigError
 
 # Samples of the pooled test set per block; a block is evaluated like a client.
@@ -27,6 +27,7 @@ def divide(
     test_part_share: float | None = None,
     test_share: float = 0.25,
     validation_share: float = 0.0,
+    stratified: bool = False,
     evaluate_on: Literal["test", "validation"] = "test",
     new_clients: float = 0.0,
     samples_per_client: int | None = None,
@@ -43,6 +44,7 @@ def divide(
       test_part_share: share of each class that becomes the test part of a source without one; for ``"official"``.
       test_share: share of a client's rows that it is tested on.
       validation_share: share of a client's training rows that methods may select on.
+      stratified: whether ``"merge"`` splits each class of a client in these shares (`split_rows`).
       evaluate_on: which of the two the federation's ``test`` and ``pooled`` hold.
       new_clients: share of the clients, drawn at random and numbered last, that never train.
       samples_per_client: training rows (validation included) of each client; all rows are shared out unless given.
@@ -80,11 +82,12 @@ def divide(
     # 3. What each client does with them.
     held_out = {"test_share": test_share, "validation_share": validation_share}
     if test_part is None:
-        splits = split_rows(dataset.labels, dealt.parts, seed, **held_out)
+        splits = split_rows(dataset.labels, dealt.parts, seed, stratified=stratified, **held_out)
     elif natural:
         splits = own_test(groups, dealt.parts, test_part, seed, validation_share=validation_share)
     else:
         splits = draw_test(dataset.labels, dealt.parts, test_part, seed, **held_out)
+        dealt = dealt._replace(notes=(*dealt.notes, *short_of_test_rows(splits, test_share)))
 
     # 4. What the global model is evaluated on: of a test part all rows, also those that no client is tested on.
     if evaluate_on == "test" and test_part is not None and not natural:

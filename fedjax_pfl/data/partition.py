@@ -94,14 +94,14 @@ def pathological(
       style: ``"random"`` deals random class sets so that all classes have about equally many holders (at least one if
         ``clients * classes_per_client`` allows it). ``"pfllib"`` is the ``pat`` of PFLlib (``separate_data`` with
         ``balance=False``, its default) sample by sample: groups of consecutive clients with the same classes and
-        random unequal shares. It knows no `size`.
+        random unequal shares. It knows no `size`. It rounds the holders of a class up, so that the last classes have
+        none unless the classes divide ``clients * classes_per_client`` (12 clients of 2 hold 8 of 10 classes).
 
     Returns:
       A `Partition`. Rows of a class without a holder are left out, with a note.
 
     Raises:
-      ConfigError: for too few samples or more classes per client than there are; with ``"pfllib"`` also where PFLlib
-        itself would fail, because its quotas leave a class without a client.
+      ConfigError: for too few samples or more classes per client than there are.
     """
     _check_request(labels, clients, seed, size)
     _check_style(style, ("random", "pfllib"))
@@ -111,8 +111,10 @@ def pathological(
         raise ConfigError("data.partition.classes_per_client", classes_per_client, allowed)
     if style == "pfllib":
         _check_no_size(size)
-        counts = _pfllib_pathological(np.array([len(rows) for rows in classes]), clients, seed, classes_per_client)
-        return repair(_deal_rows(classes, counts), MIN_SAMPLES, np.random.default_rng(seed))
+        supply = np.array([len(rows) for rows in classes])
+        counts = _pfllib_pathological(supply, clients, seed, classes_per_client)
+        repaired = repair(_deal_rows(classes, counts), MIN_SAMPLES, np.random.default_rng(seed))
+        return _with_unused(repaired, supply, counts > 0)
 
     rng = np.random.default_rng(seed)
     classes = [rng.permutation(rows) for rows in classes]
@@ -124,12 +126,7 @@ def pathological(
     counts = np.zeros(held.shape, int)
     has_holder = held.any(axis=0)
     counts[:, has_holder] = largest_remainder(held[:, has_holder].T.astype(float), supply[has_holder], rng).T
-    repaired = repair(_deal_rows(classes, counts), MIN_SAMPLES, rng)
-    if has_holder.all():
-        return repaired
-    unused = supply[~has_holder].sum()
-    note = f"{_count(int((~has_holder).sum()), 'class')} had no holder; {_count(int(unused), 'sample')} stayed unused"
-    return Partition(repaired.parts, (note, *repaired.notes))
+    return _with_unused(repair(_deal_rows(classes, counts), MIN_SAMPLES, rng), supply, held)
 
 
 def dirichlet(
@@ -318,8 +315,8 @@ def repair(parts: Sequence[Rows], least: int, rng: np.random.Generator) -> Parti
     for client, gift in zip(missing, gifts, strict=True):
         repaired[client] = np.concatenate([parts[client], gift])
     note = (
-        f"{_count(len(missing), 'client')} had fewer than {least} samples; "
-        f"{_count(moved, 'sample')} from the largest clients went to them"
+        f"{counted(len(missing), 'client')} had fewer than {least} samples; "
+        f"{counted(moved, 'sample')} from the largest clients went to them"
     )
     return Partition([np.sort(part) for part in repaired], (note,))
 
@@ -344,11 +341,7 @@ def _pfllib_pathological(
     for k, samples in enumerate(supply):
         holders = np.flatnonzero(quota)[: math.ceil(clients / C * classes_per_client)]
         if not len(holders):
-            allowed = (
-                f"with {clients} clients of {classes_per_client} classes, PFLlib's quotas leave {C - k} of {C} classes "
-                f"without a client; use style = 'random', or clients * classes_per_client = a multiple of {C}"
-            )
-            raise ConfigError("data.partition.style", "pfllib", allowed)
+            break  # every client has its classes: PFLlib leaves the others out
         mean = samples / len(holders)
         # PFLlib draws from [low, high) and fails on an empty range; there, each holder gets the mean.
         high = int(mean)
@@ -398,6 +391,18 @@ def _deal_rows(classes: list[Rows], counts: Int[np.ndarray, "clients classes"]) 
     return np.split(rows[np.lexsort((rows, owners))], np.cumsum(counts.sum(axis=1))[:-1])
 
 
+def _with_unused(
+    dealt: Partition, supply: Int[np.ndarray, "classes"], held: Bool[np.ndarray, "clients classes"]
+) -> Partition:
+    """The partition, with a note first if classes that no client holds are left out of it."""
+    without = np.flatnonzero(held.sum(axis=0) == 0)
+    if not len(without):
+        return dealt
+    unused = int(supply[without].sum())
+    note = f"{counted(len(without), 'class')} had no holder; {counted(unused, 'sample')} stayed unused"
+    return dealt._replace(notes=(note, *dealt.notes))
+
+
 def _deal_sizes(
     classes: list[Rows], proportions: Float[np.ndarray, "clients classes"], size: int, rng: np.random.Generator
 ) -> Partition:
@@ -405,20 +410,20 @@ def _deal_sizes(
     clients = len(proportions)
     targets = largest_remainder(proportions, np.full(clients, size), rng)
     supply = np.array([len(rows) for rows in classes])
-    counts = _fit_to_supply(targets, supply, rng)
+    counts = fit_to_supply(targets, supply, rng)
     parts = _deal_rows(classes, counts)
     replaced = int(np.maximum(targets - counts, 0).sum())
     if not replaced:
         return Partition(parts, ())
     short = int((targets.sum(axis=0) > supply).sum())
     note = (
-        f"{_count(short, 'class')} had fewer samples than asked for; "
+        f"{counted(short, 'class')} had fewer samples than asked for; "
         f"{replaced} of {clients * size} samples were taken from other classes instead"
     )
     return Partition(parts, (note,))
 
 
-def _fit_to_supply(
+def fit_to_supply(
     targets: Int[np.ndarray, "clients classes"], supply: Int[np.ndarray, "classes"], rng: np.random.Generator
 ) -> Int[np.ndarray, "clients classes"]:
     """The counts nearest to `targets` (in their sum of absolute differences) that no class is too small for.
@@ -510,7 +515,7 @@ def largest_remainder(
     return counts + (rank < (totals - counts.sum(axis=1))[:, np.newaxis])
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     """A number with its noun: 1 client, 2 clients, 2 classes."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"

@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from fedjax_pfl.data.partition import MIN_SAMPLES, Partition, Rows, check_seed, largest_remainder
+from fedjax_pfl.data.partition import (
+    MIN_SAMPLES,
+    Partition,
+    Rows,
+    check_seed,
+    counted,
+    fit_to_supply,
+    largest_remainder,
+)
 from fedjax_pfl.errors import ConfigError
 
 
@@ -27,20 +35,25 @@ def split_rows(
     *,
     test_share: float,
     validation_share: float,
+    stratified: bool = False,
 ) -> list[Split]:
     """Splits each client's rows at random into training, validation and test rows (split ``"merge"``).
 
     A client's split depends on its rows, its number and the seed, not on the other clients.
 
     Args:
-      labels: int ``[samples]``; not used, because the split is not stratified (PFLlib's is not either). It is there so
-        that both splits are called alike.
+      labels: int ``[samples]``; they matter only where the split is stratified.
       parts: for each client the numbers of its rows, at least two.
       seed: seed of the permutations.
       test_share: share of a client's rows to test on, above 0 and below 1; each side gets at least one row. The
         training side is rounded down, as scikit-learn's ``train_test_split`` in PFLlib does.
       validation_share: share of the training side to validate on, 0 or more and below 1, rounded down; at least one
         row is left to train on.
+      stratified: whether each class of a client is split in these shares, rounded up or down so that the sums are
+        those of a split that is not stratified. A class of two rows or more always keeps one to train on, so that no
+        client is tested on a class that it might have seen and has not; its only row of a class is tested on if there
+        is no other left. For this, the test part may be smaller where `test_share` is above one half, and the
+        validation part where classes are small. PFLlib's split is not stratified.
 
     Returns:
       A `Split` for each client.
@@ -48,16 +61,22 @@ def split_rows(
     Raises:
       ConfigError: for a share out of range or a client with fewer than two rows.
     """
-    del labels
     _check_split(seed, test_share, validation_share)
     splits = []
     for client, part in enumerate(parts):
         if len(part) < MIN_SAMPLES:
             allowed = f"client {client} has {len(part)} samples, {MIN_SAMPLES} are needed to train and to test"
             raise ConfigError("data.clients", len(parts), allowed)
-        order = _client_rng(seed, client).permutation(part)
-        n_train = min(max(_floor((1 - test_share) * len(part)), 1), len(part) - 1)
-        splits.append(_split(order[:n_train], order[n_train:], validation_share))
+        rng = _client_rng(seed, client)
+        order = rng.permutation(part)
+        n_test = len(part) - min(max(_floor((1 - test_share) * len(part)), 1), len(part) - 1)
+        if stratified:
+            train, test = _by_class(order, labels[order], n_test, rng, spend_lone=True)
+            n_validation = _n_validation(len(train), validation_share)
+            train, validation = _by_class(train, labels[train], n_validation, rng, spend_lone=False)
+            splits.append(Split(train, validation, test))
+        else:
+            splits.append(_split(order[:-n_test], order[-n_test:], validation_share))
     return splits
 
 
@@ -113,7 +132,7 @@ def draw_test(
 
     Returns:
       A `Split` for each client. Where the test part holds fewer of a class than the proportions ask for, the client
-      gets those there are and no others instead.
+      gets those there are and no others instead (`short_of_test_rows` says so).
 
     Raises:
       ConfigError: for a share out of range, a client without rows, or one whose classes the test part does not have.
@@ -128,7 +147,7 @@ def draw_test(
             raise ConfigError("data.clients", len(parts), f"client {client} has no samples")
         rng = _client_rng(seed, client)
         train = rng.permutation(part)
-        total = max(round(len(part) * test_share / (1 - test_share)), 1)
+        total = _n_drawn(len(part), test_share)
         held = np.bincount(labels[part], minlength=classes).astype(float)
         counts = np.minimum(largest_remainder(held[np.newaxis], np.array([total]), rng)[0], supply)
         if not counts.any():
@@ -137,6 +156,24 @@ def draw_test(
         test = [rng.choice(rows, count, replace=False) for rows, count in zip(test_by_class, counts, strict=True)]
         splits.append(_split(train, rng.permutation(np.concatenate(test)), validation_share))
     return splits
+
+
+def short_of_test_rows(splits: Sequence[Split], test_share: float) -> tuple[str, ...]:
+    """The note on clients for whose share the test part had too few samples of their classes, if there are such.
+
+    Args:
+      splits: as `draw_test` gives them.
+      test_share: as it was given.
+    """
+    wanted = [_n_drawn(len(split.train) + len(split.validation), test_share) for split in splits]
+    short = [(n, len(split.test)) for n, split in zip(wanted, splits, strict=True) if len(split.test) < n]
+    if not short:
+        return ()
+    asked, got = map(sum, zip(*short, strict=True))
+    return (
+        f"{counted(len(short), 'client')} of {len(splits)} got fewer test samples than their share, {got} of {asked}: "
+        "the test part has no more of their classes",
+    )
 
 
 def own_test(
@@ -210,8 +247,44 @@ def _client_rng(seed: int, client: int) -> np.random.Generator:
 
 def _split(train: Rows, test: Rows, validation_share: float) -> Split:
     """A split whose validation rows are the last of the training rows."""
-    n_validation = min(_floor(validation_share * len(train)), len(train) - 1)
-    return Split(train[: len(train) - n_validation], train[len(train) - n_validation :], test)
+    kept = len(train) - _n_validation(len(train), validation_share)
+    return Split(train[:kept], train[kept:], test)
+
+
+def _n_drawn(n_train: int, test_share: float) -> int:
+    """The number of test rows that are this share of all that a client has, with so many training rows."""
+    return max(round(n_train * test_share / (1 - test_share)), 1)
+
+
+def _n_validation(n_train: int, share: float) -> int:
+    """The number of validation rows among so many training rows."""
+    return min(_floor(share * n_train), n_train - 1)
+
+
+def _by_class(
+    rows: Rows, labels: Int[np.ndarray, "_"], count: int, rng: np.random.Generator, *, spend_lone: bool
+) -> tuple[Rows, Rows]:
+    """Rows to keep and rows to set apart, these so many and of each class in proportion, but never all of a class.
+
+    Args:
+      rows: in random order, which both results keep.
+      labels: the class of each.
+      count: how many to set apart, fewer than there are.
+      rng: decides between equal fractions.
+      spend_lone: set the only row of a class apart after all, if there are too few others.
+    """
+    classes, held = np.unique(labels, return_inverse=True, return_counts=True)[1:]
+    asked = largest_remainder(held[np.newaxis].astype(float), np.array([count]), rng)
+    counts = fit_to_supply(asked, held - 1, rng)[0]
+    if spend_lone:
+        lone, kept = np.flatnonzero(held == 1), len(rows) - counts.sum()
+        counts[rng.choice(lone, min(count - counts.sum(), len(lone), kept - 1), replace=False)] = 1
+    # The place of each row among those of its class.
+    by_class = np.argsort(classes, kind="stable")
+    place = np.empty(len(rows), int)
+    place[by_class] = np.arange(len(rows)) - np.repeat(np.cumsum(held) - held, held)
+    apart = place < counts[classes]
+    return rows[~apart], rows[apart]
 
 
 def _floor(value: float) -> int:

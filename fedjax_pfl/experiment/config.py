@@ -90,6 +90,8 @@ class Data(_Section):
         ``official`` with a source that has no test part of its own.
       test_share: share of a client's samples that is held out for testing.
       validation_share: share of a client's training samples that methods may select on.
+      stratified: split each class of a client in these shares, so that it is tested on no class that it has two samples
+        of and trains on none of; for ``merge``, which otherwise splits a client's samples at random, as PFLlib does.
       evaluate_on: ``test``, or ``validation``: the validation share takes the place of the test samples, so that
         hyperparameters can be chosen without a look at these.
       new_clients: share of the clients, drawn at random and numbered last, that never train; they are evaluated by the
@@ -109,6 +111,7 @@ class Data(_Section):
     test_part_share: Share | None = None
     test_share: Share = 0.25
     validation_share: float = Field(0.0, ge=0, lt=1)
+    stratified: bool = False
     evaluate_on: Literal["test", "validation"] = "test"
     new_clients: float = Field(0.0, ge=0, lt=1)
     samples_per_client: int | None = Field(None, ge=1)
@@ -121,6 +124,13 @@ class Data(_Section):
         if self.test_part_share is not None and self.split != "official":
             allowed = f'leave it out with data.split = "{self.split}": it is for "official"'
             raise ConfigError("data.test_part_share", self.test_part_share, allowed)
+        return self
+
+    @model_validator(mode="after")
+    def _stratified_is_for_the_merged_split(self) -> "Data":
+        if self.stratified and self.split != "merge":
+            allowed = 'false with data.split = "official", which gives each client test samples in its own proportions'
+            raise ConfigError("data.stratified", True, allowed)
         return self
 
     @model_validator(mode="after")

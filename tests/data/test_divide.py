@@ -77,6 +77,29 @@ def test_validation_rows_are_held_apart_and_may_take_the_place_of_the_test_rows(
     assert flat(validated.pooled) == flat(tested.validation)
 
 
+def test_a_stratified_split_keeps_who_holds_what_and_tests_nobody_on_classes_unseen():
+    fields = {"kind": "dirichlet", "clients": 20, "test_share": 0.5, "validation_share": 0.3}
+    (plain, before), (federation, manifest) = divided(**fields), divided(**fields, stratified=True)
+    for key in ("sizes", "class_counts", "n_test"):
+        assert manifest[key] == before[key]
+    held = np.array(manifest["class_counts"])
+
+    def unseen(data):
+        return (held >= 2) & (np.asarray(data.test.class_counts) > 0) & (np.asarray(data.train.class_counts) == 0)
+
+    assert unseen(plain).any()
+    assert not unseen(federation).any()
+
+
+def test_official_test_rows_that_do_not_suffice_are_noted():
+    _, manifest = divided(PARTS, "pathological", split="official", test_share=0.6)
+    short = [n < round(trained * 1.5) for n, trained in zip(manifest["n_test"], manifest["n_train"], strict=True)]
+    assert any(short)
+    assert manifest["notes"][-1].startswith(
+        f"{sum(short)} clients of {CLIENTS} got fewer test samples than their share"
+    )
+
+
 def test_new_clients_are_the_same_clients_numbered_last():
     _, plain = divided(kind="dirichlet")
     _, moved = divided(kind="dirichlet", new_clients=0.34)

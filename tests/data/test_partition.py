@@ -137,6 +137,43 @@ def test_pfllib_pathological_last_holder_is_the_largest_and_shares_respect_the_f
         assert (shares >= int(max(mean / 10, 40 / 6))).all()
 
 
+def pfllib_pathological_by_lists(labels, clients, seed, held):
+    """PFLlib's procedure with lists: the rows of each client, and the classes that nobody holds."""
+    rng = np.random.RandomState(seed)
+    C = int(labels.max()) + 1
+    least = int(min(10 / (1 - 0.75), len(labels) / clients / 2))
+    left, rows, without = [held] * clients, [[] for _ in range(clients)], []
+    for k in range(C):
+        chosen = [client for client in range(clients) if left[client] > 0]
+        if not chosen:
+            without = list(range(k, C))
+            break
+        chosen = chosen[: int(np.ceil(clients / C * held))]
+        of_class = np.flatnonzero(labels == k).tolist()
+        mean = len(of_class) / len(chosen)
+        counts = rng.randint(max(mean / 10, least / C), mean, len(chosen) - 1).tolist()
+        for client, count in zip(chosen, [*counts, len(of_class) - sum(counts)], strict=True):
+            rows[client] += of_class[:count]
+            of_class = of_class[count:]
+            left[client] -= 1
+    return [sorted(part) for part in rows], without
+
+
+@pytest.mark.parametrize(
+    ("clients", "held", "without"),
+    [(12, 2, [8, 9]), (12, 3, [9]), (4, 3, [6, 7, 8, 9]), (3, 4, [8, 9]), (20, 2, [])],
+)
+def test_pfllib_pathological_gives_the_very_rows_of_the_procedure_and_names_what_it_leaves_out(clients, held, without):
+    labels = labels_of(*range(300, 400, 10))
+    parts, notes = pathological(labels, clients, 4, None, classes_per_client=held, style="pfllib")
+    expected, missing = pfllib_pathological_by_lists(labels, clients, 4, held)
+    assert [part.tolist() for part in parts] == expected
+    assert missing == without
+    unused = np.isin(labels, without).sum()
+    noun = "class" if len(without) == 1 else "classes"
+    assert notes == ((f"{len(without)} {noun} had no holder; {unused} samples stayed unused",) if without else ())
+
+
 def test_pfllib_pathological_gives_equal_shares_where_pfllib_has_nothing_to_draw_from():
     # 40 holders of 60 samples: the range [low, high) that PFLlib draws from, [1, 1), is empty.
     labels = labels_of(60, 60, 60, 6000)
@@ -583,7 +620,6 @@ def test_repair_is_fast_for_thousands_of_clients():
             {"classes_per_client": 11, "style": "pfllib"},
             "data.partition.classes_per_client",
         ),
-        ("pathological", TEN, 3, 0, None, {"classes_per_client": 4, "style": "pfllib"}, "data.partition.style"),
         ("dirichlet", TEN, 2, 0, None, {"beta": 0.0}, "data.partition.beta"),
         ("dirichlet", TEN, 2, 0, None, {"beta": math.nan}, "data.partition.beta"),
         ("dirichlet", TEN, 2, 0, None, {"beta": math.inf, "style": "pfllib"}, "data.partition.beta"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedjax_pfl.data.partition import Partition
-from fedjax_pfl.data.split import Split, draw_test, manifest, set_aside, split_rows
+from fedjax_pfl.data.split import Split, draw_test, manifest, set_aside, short_of_test_rows, split_rows
 from fedjax_pfl.errors import ConfigError
 from tests.data.labels import TEN, fixed, labels_of
 
@@ -68,6 +68,75 @@ def test_splits_are_random_and_independent_of_other_clients():
         assert set(rows) != set(different)
     assert set(splits[0].test) != {row - 100 for row in splits[1].test}
     assert max(splits[0].train) > 90  # no leading block
+
+
+# --- stratified splits ---
+
+
+def stratified(labels, parts, seed=0, test_share=0.25, validation_share=0.0):
+    shares = {"test_share": test_share, "validation_share": validation_share}
+    return split_rows(labels, parts, seed, stratified=True, **shares), split_rows(labels, parts, seed, **shares)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "test_share", "expected"),
+    [
+        ([40, 20, 8], 0.25, [10, 5, 2]),
+        ([4, 4, 4, 4], 0.25, [1, 1, 1, 1]),
+        ([90, 6], 0.5, [45, 3]),
+        ([6, 1, 1], 0.25, [2, 0, 0]),  # 2 of 8, and a lone row is trained on
+        ([2, 1, 1, 1, 1], 0.5, [1, None, None, None, None]),  # 3 of 6: two lone rows must help out
+        ([1, 1], 0.25, [None, None]),
+        ([2, 2, 2, 2, 2], 0.9, [1, 1, 1, 1, 1]),  # 9 of 10 would leave four classes without a row to train on
+        ([100, 2], 0.9, [91, 1]),
+    ],
+)
+def test_each_class_is_split_in_proportion_and_keeps_a_row_to_train_on(sizes, test_share, expected):
+    labels = labels_of(*sizes)
+    ((split,), (plain,)) = stratified(labels, [np.arange(len(labels))], test_share=test_share)
+    found = np.bincount(labels[split.test], minlength=len(sizes))
+    assert all(count is None or count == tested for count, tested in zip(expected, found, strict=True))
+    if None not in expected:
+        assert len(split.test) == sum(expected)
+    if test_share <= 0.5:
+        assert len(split.test) == len(plain.test)
+    np.testing.assert_array_equal(np.sort(np.concatenate(split)), np.arange(len(labels)))
+
+
+@fixed
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) >= 2),
+    test_share=st.floats(0.001, 0.999),
+    validation_share=st.floats(0, 0.999),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_no_class_of_two_rows_is_tested_or_validated_on_and_not_trained_on(sizes, test_share, validation_share, seed):
+    labels = labels_of(*sizes)
+    ((split,), (plain,)) = stratified(labels, [np.arange(len(labels))], seed, test_share, validation_share)
+    np.testing.assert_array_equal(np.sort(np.concatenate(split)), np.arange(len(labels)))
+    trained, validated, _ = (np.bincount(labels[rows], minlength=len(sizes)) for rows in split)
+    assert min(len(split.train), len(split.test)) >= 1
+    assert (trained[np.array(sizes) >= 2] >= 1).all()
+    assert (trained[validated > 0] >= 1).all()
+    assert len(split.test) <= len(plain.test)
+    assert len(split.validation) <= validation_share * (len(split.train) + len(split.validation)) + 1e-6
+    if test_share <= 0.5:
+        assert len(split.test) == len(plain.test)
+
+
+def test_stratified_rows_are_drawn_at_random_and_independently_of_other_clients():
+    labels = np.tile(np.arange(4), 50)
+    parts = [np.arange(100), np.arange(100, 200)]
+    counts = np.zeros(200)
+    for seed in range(300):
+        splits, _ = stratified(labels, parts, seed)
+        assert [len(set(labels[split.test])) for split in splits] == [4, 4]
+        counts[np.concatenate([split.test for split in splits])] += 1
+    # Each row is drawn in a quarter of the draws (24 or 28 of 100 rows per class would show), within six deviations.
+    assert np.abs(counts / 300 - 0.25).max() < 6 * np.sqrt(0.25 * 0.75 / 300)
+    alone, _ = stratified(labels, parts[:1], 299)
+    for rows, same in zip(alone[0], splits[0], strict=True):
+        np.testing.assert_array_equal(rows, same)
 
 
 # --- set_aside -------------------------------------------------------------------------------------------------------
@@ -150,6 +219,16 @@ def test_a_class_short_in_the_test_part_is_not_replaced_by_others():
     part = rows_of(labels, np.arange(1200), [60, 30, 10])
     (split,) = draw_test(labels, [part], test_rows, 0, test_share=0.5)
     np.testing.assert_array_equal(np.bincount(labels[split.test], minlength=3), [10, 30, 0])
+
+
+def test_clients_that_get_less_than_their_share_are_noted():
+    labels, test_rows = official([400] * 3, [10, 1000, 0])
+    parts = [rows_of(labels, np.arange(1200), held) for held in ([60, 30, 10], [0, 30, 0], [0, 20, 20])]
+    splits = draw_test(labels, parts, test_rows, 0, test_share=0.5, validation_share=0.2)
+    assert short_of_test_rows(splits, 0.5) == (
+        "2 clients of 3 got fewer test samples than their share, 60 of 140: the test part has no more of their classes",
+    )
+    assert short_of_test_rows(splits[1:2], 0.5) == ()
 
 
 def test_clients_may_share_test_rows_and_draw_them_at_random():
