@@ -11,7 +11,8 @@ import jaxtyping
 
 # Factories stay out: their ``float`` hyperparameters are also given traced values.
 CHECKED = ("ops", "models", "engine", "data.augment", "data.federated")
-CHECKED += tuple(f"methods.pfedcspc.{part}" for part in ("calibration", "cluster", "initial", "knowledge", "relations"))
+PFEDCSPC = ("calibration", "cluster", "contrast", "corpus", "initial", "kmeans", "knowledge", "relations")
+CHECKED += tuple(f"methods.pfedcspc.{part}" for part in PFEDCSPC)
 CHECKED += "methods.fedcpd.feature_distillation", "methods.pgfedsplit.gaussians", "methods.pgfedsplit.mixture"
 jaxtyping.install_import_hook([f"fedjax_pfl.{name}" for name in CHECKED], "beartype.beartype")
 

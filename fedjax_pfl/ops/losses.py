@@ -14,12 +14,16 @@ def masked_mean(values: Float[Array, " batch"], mask: Float[Array, " batch"]) ->
     return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
+def cross_entropies(logits: Float[Array, "samples classes"], y: Int[Array, " samples"]) -> Float[Array, " samples"]:
+    """Softmax cross-entropy of each sample; optax's rounds otherwise, in the last bits."""
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1)[:, 0]
+
+
 def cross_entropy(
     logits: Float[Array, "batch classes"], y: Int[Array, " batch"], mask: Float[Array, " batch"]
 ) -> Float[Array, ""]:
     """Mean softmax cross-entropy over the samples of a padded batch."""
-    log_p = jax.nn.log_softmax(logits)
-    return masked_mean(-jnp.take_along_axis(log_p, y[:, None], axis=1)[:, 0], mask)
+    return masked_mean(cross_entropies(logits, y), mask)
 
 
 def label_loss(

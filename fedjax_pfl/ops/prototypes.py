@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.models.base import Model, Params
-from fedjax_pfl.ops.losses import masked_mean
+from fedjax_pfl.ops.losses import cross_entropies, masked_mean
 from fedjax_pfl.ops.training import cache_features
 
 Reduction = Literal["mse", "mean_l2"]
@@ -87,9 +87,8 @@ def prototype_contrast(
       temperature: tau; the cosines are divided by it.
     """
     similarity = jnp.matmul(l2_normalize(z), l2_normalize(prototypes.mean).T)
-    log_p = jax.nn.log_softmax(jnp.where(prototypes.valid, similarity / temperature, -1e9))
-    own = jnp.take_along_axis(log_p, y[:, None], axis=1)[:, 0]
-    return masked_mean(jnp.where(prototypes.valid[y], -own, 0.0), mask)
+    losses = cross_entropies(jnp.where(prototypes.valid, similarity / temperature, -1e9), y)
+    return masked_mean(jnp.where(prototypes.valid[y], losses, 0.0), mask)
 
 
 def centre_loss(

@@ -10,7 +10,8 @@ from fedjax_pfl.methods.pfedcspc.calibration import Calibrator
 from fedjax_pfl.methods.pfedcspc.cluster import ClusterPrototypes
 from fedjax_pfl.methods.pfedcspc.initial import InitialModels
 from fedjax_pfl.methods.pfedcspc.knowledge import KnowledgePrediction, Norm
-from fedjax_pfl.methods.pfedcspc.method import Parts, algorithm
+from fedjax_pfl.methods.pfedcspc.method import algorithm
+from fedjax_pfl.methods.pfedcspc.parts import Parts
 from fedjax_pfl.methods.pfedcspc.relations import Alignment, Penalty
 from fedjax_pfl.models.base import Model
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean

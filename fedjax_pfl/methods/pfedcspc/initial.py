@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from fedjax_pfl.models.base import Model, Params
-from fedjax_pfl.ops.losses import masked_mean
+from fedjax_pfl.ops.losses import cross_entropies, masked_mean
 from fedjax_pfl.ops.training import Scalar
 
 
@@ -52,7 +52,7 @@ class InitialModels(NamedTuple):
         def losses_under(heads: tuple[Params, Params]) -> Float[Array, " K"]:
             projection, head = heads
             logits = model.classify(head, project(model, projection, u.reshape(-1, u.shape[-1])))
-            losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1).reshape(len(valid), -1)
+            losses = cross_entropies(logits, y).reshape(len(valid), -1)
             return jax.vmap(masked_mean)(losses, valid.reshape(len(valid), -1).astype(losses.dtype))
 
         losses = lax.map(losses_under, (params["extractor"]["projection"], params["head"]))

@@ -1,5 +1,6 @@
 """pFedCSPC: personal encoders for the clients, and a global model that the server calibrates on all prototypes."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -8,36 +9,14 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.method import Cohort, Logits, Method, PerClass, Round, Samples, TrainInfo, Update
-from fedjax_pfl.methods.pfedcspc.calibration import Calibrator
-from fedjax_pfl.methods.pfedcspc.cluster import ClusterPrototypes, mean_over_clients
-from fedjax_pfl.methods.pfedcspc.initial import InitialModels, project
-from fedjax_pfl.methods.pfedcspc.knowledge import KnowledgePrediction
-from fedjax_pfl.methods.pfedcspc.relations import Alignment
+from fedjax_pfl.methods.pfedcspc.cluster import mean_over_clients
+from fedjax_pfl.methods.pfedcspc.initial import project
+from fedjax_pfl.methods.pfedcspc.parts import Parts
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine
 from fedjax_pfl.ops.losses import label_loss, proximal
 from fedjax_pfl.ops.prototypes import Prototypes, update_prototypes
-from fedjax_pfl.ops.training import Scalar, Trainer, cache_features
-
-
-class Parts(NamedTuple):
-    """The modules of pFedCSPC; None where one is off.
-
-    Attributes:
-      align: PTA, what the global prototypes add to the client's loss.
-      cluster: CPM, a client's prototypes; None if no module needs any.
-      initial: PMI, personal initial models.
-      calibrate: CA and PA, the server's training.
-      knowledge: KP, the global model's prediction.
-      mu: strength of FedProx's term.
-    """
-
-    align: Alignment | None
-    cluster: ClusterPrototypes | None
-    initial: InitialModels | None
-    calibrate: Calibrator | None
-    knowledge: KnowledgePrediction | None
-    mu: Scalar | None
+from fedjax_pfl.ops.training import Trainer
 
 
 class Server(NamedTuple):
@@ -132,11 +111,7 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
     def local(now: Round, view: View, client: PyTree, data: ClientData) -> Update:
         start = join(client.inbox if starts_personal else view.encoder, view)
         params, info = adapt(now, view, start, data)
-        prototypes = None
-        if cluster is not None:
-            plain = data if data.original is None else data.original
-            features = cache_features(lambda x: encode(params["extractor"], x), plain)
-            prototypes = cluster.of(now.key, features)
+        prototypes = None if cluster is None else cluster.of(now.key, partial(encode, params["extractor"]), data)
         return Update(client, Upload(params, prototypes), info, post=personal(view, client, params))
 
     def aggregate(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from fedjax_pfl.methods.pfedcspc.calibration import augment_prototypes, augmented_contrast, gather, weighted_contrast
+from fedjax_pfl.methods.pfedcspc.contrast import augmented_contrast, weighted_contrast
+from fedjax_pfl.methods.pfedcspc.corpus import augment_prototypes, gather
 
 RNG = np.random.default_rng(0)
 

@@ -24,8 +24,8 @@ from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.methods.pfedcspc import pfedcspc
-from fedjax_pfl.methods.pfedcspc.calibration import Corpus, augment_prototypes
-from fedjax_pfl.methods.pfedcspc.cluster import kmeans, sample_means
+from fedjax_pfl.methods.pfedcspc.corpus import Corpus, augment_prototypes
+from fedjax_pfl.methods.pfedcspc.kmeans import kmeans, sample_means
 from fedjax_pfl.methods.pfedcspc.method import Upload
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import Trainer, phase_key

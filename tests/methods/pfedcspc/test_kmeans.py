@@ -13,8 +13,8 @@ from scipy.stats import chisquare
 from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits, make_blobs
 
-from fedjax_pfl.methods.pfedcspc import cluster
-from fedjax_pfl.methods.pfedcspc.cluster import Clusters, kmeans, sample_means
+from fedjax_pfl.methods.pfedcspc import kmeans as kmeans_module
+from fedjax_pfl.methods.pfedcspc.kmeans import Clusters, kmeans, sample_means
 
 RNG = np.random.default_rng(0)
 KEY = jax.random.key(0)
@@ -173,7 +173,7 @@ def test_lloyds_steps_from_the_same_first_centres(steps):
 def kmeans_from(monkeypatch, start, exists, steps):
     """Of the samples 0, 2, 10 and 12 with a given start: k-means++ hardly ever comes to the ones asked about here."""
     first = jnp.array(start).reshape(1, 3, 1), jnp.array([exists])
-    monkeypatch.setattr(cluster, "_first_centres", lambda *args: first)
+    monkeypatch.setattr(kmeans_module, "_first_centres", lambda *args: first)
     z, y = jnp.array([[0.0], [2.0], [10.0], [12.0]]), jnp.zeros(4, jnp.int32)
     return kmeans(KEY, z, y, jnp.ones(4), classes=1, clusters=3, steps=steps)
 
