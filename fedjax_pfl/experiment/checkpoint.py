@@ -14,8 +14,6 @@ import numpy as np
 
 from fedjax_pfl.engine.round import Run
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.record import check_alike
 from fedjax_pfl.experiment.summary import Line
 
 # The one before the last stays until the next is complete.
@@ -146,31 +144,6 @@ class Checkpoints:
     def _unreadable(self, step: int, reason: str) -> ConfigError:
         allowed = f"a readable checkpoint ({reason}); without this folder, the run resumes from the one before"
         return ConfigError("resume", str(self._path / str(step)), allowed)
-
-
-def check_resumable(saved: Saved, config: Config, partition: str, directory: str) -> None:
-    """Checks that going on from a checkpoint under this config gives what an uninterrupted run would have given.
-
-    Args:
-      saved: the checkpoint.
-      config: what is to be run now.
-      partition: hash of its partition.
-      directory: the run directory, for the messages.
-
-    Raises:
-      ConfigError: another config (all fields that differ are named), other data, fewer rounds than are done, or a
-        checkpoint whose config is none of this version.
-    """
-    try:
-        old = Config(**saved.config)
-    except ConfigError as error:
-        raise ConfigError("resume", directory, f"a checkpoint of this version; its config has {error}") from None
-    check_alike(old, config, directory)
-    if partition != saved.partition:
-        allowed = f"the data that the checkpoint in {directory} was run with: another partition came out of these"
-        raise ConfigError("data.source", config.data.source, allowed)
-    if config.training.rounds < saved.round:
-        raise ConfigError("training.rounds", config.training.rounds, f"{saved.round} or more: so many are done")
 
 
 class Stop:

@@ -3,14 +3,11 @@
 `drive` takes one run, or several as rows of one program (`programs`); a single run is R = 1.
 """
 
-import importlib.metadata
 import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,13 +18,12 @@ from fedjax_pfl.data.sources import from_arrays, load
 from fedjax_pfl.engine.round import Run
 from fedjax_pfl.engine.scoring import Evaluation
 from fedjax_pfl.engine.traffic import Traffic, count
-from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import prepare
-from fedjax_pfl.experiment.checkpoint import Checkpoints, Saved, Stop, check_resumable, stop_on_signals
+from fedjax_pfl.experiment.checkpoint import Saved, Stop, stop_on_signals
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.distributed import agree, is_first
+from fedjax_pfl.experiment.distributed import agree
 from fedjax_pfl.experiment.programs import Program, lay_out
-from fedjax_pfl.experiment.record import RunDirectory, check_tensorboard
+from fedjax_pfl.experiment.resume import RunPlace, versions
 from fedjax_pfl.experiment.summary import (
     Line,
     client_table,
@@ -41,7 +37,6 @@ from fedjax_pfl.method import State
 
 # A block of rounds should return to the host about this often, to report progress.
 _SECONDS_PER_BLOCK = 2.0
-_PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
 
 
 class Progress(NamedTuple):
@@ -148,7 +143,7 @@ def simulate(
 def drive(
     configs: Sequence[Config],
     dataset: Dataset,
-    places: Sequence["RunPlace"],
+    places: Sequence[RunPlace],
     *,
     began: float,
     progress: Callable[[Progress], None] | None = None,
@@ -223,105 +218,8 @@ def drive(
         clients = client_table(manifest, config.data.evaluate_on, scores[run], program.engine.new)
         results.append(Result(summary, history_of(lines[run]), clients, manifest, state.state, config))
     for place, result in zip(places, results, strict=True):
-        place.finish(result)
+        place.finish(result.clients, result.summary)
     return results
-
-
-class RunPlace:
-    """Where a run is recorded and goes on from: its run directory and checkpoints, if it has a directory at all.
-
-    Attributes:
-      checkpoints: of the run; None without a directory.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        resume: str | os.PathLike[str] | None = None,
-        go_on: bool = False,
-        overwrite: bool = False,
-    ):
-        """Checks the directory; nothing is written yet.
-
-        Args:
-          config: the run.
-          resume: the directory of an interrupted run that is to go on, or else an error.
-          go_on: whether to go on with what is found in ``run.out``, if it can, or to begin anew.
-          overwrite: replace what is found there.
-
-        Raises:
-          ConfigError: the directory holds something, or cannot be used.
-        """
-        self._config, self._resume, self._go_on = config, resume, go_on
-        self._record: RunDirectory | None = None
-        self.checkpoints: Checkpoints | None = None
-        folder = resume if resume is not None else config.run.out
-        if config.run.tensorboard:
-            check_tensorboard(folder)
-        if not folder:
-            if config.run.checkpoint_every:
-                allowed = "0 without a run directory: give run.out"
-                raise ConfigError("run.checkpoint_every", config.run.checkpoint_every, allowed)
-            return
-        begun = go_on and (Path(folder) / "config.toml").exists()
-        self._record = RunDirectory(
-            folder,
-            overwrite=overwrite or begun or not is_first(),  # the first process has looked, and may have begun
-            resume=resume is not None,
-            tensorboard=config.run.tensorboard,
-        )
-        self.checkpoints = Checkpoints(self._record.checkpoints)
-
-    def found(self) -> list[int]:
-        """The rounds to go on from; none for a new run."""
-        if self.checkpoints is None or (self._resume is None and not self._go_on):
-            return []
-        found = self.checkpoints.rounds()
-        if not found and self._resume is not None:
-            raise ConfigError("resume", str(self._resume), "a run directory that holds a checkpoint")
-        return found
-
-    def read(self, round: int, manifest: dict[str, Any], like: Run) -> tuple[Saved, Run]:
-        """The checkpoint of a round, which must be one of this run, and its arrays."""
-        assert self._record is not None
-        assert self.checkpoints is not None
-        saved, directory = self.checkpoints.read(round), str(self._record.path)
-        check_resumable(saved, self._config, manifest["hash"], directory)
-        if saved.round == self._config.training.rounds and self._record.complete:
-            allowed = f"the run is complete after {saved.round} rounds; to go on, give a larger training.rounds"
-            raise ConfigError("resume", directory, allowed)
-        if saved.versions != versions():
-            message = f"{directory} was run with {saved.versions}, here are {versions()}: the last bits may differ"
-            warnings.warn(message, stacklevel=5)
-        return saved, self.checkpoints.run(round, like)
-
-    def begin(self, manifest: dict[str, Any]) -> None:
-        """Writes what is known before the first round."""
-        if self._record is not None and is_first():
-            self._record.begin(self._config.to_toml(), manifest)
-            self.checkpoints = Checkpoints(self._record.checkpoints)  # those that had been found are gone
-
-    def go_back(self, saved: Saved) -> None:
-        """Takes the directory back to a checkpoint."""
-        if self._record is not None and self.checkpoints is not None and is_first():
-            self._record.resume(self._config.to_toml(), saved.lines)
-            self.checkpoints.forget_after(saved.round)
-
-    def append(self, line: Line) -> None:
-        """Records an evaluated round."""
-        if self._record is not None and is_first():
-            self._record.append(line)
-
-    def save(self, run: Run, saved: Saved) -> None:
-        """Writes a checkpoint."""
-        if self.checkpoints is not None and is_first():
-            self.checkpoints.save(run, saved)
-
-    def finish(self, result: Result) -> None:
-        """Records the end."""
-        if self._record is not None and is_first():
-            self._record.finish(result.clients, result.summary)
 
 
 def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], list[Run] | None]:
@@ -387,8 +285,3 @@ def _summary(
         },
     }
     return summary_of(lines, identity, costs, new=engine.new)
-
-
-def versions() -> dict[str, str]:
-    """The installed versions of the packages that a run's numbers depend on."""
-    return {package: importlib.metadata.version(package) for package in _PACKAGES}

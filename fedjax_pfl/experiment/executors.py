@@ -13,7 +13,8 @@ from fedjax_pfl.data.sources import from_arrays, load
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import prepare
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.driver import Progress, RunPlace, drive
+from fedjax_pfl.experiment.driver import Progress, drive
+from fedjax_pfl.experiment.resume import RunPlace
 
 
 class Finished(NamedTuple):

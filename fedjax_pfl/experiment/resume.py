@@ -1,0 +1,146 @@
+"""Where a run is recorded, and what it goes on from."""
+
+import importlib.metadata
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedjax_pfl.engine.round import Run
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.checkpoint import Checkpoints, Saved
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.distributed import is_first
+from fedjax_pfl.experiment.record import RunDirectory, check_alike, check_tensorboard
+from fedjax_pfl.experiment.summary import Line
+
+_PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
+
+
+class RunPlace:
+    """Where a run is recorded and goes on from: its run directory and checkpoints, if it has a directory at all.
+
+    Attributes:
+      checkpoints: of the run; None without a directory.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume: str | os.PathLike[str] | None = None,
+        go_on: bool = False,
+        overwrite: bool = False,
+    ):
+        """Checks the directory; nothing is written yet.
+
+        Args:
+          config: the run.
+          resume: the directory of an interrupted run that is to go on, or else an error.
+          go_on: whether to go on with what is found in ``run.out``, if it can, or to begin anew.
+          overwrite: replace what is found there.
+
+        Raises:
+          ConfigError: the directory holds something, or cannot be used.
+        """
+        self._config, self._resume, self._go_on = config, resume, go_on
+        self._record: RunDirectory | None = None
+        self.checkpoints: Checkpoints | None = None
+        folder = resume if resume is not None else config.run.out
+        if config.run.tensorboard:
+            check_tensorboard(folder)
+        if not folder:
+            if config.run.checkpoint_every:
+                allowed = "0 without a run directory: give run.out"
+                raise ConfigError("run.checkpoint_every", config.run.checkpoint_every, allowed)
+            return
+        begun = go_on and (Path(folder) / "config.toml").exists()
+        self._record = RunDirectory(
+            folder,
+            overwrite=overwrite or begun or not is_first(),  # the first process has looked, and may have begun
+            resume=resume is not None,
+            tensorboard=config.run.tensorboard,
+        )
+        self.checkpoints = Checkpoints(self._record.checkpoints)
+
+    def found(self) -> list[int]:
+        """The rounds to go on from; none for a new run."""
+        if self.checkpoints is None or (self._resume is None and not self._go_on):
+            return []
+        found = self.checkpoints.rounds()
+        if not found and self._resume is not None:
+            raise ConfigError("resume", str(self._resume), "a run directory that holds a checkpoint")
+        return found
+
+    def read(self, round: int, manifest: dict[str, Any], like: Run) -> tuple[Saved, Run]:
+        """The checkpoint of a round, which must be one of this run, and its arrays."""
+        assert self._record is not None
+        assert self.checkpoints is not None
+        saved, directory = self.checkpoints.read(round), str(self._record.path)
+        _check_resumable(saved, self._config, manifest["hash"], directory)
+        if saved.round == self._config.training.rounds and self._record.complete:
+            allowed = f"the run is complete after {saved.round} rounds; to go on, give a larger training.rounds"
+            raise ConfigError("resume", directory, allowed)
+        if saved.versions != versions():
+            message = f"{directory} was run with {saved.versions}, here are {versions()}: the last bits may differ"
+            warnings.warn(message, stacklevel=5)
+        return saved, self.checkpoints.run(round, like)
+
+    def begin(self, manifest: dict[str, Any]) -> None:
+        """Writes what is known before the first round."""
+        if self._record is not None and is_first():
+            self._record.begin(self._config.to_toml(), manifest)
+            self.checkpoints = Checkpoints(self._record.checkpoints)  # those that had been found are gone
+
+    def go_back(self, saved: Saved) -> None:
+        """Takes the directory back to a checkpoint."""
+        if self._record is not None and self.checkpoints is not None and is_first():
+            self._record.resume(self._config.to_toml(), saved.lines)
+            self.checkpoints.forget_after(saved.round)
+
+    def append(self, line: Line) -> None:
+        """Records an evaluated round."""
+        if self._record is not None and is_first():
+            self._record.append(line)
+
+    def save(self, run: Run, saved: Saved) -> None:
+        """Writes a checkpoint."""
+        if self.checkpoints is not None and is_first():
+            self.checkpoints.save(run, saved)
+
+    def finish(self, clients: dict[str, np.ndarray], summary: dict[str, Any]) -> None:
+        """Records the end."""
+        if self._record is not None and is_first():
+            self._record.finish(clients, summary)
+
+
+def _check_resumable(saved: Saved, config: Config, partition: str, directory: str) -> None:
+    """Checks that going on from a checkpoint under this config gives what an uninterrupted run would have given.
+
+    Args:
+      saved: the checkpoint.
+      config: what is to be run now.
+      partition: hash of its partition.
+      directory: the run directory, for the messages.
+
+    Raises:
+      ConfigError: another config (all fields that differ are named), other data, fewer rounds than are done, or a
+        checkpoint whose config is none of this version.
+    """
+    try:
+        old = Config(**saved.config)
+    except ConfigError as error:
+        raise ConfigError("resume", directory, f"a checkpoint of this version; its config has {error}") from None
+    check_alike(old, config, directory)
+    if partition != saved.partition:
+        allowed = f"the data that the checkpoint in {directory} was run with: another partition came out of these"
+        raise ConfigError("data.source", config.data.source, allowed)
+    if config.training.rounds < saved.round:
+        raise ConfigError("training.rounds", config.training.rounds, f"{saved.round} or more: so many are done")
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of the packages that a run's numbers depend on."""
+    return {package: importlib.metadata.version(package) for package in _PACKAGES}
