@@ -663,8 +663,7 @@ def leaves_no_trace(here, monkeypatch):
     monkeypatch.delenv("FEDJAX_PFL_DATA", raising=False)
     monkeypatch.setenv("TFDS_DATA_DIR", str(here / "tfds"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
-    for program in ("simulation._compile", "sweep_program.map_clients"):
-        monkeypatch.setattr(f"fedjax_pfl.{program}", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("fedjax_pfl.experiment.programs._compile", lambda *_: pytest.fail("compiled"))
     before = contents(here)
     yield
     assert contents(here) == before

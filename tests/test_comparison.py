@@ -84,14 +84,14 @@ def test_an_interrupted_comparison_goes_on(comparison, tmp_path):
         pass
 
     def killed(line):
-        if "fedavg" in line and "round" in line:  # the checkpoint of the last round has been written by then
+        if "fedavg" in line and "round" in line:  # a checkpoint has been written by then
             raise KilledError
 
     saving = config(run={"checkpoint_every": 1})
     with pytest.raises(KilledError):
         compare(saving, METHODS[:2], seeds=[0], out=tmp_path, progress=killed)
     assert not (tmp_path / "fedavg-seed0" / "summary.json").exists()
-    shutil.rmtree(tmp_path / "fedavg-seed0" / "checkpoints" / "3")
+    shutil.rmtree(tmp_path / "fedavg-seed0" / "checkpoints" / "3", ignore_errors=True)
     resumed = []
     done = compare(saving, METHODS[:2], seeds=[0], out=tmp_path, progress=resumed.append)
     assert all("fedavg" in line for line in resumed)

@@ -92,7 +92,7 @@ def test_runs_that_share_shapes_share_a_program(swept):
 def test_a_failing_program_is_reported_and_stops_no_other(swept, out):
     assert [cell.values["method.name"] for cell in swept[0].failed] == ["fedcpd"] * 4
     assert "feature maps" in swept[0].failed[0].error
-    assert "**Failed**: fedcpd, training.lr=0.05, run.seed=0" in (out / "sweep.md").read_text()
+    assert "**Failed**: fedcpd, training.lr=0.05, seed 0" in (out / "sweep.md").read_text()
     rows = list(csv.DictReader((out / "sweep.csv").read_text().splitlines()))
     assert len(rows) == 8
     assert rows[7]["headline"] == ""

@@ -237,7 +237,8 @@ def without_seed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def show(values: Mapping[str, Any]) -> str:
     """A combination in one line; the method goes by its name alone."""
-    return ", ".join(str(value) if field == "method.name" else f"{field}={value}" for field, value in values.items())
+    forms = {"method.name": "{1}", SEED: "seed {1}"}
+    return ", ".join(forms.get(field, "{0}={1}").format(field, value) for field, value in values.items())
 
 
 def mean_and_spread(values: Sequence[float] | np.ndarray, digits: int = 2) -> str:

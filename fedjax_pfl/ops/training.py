@@ -91,7 +91,7 @@ def scan_batches(
 
 @dataclass(frozen=True)
 class Trainer:
-    """LT of the specifications: mini-batch SGD on a loss, over any sub-tree of the parameters.
+    """Local training: mini-batch SGD on a loss, over any sub-tree of the parameters.
 
     What is not passed as ``params`` is frozen: no gradient, weight decay or momentum reaches it (R3). The optimiser
     starts afresh at every call (R2). Running statistics take their update from the loss as it is; none of the numbers
