@@ -107,7 +107,7 @@ FILES = {
 }
 
 METHOD_NAMES, MODEL_NAMES, KINDS = ", ".join(METHODS), ", ".join(MODELS), ", ".join(PARTITIONS)
-SECTIONS = "data, model, method, training, participation, run"
+SECTIONS = "data, model, method, training, participation, aggregation, run"
 NPZ, FOLDER, LEAF, TFDS = (f"run config.toml data.source={kind}:" for kind in ("npz", "folder", "leaf", "tfds"))
 PATHOLOGICAL = "run config.toml data.partition.kind=pathological data.partition."
 
@@ -483,7 +483,7 @@ CASES = {
     # Run directories
     "run directory that holds another run": (
         "run config.toml --out complete",
-        "run.out = 'complete' is not usable: the directory is not empty; name another one, or pass --overwrite",
+        "run.out = 'complete' is not usable: the directory is not empty; name another one, or replace it: overwrite=True, --overwrite",
     ),
     "run directory without a name": (
         "run config.toml run.out=",

@@ -71,7 +71,7 @@ class RunPlace:
             return []
         found = self.checkpoints.rounds()
         if not found and self._resume is not None:
-            raise ConfigError("resume", str(self._resume), "a run directory that holds a checkpoint")
+            raise ConfigError("resume", str(Path(self._resume).absolute()), "a run directory that holds a checkpoint")
         return found
 
     def read(self, round: int, manifest: dict[str, Any], like: Run) -> tuple[Saved, Run]:
