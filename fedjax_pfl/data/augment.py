@@ -24,10 +24,12 @@ BRIGHTNESS = (0.5, 1.5)
 
 
 class Transform(NamedTuple):
-    """Of each sample: output pixel (r, c), from the centre, is ``gain * x[turn (r, c) - shift] + offset``, clipped.
+    """One operation for each sample: the output's pixel at p is ``gain * x[turn p - shift] + offset``, clipped.
+
+    Places (row, column) are counted from the image's centre.
 
     Attributes:
-      turn: maps output to input coordinates (row, column), both counted from the centre, [batch, 2, 2].
+      turn: maps a place of the output to one of the input, [batch, 2, 2].
       shift: how far the image moves, in pixels (rows, columns), [batch, 2].
       gain: factor on the pixel values, [batch].
       offset: added to the pixel values, [batch].

@@ -17,7 +17,7 @@ _VERSION = 1  # of what a file holds and of how images are decoded; another numb
 def cached(source: str, folder: Path, build: Callable[[], Dataset]) -> Dataset:
     """Returns what the cache holds for a source, or builds the data set and caches it.
 
-    A file that does not belong to the files now in `folder` is replaced, a damaged one too, with a warning.
+    A stale cache file is replaced; so is a damaged one, with a warning.
 
     Args:
       source: names the data and all options; one file is kept for each.

@@ -141,11 +141,10 @@ def pack(rows: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " sample
 def client_data(
     x: Array,
     y: Array,
-    client: Clients,
+    held: Clients,
     client_id: Int[Array, ""] | None = None,
     validation: Clients | None = None,
 ) -> ClientData:
     """Joins one row of :class:`Clients`, and that of its validation samples, with the pool that they point into."""
-    held = None if validation is None else client_data(x, y, validation, client_id)
-    index, count, class_counts = client
-    return ClientData(x, y, index, count, class_counts, id=client_id, validation=held)
+    select = None if validation is None else client_data(x, y, validation, client_id)
+    return ClientData(x, y, *held, id=client_id, validation=select)

@@ -2,9 +2,9 @@
 
 Only ``user_data`` of a shard counts: ``num_samples`` is wrong in some files, and ``users`` says nothing more.
 
-A data set may have been divided by samples, so that its users are in both parts, or by users, so that the parts share
-none. The latter can be merged (every user then has samples to train and to test on), or tested on as a whole, but its
-users have no test samples of their own (`fedjax_pfl.data.divide` says so).
+LEAF divides a data set by samples (each user is in both parts) or by users (the parts share none). A data set divided
+by users fits ``data.split = "merge"``, and ``"official"`` with any partition but ``"natural"``: its users have no test
+samples of their own (`fedjax_pfl.data.divide` says so).
 
 Consecutive windows of Shakespeare share all but one character. A random split, as ``data.split = "merge"`` makes it,
 puts the answers to the test samples into the training samples: use ``"official"``.

@@ -476,8 +476,8 @@ def _deal_classes(
             else:
                 holders[below[:rest]] += 1
 
-    # Taking the classes with the most holders to come always works out: no class is left with more of them than there
-    # are clients. Random numbers break the ties, which makes the sets random.
+    # Each client takes the classes that need the most holders yet, so that none needs more than there are clients left.
+    # Random numbers break the ties, which makes the sets random.
     held = np.zeros((clients, C), bool)
     for client in rng.permutation(clients):
         ranking = np.argsort(-(holders + rng.random(C)))
