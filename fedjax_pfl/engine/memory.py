@@ -17,8 +17,8 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.scoring import Scores, score
 from fedjax_pfl.engine.traffic import Exchange, size
 
-# What XLA and LLVM take while they compile for a CPU, at most: measured with JAX 0.10, two programs at a time, on two
-# cores, for six methods of 178 to 2,860 operations (each within a tenth, but for one of 307 MB where this says 296).
+# The most that XLA and LLVM take while they compile for a CPU. Measured with JAX 0.10, two programs at a time, on two
+# cores, for six pairs of method and model of 178 to 2,860 operations: each took this much within 13 %.
 _COMPILER_BYTES = 270_000_000
 _COMPILER_BYTES_PER_OPERATION = 150_000
 
