@@ -483,7 +483,8 @@ CASES = {
     # Run directories
     "run directory that holds another run": (
         "run config.toml --out complete",
-        "run.out = 'complete' is not usable: the directory is not empty; name another one, or replace it: overwrite=True, --overwrite",
+        "run.out = 'complete' is not usable: the directory is not empty; name another one, or replace it: "
+        "overwrite=True, --overwrite",
     ),
     "run directory without a name": (
         "run config.toml run.out=",

@@ -157,3 +157,18 @@ def test_shipped_configs_load():
     for path in configs:
         config = load_sweep(path)[0] if "grid" in tomllib.loads(path.read_text(encoding="utf-8")) else load_config(path)
         assert tomllib.loads(config.to_toml())["data"]["source"]
+
+
+def test_a_config_is_copied_by_replace_which_checks():
+    base = Config(data={"source": "digits"}, method={"name": "fedprox", "mu": 0.3})
+    changed = base.replace({"training.lr": 0.1, "run.seed": 4})
+    assert (changed.training.lr, changed.run.seed, changed.method["mu"]) == (0.1, 4, 0.3)
+    assert base.training.lr == 0.005
+    other = base.replace({"method.lam": 2.0, "method.name": "ditto"})  # whatever the order, the name comes first
+    assert other.method == {"name": "ditto", "lam": 2.0, "personal_epochs": None}
+    assert base.replace({"method.name": "fedprox"}) == base
+    for field, value in [("training.learning_rate", 0.1), ("trainings.lr", 0.1), ("lr", 0.1), ("training.lr", -1.0)]:
+        with pytest.raises(ConfigError, match=f"{field} = "):
+            base.replace({field: value})
+    with pytest.raises(TypeError, match=r"Config\.replace"):
+        base.model_copy(update={"training.lr": 0.1})

@@ -1,12 +1,15 @@
 import csv
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from scipy.stats import hmean
 
 from fedjax_pfl import Config, ConfigError, simulate
@@ -15,8 +18,11 @@ from fedjax_pfl.data.sources import load
 from fedjax_pfl.data.split import draw_test, manifest
 from fedjax_pfl.engine.memory import peak_bytes, survey
 from fedjax_pfl.engine.traffic import count, size
-from fedjax_pfl.experiment.build import divide, make_engine, shape_of
+from fedjax_pfl.experiment.build import cores, divide, make_engine, shape_of
+from fedjax_pfl.experiment.programs import lay_out
 from tests.reference import MLP, held, to_numpy
+
+CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
 def config(method="fedavg", **tables):
@@ -191,6 +197,52 @@ def test_placements_agree_to_1e_5(reference, run):
     )
     for a, b in zip(jax.tree.leaves(result.state), jax.tree.leaves(reference[0].state), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_other_seeds_and_numbers_of_the_same_shapes_compile_nothing(reference, monkeypatch):
+    data = {"seed": 0}
+    monkeypatch.setattr("fedjax_pfl.experiment.programs.ThreadPoolExecutor", lambda **_: pytest.fail("compiled"))
+    other = simulate(config(data=data, training={"lr": 0.3, "rounds": 2}, run={"seed": 5, "eval_every": 1}))
+    assert other.summary["timing"]["compile_seconds"] < 0.1
+    again = simulate(config(data=data))
+    assert numbers(again.summary) == numbers(reference[0].summary)
+    assert other.history["train_loss"][-1] != again.history["train_loss"][0]
+
+
+def test_a_coefficient_of_zero_is_left_out_of_the_program():
+    off, on = (config("fedprox").replace({"method.mu": mu}) for mu in (0.0, 0.1))
+    for configs, fields in [([off], set()), ([on], {"method.mu"}), ([off, on], {"method.mu"})]:
+        for row in lay_out(configs, load("digits")).rows:
+            assert row.inputs.keys() == {"training.lr", "training.lr_decay"} | fields
+
+
+def test_the_cache_of_compiled_programs_is_used_from_python(tmp_path):
+    before = {name: jax.config.values[name] for name in CACHE_SETTINGS}
+    compilation_cache.reset_cache()  # it has been used by now, for another folder
+    try:
+        simulate(config(model={"name": "mlp", "hidden": 7}, run={"compilation_cache": str(tmp_path / "cache")}))
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert any((tmp_path / "cache").iterdir())
+
+
+def test_a_warning_says_that_jax_has_started_too_early():
+    program = """
+import warnings
+import jax
+jax.devices()
+from fedjax_pfl.experiment.build import prepare
+from fedjax_pfl.experiment.config import Run
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    prepare(Run(compilation_cache="off"))
+print(*(warning.message for warning in caught))
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert ("JAX had started before with one CPU device" in shown.stdout) == (cores() > 1)
 
 
 def test_evaluating_more_often_changes_no_number(reference):

@@ -5,11 +5,10 @@ first process alone writes files. With one process, each of these functions does
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import prepare
@@ -43,13 +42,9 @@ def is_first() -> bool:
 def put_everywhere(tree: PyTree, sharding: NamedSharding) -> PyTree:
     """Puts arrays, the same on every process, on all devices of all of them."""
 
-    def put(leaf: Array) -> Array:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.device_put(leaf, sharding)
-        # JAX does not put keys on devices of other processes, but their data.
-        return jax.random.wrap_key_data(jax.device_put(jax.random.key_data(leaf), sharding))
-
-    return jax.tree.map(put, tree)
+    # From the host's memory, the devices of a CPU share one buffer.
+    on_host = jax.tree.map(np.asarray, tree) if jax.default_backend() == "cpu" else tree
+    return jax.device_put(on_host, sharding)
 
 
 def to_host(tree: PyTree) -> PyTree:

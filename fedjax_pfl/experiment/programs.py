@@ -28,7 +28,16 @@ from fedjax_pfl.engine.placement import Placement, map_clients
 from fedjax_pfl.engine.round import Engine, Run
 from fedjax_pfl.engine.scoring import Evaluation
 from fedjax_pfl.engine.traffic import Exchange
-from fedjax_pfl.experiment.build import DataShape, divide, make_engine, place, place_runs, program_inputs, shape_of
+from fedjax_pfl.experiment.build import (
+    DataShape,
+    cores,
+    divide,
+    make_engine,
+    place,
+    place_runs,
+    program_inputs,
+    shape_of,
+)
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import put_everywhere, to_host
 from fedjax_pfl.method import State
@@ -294,7 +303,8 @@ def _compile(program: Program) -> _Compiled:
             jax.tree.broadcast(layout, run),
         )
     scores_on = layout if over == "runs" else clients_on.shardings(config.data.clients)[0]  # on all devices
-    with ThreadPoolExecutor() as pool:  # while XLA compiles one, the next is traced
+    # While XLA compiles one, the next is traced; on few cores, no more at once than fit their memory.
+    with ThreadPoolExecutor(max_workers=min(3, cores())) as pool:
 
         def compiling(fn: Callable, out: Any, *args: Any, donate: int | None = None, **options: Any) -> Future:
             jitted = jax.jit(over_runs(fn), out_shardings=out, donate_argnums=donate)

@@ -13,7 +13,7 @@ from fedjax_pfl import Config
 from fedjax_pfl.data.leaf import ALPHABET
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import divide, make_engine
+from fedjax_pfl.experiment.build import divide, make_engine, shape_of
 
 RNG = np.random.default_rng(0)
 WHITE, BLACK = [1.0] * 9, [0] * 9
@@ -266,7 +266,7 @@ def test_a_source_without_users_has_no_natural_partition():
 @pytest.mark.parametrize("method", ["local", "fedavg_ft", "fedrep", "fedecouple"])
 def test_methods_run_on_text(plays, method):
     wanted = config(plays, method, augment="none")
-    engine, federation = make_engine(wanted, load(plays)), divide(wanted, load(plays))[0]
+    engine, federation = make_engine(wanted, shape_of(load(plays))), divide(wanted, load(plays))[0]
     key, number = jax.random.key(0), jax.ShapeDtypeStruct((), jnp.int32)
     run = jax.eval_shape(engine.init, key, federation)
     after = jax.eval_shape(engine.rounds, key, run, number, number, jax.ShapeDtypeStruct((), jnp.bool), federation)
@@ -279,25 +279,25 @@ def test_methods_run_on_text(plays, method):
 )
 def test_methods_that_need_images_say_so(plays, method, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        make_engine(config(plays, method), load(plays))
+        make_engine(config(plays, method), shape_of(load(plays)))
     assert (caught.value.field, caught.value.value) == ("method.name", method)
 
 
 def test_models_of_the_other_kind_are_refused(plays, images):
     with pytest.raises(ConfigError, match="it reads images, and plays is text of 80 symbols") as caught:
-        make_engine(config(plays, model="mlp"), load(plays))
+        make_engine(config(plays, model="mlp"), shape_of(load(plays)))
     assert (caught.value.field, caught.value.value) == ("model.name", "mlp")
     with pytest.raises(ConfigError, match="it reads text of 80 symbols, and set is images") as caught:
-        make_engine(config(images), load(images))
+        make_engine(config(images), shape_of(load(images)))
     assert (caught.value.field, caught.value.value) == ("model.name", "char_lstm")
 
 
 def test_augmentation_of_text_is_refused_whether_asked_for_or_a_default(plays):
     with pytest.raises(ConfigError, match=r'"none": plays is text.*\'concat\'.*what fedecouple does unless') as caught:
-        make_engine(config(plays, "fedecouple"), load(plays))
+        make_engine(config(plays, "fedecouple"), shape_of(load(plays)))
     assert caught.value.field == "training.augment"
     with pytest.raises(ConfigError, match=r"'replace' augments images$") as caught:
-        make_engine(config(plays, augment="replace"), load(plays))
+        make_engine(config(plays, augment="replace"), shape_of(load(plays)))
     assert (caught.value.field, caught.value.value) == ("training.augment", "replace")
 
 
