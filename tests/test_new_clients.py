@@ -34,8 +34,9 @@ def first(rows: Clients) -> Clients:
     return jax.tree.map(lambda leaf: leaf[:OLD], rows)
 
 
-# FedFCD hears from its clients before round 0, FedRep's clients keep heads, FedPAC's get heads from the server.
-@pytest.mark.parametrize("name", ["fedrep", "fedpac", "fedfcd"])
+# FedFCD hears from its clients before round 0, FedRep's clients keep heads, FedPAC's get heads from the server, and
+# SCAFFOLD takes a mean over all clients that may take part.
+@pytest.mark.parametrize("name", ["fedrep", "fedpac", "fedfcd", "scaffold"])
 def test_the_others_train_as_though_there_were_no_new_clients(name, model, trainer, federation, mesh):
     method = METHODS[name](model, trainer)
     who = Participation(0.5, 1.0, 0.2)

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ import pytest
 from scipy.stats import ttest_rel
 
 from benchmarks import tables
-from fedjax_pfl import ConfigError, Result, load_config
+from fedjax_pfl import ConfigError, load_config
+from fedjax_pfl.experiment.executors import Finished
 
 PAPERS = sorted((tables.ROOT / "benchmarks" / "papers").glob("*.toml"))
 RESULTS = sorted(path for path in tables.RESULTS.glob("*.json") if "cells" in json.loads(path.read_text("utf-8")))
@@ -114,7 +116,13 @@ class Fake:
         pre = post - 0.2 if config.method["name"] == "local" else post
         curves = {"pre": pre, "post": post}
         personal = {
-            point: {"last": curve[-1], "worst_10_percent": curve[-1] / 2, "std_clients": curve[-1] / 10}
+            point: {
+                "last": curve[-1],
+                "best": curve.max(),
+                "weighted_last": curve[-1],
+                "worst_10_percent": curve[-1] / 2,
+                "std_clients": curve[-1] / 10,
+            }
             for point, curve in curves.items()
         }
         history = {
@@ -134,7 +142,7 @@ class Fake:
             "traffic": {"megabytes_total": 3.0},
             "environment": {"jax": "1.2.3", "platform": "cpu", "device_count": 2},
         }
-        return Result(summary, history, {}, {}, None, config)
+        return Finished(summary, history, {})
 
     def asked(self):
         return [(config.method["name"], config.data.clients, config.run.seed) for config in self.configs]
@@ -149,10 +157,23 @@ def paper(tmp_path, monkeypatch):
     return path
 
 
+def each_by(simulate):
+    """Stands in for `run_configs`: every config is a program of its own."""
+
+    def run_configs(configs):
+        for place, config in enumerate(configs):
+            try:
+                yield [place], [simulate(config)]
+            except ConfigError as error:
+                yield [place], str(error)
+
+    return run_configs
+
+
 @pytest.fixture
 def fake(monkeypatch):
     simulator = Fake()
-    monkeypatch.setattr(tables, "simulate", simulator)
+    monkeypatch.setattr(tables, "run_configs", each_by(simulator))
     return simulator
 
 
@@ -452,11 +473,11 @@ def test_a_stopped_call_keeps_its_finished_cells_and_goes_on(paper, fake, monkey
             raise KeyboardInterrupt
         return fake(config)
 
-    monkeypatch.setattr(tables, "simulate", stops)
+    monkeypatch.setattr(tables, "run_configs", each_by(stops))
     with pytest.raises(KeyboardInterrupt):
         call(paper, "table1 --settings three")
     assert list(cells()) == [("three", "local", 0), ("three", "fedavg", 0)]
-    monkeypatch.setattr(tables, "simulate", fake)
+    monkeypatch.setattr(tables, "run_configs", each_by(fake))
     call(paper, "table1 --settings three")
     assert fake.asked() == [("local", 3, 0), ("fedavg", 3, 0), ("fedprox", 3, 0)]
     assert sorted(path.name for path in tables.RESULTS.iterdir()) == ["toy_table1.json", "toy_table1.md"]
@@ -486,7 +507,7 @@ def test_missing_data_is_reported_and_the_rest_is_run(paper, fake, monkeypatch, 
             raise ConfigError("data.source", "npz:no.npz", "no such file")
         return fake(config)
 
-    monkeypatch.setattr(tables, "simulate", simulate)
+    monkeypatch.setattr(tables, "run_configs", each_by(simulate))
     call(paper, "table1 --settings three")
     assert list(cells()) == [("three", "local", 0), ("three", "fedprox", 0)]
     assert rows(markdown(), "FedAvg") == [["FedAvg", "60.5", *"———————"], ["FedAvg", *"——————"]]
@@ -584,8 +605,9 @@ def test_a_real_run_fills_the_table(paper):
     assert cells()["three", "local", 1]["curve"]["global"] == [None, None]
     assert {"last", "best", "mean_last_10", "std_clients", "worst_10_percent"} <= cell["personal"]["post"].keys()
     for point in ("pre", "post"):
-        last, best = (tables.spread(cell, point, headline) for headline in ("last", "best"))
-        assert best["accuracy"] == cell["personal"][point]["best"] >= last["accuracy"]
+        table = tables.read_table(paper, "table1")
+        last, best = (tables.figures(cell, point, replace(table, headline=headline)) for headline in ("last", "best"))
+        assert best["accuracy"] == cell["personal"][point]["best"] >= last["accuracy"] == last[point]
         if cell["personal"][point]["best_round"] == 2:
             assert best == last
     shown = np.mean([cells()["three", "local", seed]["personal"]["post"]["last"] for seed in (0, 1)])

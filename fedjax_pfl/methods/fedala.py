@@ -87,8 +87,9 @@ def fedala(
         samples = _sample(phase_key(now.key, "sample"), data, share)
 
         def mixed(mix: Params) -> Params:
-            weigh = lambda a, w, own: a * w + (1.0 - a) * own  # noqa: E731  # at a = 1, w to the bit
-            return join_layers(lower, jax.tree.map(weigh, mix, received, client.upper))
+            # Not own + a * (w - own): at a = 1 this is w to the bit.
+            upper = jax.tree.map(lambda a, w, own: a * w + (1.0 - a) * own, mix, received, client.upper)
+            return join_layers(lower, upper)
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
             mix, total, seen = carry

@@ -71,7 +71,7 @@ def test_rounds_are_numpys(momentum, who, new, model, trainer, federation):
             w = jax.tree.map(lambda w, *changes: w + SERVER_LR * np.mean(changes, axis=0), w, *changes)
         for i in cohort:
             c = jax.tree.map(lambda c, new, old: c + (new - old) / trainers, c, own[i], old[i])
-    jax.tree.map(near, end.state.server, (w, c))
+    jax.tree.map(near, tuple(end.state.server), (w, c))
     for i in range(N):
         jax.tree.map(near, client(end.state.clients, i), own[i])
     for i, params in post.items():

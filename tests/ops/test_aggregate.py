@@ -189,13 +189,13 @@ def fedpacs(clients, beta, spread):
 
 @pytest.mark.parametrize(("beta", "spread"), [(0.3, 0.2), (0.1, 0.05)])
 def test_the_weights_of_a_hundred_clients_are_an_exact_solvers(beta, spread):
-    """NNLS with a Cholesky factor is exact; in the second case, 300 sweeps end 2 % away from it."""
+    """NNLS with a Cholesky factor is exact; in the second case, 300 sweeps end 1 % away from it."""
     q, clients = fedpacs(100, beta, spread), 100
     found = jax.jit(jax.vmap(simplex_qp))(single(q), jnp.ones((4, clients), bool))
     for matrix, a in zip(q, np.asarray(found, np.float64), strict=True):
         factor = np.linalg.cholesky(matrix)
         x, _ = nnls(factor.T, np.linalg.solve(factor, np.ones(clients)), maxiter=100 * clients)
-        assert 5 < np.count_nonzero(x) < clients / 2
+        assert 4 < np.count_nonzero(x) < clients / 2
         assert 0.5 * np.abs(a - x / x.sum()).sum() < 1e-3
         slope = matrix @ a
         assert slope.min() > (1 - 2e-4) * (a @ slope)
