@@ -29,7 +29,7 @@ from fedjax_pfl.methods.pfedcspc.kmeans import kmeans, sample_means
 from fedjax_pfl.methods.pfedcspc.method import Upload
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import Trainer, phase_key
-from tests.conftest import CLASSES
+from tests.conftest import CLASSES, WITH_EMITTERS
 from tests.reference import (
     MLP,
     at,
@@ -93,7 +93,7 @@ def play(federation):
 
     def play(method, who):
         engine = Engine(method, N, who)
-        rounds = jax.jit(engine.rounds)
+        rounds = jax.jit(engine.rounds, compiler_options=WITH_EMITTERS)
         last = rounds(KEY, start_of(method, federation), at(0), at(ROUNDS - 1), jnp.array(True), federation)
         return Ran(engine, last, rounds(KEY, last, at(ROUNDS - 1), at(ROUNDS), jnp.array(True), federation))
 
@@ -132,7 +132,8 @@ def test_without_its_modules_it_is_its_base_bit_for_bit(base, who, play, model, 
     assert bytes_of[0] == bytes_of[1]
     if base == "fedavg":
         tuned = Engine(fedavg_ft(model, SameBatches(**vars(trainer)), finetune_epochs=trainer.epochs), N)
-        jax.tree.map(same, found.post, jax.jit(tuned.pre)(KEY, at(ROUNDS - 1), last.state, federation))
+        pre = jax.jit(tuned.pre, compiler_options=WITH_EMITTERS)
+        jax.tree.map(same, found.post, pre(KEY, at(ROUNDS - 1), last.state, federation))
 
 
 # --- Rounds in plain loops -------------------------------------------------------------------------------------------
