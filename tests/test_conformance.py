@@ -272,7 +272,7 @@ def test_saving_and_resuming_gives_the_uninterrupted_run_bit_for_bit(name, progr
     Checkpoints(tmp_path / "checkpoints").save(half, Saved(2, [], 0.0, 0.0, {}, "", {}))
     like = jax.eval_shape(lambda: half)
     del half
-    loaded = Checkpoints(tmp_path / "checkpoints").run(like)
+    loaded = Checkpoints(tmp_path / "checkpoints").run(2, like)
     bitwise(program(name, SOME).rounds(loaded, 2, 4), four_rounds(name, SOME))
 
 
