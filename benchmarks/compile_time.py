@@ -3,10 +3,10 @@
     python benchmarks/compile_time.py --json benchmarks/results/compile_time.json
 
 A case is a method with a model, on 20 clients and random 28x28x1 images, clients spread over the devices as by default.
-The programs are those that `simulate` compiles: the initial state, a block of rounds, PRE and, where there is a global
-model, its scores. A case runs in a process of its own, the programs one after the other (`simulate` compiles them side
-by side), and then once more in a second process, which finds the compiled programs in the cache that the first one has
-left. Instructions are those of the program that XLA is given.
+The programs are those that `simulate` compiles: the initial state, a block of rounds, and scores (PRE and, where there
+is one, the global model's). A case runs in a process of its own, the programs one after the other (`simulate` compiles
+them side by side), and then once more in a second process, which finds the compiled programs in the cache that the
+first one has left. Instructions are those of the program that XLA is given.
 """
 
 import argparse
@@ -26,10 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import METHODS, Config, load_config
+from fedjax_pfl.data.dataset import from_arrays
 from fedjax_pfl.data.federated import Federation
-from fedjax_pfl.data.sources import from_arrays
-from fedjax_pfl.engine.round import Engine, Run
-from fedjax_pfl.experiment.build import cores, divide, make_engine, place, prepare_devices
+from fedjax_pfl.engine.round import Run
+from fedjax_pfl.experiment.build import cores, make_engine, prepare
+from fedjax_pfl.experiment.programs import Program, Row, lay_out
 from fedjax_pfl.method import State
 
 MODELS = ("mlp", "cnn2")
@@ -38,49 +39,48 @@ OWN_MODEL = {"pfedcspc": "cnn_proj"}
 WITHOUT_MAPS = {"fedcpd": ["method.gamma=0.0"]}
 
 
-def programs(engine: Engine, key: jax.Array, data: Federation) -> Iterator[tuple[str, Callable[[], Any]]]:
+def programs(program: Program) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What a run compiles: names, and functions that trace and lower."""
-    shared, per_client = engine.placement.shardings(engine.clients)
-    layout: Any = None
-    if shared is not None:
-        data, key = jax.device_put((data, key), shared)
-        layout = Run(State(shared, per_client), per_client, shared, shared)
+    row, samples, placement = program.rows[0], program.samples, program.engine.placement
+    layout: Any = placement.shardings(program.engine.clients)
+    shared, per_client = layout
+    layout = None if shared is None else Run(State(shared, per_client), per_client, shared, shared)
+
+    def of_inputs(fn: Callable) -> Callable:
+        def whole(samples: tuple, row: Row, *arguments: Any) -> Any:
+            engine = make_engine(program.configs[0], program.data, row.inputs, placement)
+            return fn(engine, *jax.random.wrap_key_data(row.keys), Federation(*samples, *row.clients), *arguments)
+
+        return whole
+
+    init = of_inputs(lambda engine, key, _, data: engine.init(key, data))
+    rounds = of_inputs(lambda engine, _, key, data, run, *when: engine.rounds(key, run, *when, data))
+    score = of_inputs(lambda engine, _, key, data, run, t: engine.score(key, t, run, data))
     number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
-    run = jax.eval_shape(engine.init, key, data)
+    run = jax.eval_shape(init, samples, row)
     if layout is not None:
         run = jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
             run,
             jax.tree.broadcast(layout, run),
         )
-    yield "init", lambda: jax.jit(engine.init, out_shardings=layout).lower(key, data)
-    rounds = jax.jit(engine.rounds, out_shardings=layout, donate_argnums=1)
-    yield "rounds", lambda: rounds.lower(key, run, number, number, flag, data)
-    yield "pre", lambda: jax.jit(engine.pre).lower(key, number, run.state, data)
-    if engine.method.global_predict is not None:
-        yield "global", lambda: jax.jit(engine.global_scores).lower(run.state, data)
+    block = jax.jit(rounds, out_shardings=layout, donate_argnums=2)
+    yield "init", lambda: jax.jit(init, out_shardings=layout).lower(samples, row)
+    yield "rounds", lambda: block.lower(samples, row, run, number, number, flag)
+    yield "score", lambda: jax.jit(score, out_shardings=shared).lower(samples, row, run, number)
 
 
 def measure(method: str, model: str, overrides: list[str], cache: str) -> dict[str, dict[str, float]]:
     """Of each program of a case: seconds to trace and lower, seconds to compile, instructions."""
-    jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    settings = [
-        f"method.name={method}",
-        f"model.name={model}",
-        *(WITHOUT_MAPS.get(method, []) if model == "mlp" else []),
-    ]
-    config = configured([*settings, *overrides])
-    prepare_devices(config.run.placement)
+    settings = [f"method.name={method}", f"model.name={model}", f"run.compilation_cache={cache}"]
+    without_maps = WITHOUT_MAPS.get(method, []) if model == "mlp" else []
+    config = configured([*settings, *without_maps, *overrides])
+    prepare(config.run)
     rng = np.random.default_rng(0)
     samples = 40 * config.data.clients
     dataset = from_arrays(rng.integers(0, 256, (samples, 28, 28, 1), dtype=np.uint8), np.arange(samples) % 10)
-    key = jax.random.key(config.run.seed)
-    federation, _ = divide(config, dataset)
-    engine, _ = place(make_engine(config, dataset), config, key, federation)
     found = {}
-    for name, lower in programs(engine, key, federation):
+    for name, lower in programs(lay_out([config], dataset)):
         began = time.perf_counter()
         lowered = lower()
         traced = time.perf_counter()
@@ -113,8 +113,8 @@ def main() -> None:
         method, model, cache = options.case
         print(json.dumps(measure(method, model, options.set, cache)))
         return
-    print("| method | model | instructions | trace | compile: rounds | PRE | init | global | all, cold | all, warm |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| method | model | instructions | trace | compile: rounds | score | init | all, cold | all, warm |")
+    print("|---|---|---|---|---|---|---|---|---|")
     cases = []
     for model in options.models:
         for method in options.methods:
@@ -142,7 +142,7 @@ def row(case: dict[str, Any]) -> str:
     def total(part: str, *figures: str) -> float:
         return sum(program[figure] for program in case[part].values() for figure in figures)
 
-    compiled = [f"{cold[name]['compile']:.2f}" if name in cold else "–" for name in ("rounds", "pre", "init", "global")]
+    compiled = [f"{cold[name]['compile']:.2f}" for name in ("rounds", "score", "init")]
     warm = f"{total('warm', 'trace', 'compile'):.2f}" if "warm" in case else "–"
     seconds = [f"{total('cold', 'trace'):.2f}", *compiled, f"{total('cold', 'trace', 'compile'):.2f}", warm]
     return f"| {case['method']} | {case['model']} | {total('cold', 'instructions'):.0f} | {' | '.join(seconds)} |"

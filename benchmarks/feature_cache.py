@@ -21,10 +21,11 @@ import numpy as np
 from jaxtyping import Array
 
 from fedjax_pfl import load_config
-from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.data.federated import Batch, ClientData, Federation
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.experiment.build import cores, divide, make_engine, place, prepare_devices
-from fedjax_pfl.ops import local
+from fedjax_pfl.experiment.build import cores, prepare
+from fedjax_pfl.experiment.programs import lay_out
+from fedjax_pfl.ops.training import cache_features
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "fedecouple" / "table2_weak_pathological.toml"
 METHODS = {
@@ -48,27 +49,25 @@ class Uncached:
 
     def __getattr__(self, name: str) -> Any:
         # Class means need all features, in either round: of the two, only the head phase is compared.
-        return getattr(local.cache_features(self._features, self._data), name)
+        return getattr(cache_features(self._features, self._data), name)
 
 
 def compiled_round(method: str, cached: bool, options: list[str]) -> Callable[[], Any]:
     """A function that runs round 0 of a method from its initial state, and returns the state after it."""
     config = load_config(CONFIG, [*METHODS[method], *options])
-    prepare_devices(config.run.placement)
-    dataset = load(config.data.source)
-    federation, _ = divide(config, dataset)
-    key = jax.random.key(config.run.seed)
+    prepare(config.run)
     module: Any = importlib.import_module(f"fedjax_pfl.methods.{method}")
-    module.cache_features = local.cache_features if cached else Uncached
-    engine, _ = place(make_engine(config, dataset), config, key, federation)
+    module.cache_features = cache_features if cached else Uncached
+    laid_out = lay_out([config], load(config.data.source))  # its programs are kept by config: these two have the same
+    key, engine = jax.random.key(config.run.seed), laid_out.engine
+    federation = Federation(*laid_out.samples, *laid_out.rows[0].clients)
     shared, per_client = engine.placement.shardings(engine.clients)
-    federation = jax.device_put(federation, shared)
     run = jax.jit(engine.init)(key, federation)
     clients = jax.device_put(run.state.clients, per_client)
     run = jax.device_put(run, shared)._replace(state=run.state._replace(clients=clients))
     arguments = key, jnp.zeros((), jnp.int32), run, jnp.array(False), federation
     program = jax.jit(engine.round).lower(*arguments).compile()
-    module.cache_features = local.cache_features
+    module.cache_features = cache_features
     return lambda: jax.block_until_ready(program(*arguments).state)
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from fedjax_pfl import load_config
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.experiment.build import cores, divide, make_engine, place, prepare_devices
+from fedjax_pfl.experiment.build import cores, prepare
+from fedjax_pfl.experiment.programs import lay_out
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "pfedcspc" / "table2_global_and_local.toml"
 OFF = ["method.kappa=0.0", "method.pmi=off", "method.kp_weight=0.0"]
@@ -36,22 +36,15 @@ CASES = {
 def compiled_rounds(overrides: list[str]) -> Callable[[int], float]:
     """A function that runs round t, from where the last call left off, and returns its seconds."""
     config = load_config(CONFIG, overrides)
-    prepare_devices(config.run.placement)
-    dataset = load(config.data.source)
-    federation, _ = divide(config, dataset)
-    key = jax.random.key(config.run.seed)
-    engine, _ = place(make_engine(config, dataset), config, key, federation)
-    shared, _ = engine.placement.shardings(engine.clients)
-    if shared is not None:
-        federation = jax.device_put(federation, shared)
-    run = jax.jit(engine.init)(key, federation)
-    program = jax.jit(engine.rounds, donate_argnums=1)
-    kept = {"run": run}
+    prepare(config.run)
+    program = lay_out([config], load(config.data.source))
+    program.compile()
+    states = program.init()
 
     def one(t: int) -> float:
+        nonlocal states
         began = time.perf_counter()
-        kept["run"] = program(key, kept["run"], np.int32(t), np.int32(t + 1), np.bool_(False), federation)
-        jax.block_until_ready(kept["run"])
+        states = jax.block_until_ready(program.rounds(states, t, t + 1, evaluate=False))
         return time.perf_counter() - began
 
     return one

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.data.sources import from_arrays
-from fedjax_pfl.experiment.build import cores, divide, make_engine, place, prepare_devices
-from fedjax_pfl.experiment.config import Config
+from fedjax_pfl import Config
+from fedjax_pfl.data.dataset import from_arrays
+from fedjax_pfl.experiment.build import cores, prepare
+from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.models import MODELS, build
 
 SHAPE = (32, 32, 3)
@@ -55,7 +56,6 @@ def matmul_rate() -> float:
 
 def measure(method: str, norm: str, clients: int, samples: int, batch_size: int, rounds: int) -> dict:
     """Times rounds of one case, after one that does not count, and takes the peak memory of this process."""
-    prepare_devices("auto")
     rng = np.random.default_rng(0)
     total = clients * samples * 4 // 3
     dataset = from_arrays(rng.integers(0, 256, (total, *SHAPE), dtype=np.uint8), np.arange(total) % CLASSES)
@@ -65,31 +65,26 @@ def measure(method: str, norm: str, clients: int, samples: int, batch_size: int,
         method={"name": method},
         training={"batch_size": batch_size, "lr": 0.01},
     )
-    key = jax.random.key(0)
-    federation, _ = divide(config, dataset)
-    engine, memory = place(make_engine(config, dataset), config, key, federation)
-    shared, _ = engine.placement.shardings(clients)
-    if shared is not None:
-        federation = jax.device_put(federation, shared)
-    run = jax.jit(engine.init)(key, federation)
-    program, times = jax.jit(engine.rounds, donate_argnums=1), []
+    prepare(config.run)
+    program, times = lay_out([config], dataset), []
+    program.compile()
+    states = program.init()
     for t in range(rounds + 1):
         start = time.perf_counter()
-        run = program(key, run, np.int32(t), np.int32(t + 1), np.bool_(False), federation)
-        jax.block_until_ready(run)
+        states = jax.block_until_ready(program.rounds(states, t, t + 1, evaluate=False))
         times.append(time.perf_counter() - start)
-    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run.state.server)):
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(states[0].state.server)):
         raise FloatingPointError(f"{method} with {norm} norm: the server's model is not finite")
-    side_by_side = engine.placement.devices * engine.placement.chunk
+    memory, chunk = program.memory, program.engine.placement.chunk
     stats = jax.local_devices()[0].memory_stats() or {}
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "method": method,
         "norm": norm,
-        "compile_and_first_round_seconds": times[0],
+        "compile_and_first_round_seconds": program.compile_seconds + times[0],
         "seconds_per_round": statistics.median(times[1:]),
         "peak_gigabytes": stats.get("peak_bytes_in_use", host) / 1e9,
-        "estimated_gigabytes": (memory.resident + side_by_side * memory.per_client) / 1e9,
+        "estimated_gigabytes": (memory.resident + program.devices * chunk * memory.per_client) / 1e9,
     }
 
 

@@ -48,13 +48,12 @@ import numpy as np
 import torch
 from peers import case as exchange
 
-from fedjax_pfl import METHODS
-from fedjax_pfl.data.federated import Federation, pack
-from fedjax_pfl.data.sources import Dataset, from_arrays
-from fedjax_pfl.engine.round import Run, round_keys
-from fedjax_pfl.experiment.build import cores, divide, make_engine, place, prepare_devices
-from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.method import State
+from fedjax_pfl import METHODS, Config
+from fedjax_pfl.data.dataset import Dataset, from_arrays
+from fedjax_pfl.data.federated import Clients, pack
+from fedjax_pfl.engine.round import round_keys
+from fedjax_pfl.experiment.build import cores, divide, make_engine, prepare, shape_of
+from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.ops.training import permutation, phase_key
 
 PEERS = Path(__file__).resolve().parent / "peers"
@@ -72,7 +71,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "cnn_proj": {"blocks": [(6, 5, 0), (16, 5, 0)], "dense": [120, 84], "activation": "relu", "projection": 256},
 }
 CLASSES = 10
-SEED = 0
 
 
 @dataclass(frozen=True)
@@ -183,11 +181,10 @@ def to_torch(params: dict) -> list[np.ndarray]:
     return tensors
 
 
-def shortened(federation: Federation, samples: int) -> Federation:
-    """The same federation with the first training samples of each client alone, in the same shapes."""
-    index = np.asarray(federation.train.index)
-    short = pack(list(index[:, :samples]), np.asarray(federation.y), CLASSES)
-    return federation._replace(train=short._replace(index=federation.train.index))
+def shortened(train: Clients, labels: jax.Array, samples: int) -> Clients:
+    """The first training samples of each client alone, in the same shapes and places."""
+    short = pack(list(np.asarray(train.index)[:, :samples]), np.asarray(labels), CLASSES)
+    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), short._replace(index=train.index), train)
 
 
 def describe(case: Case, method: str) -> exchange.Case:
@@ -213,9 +210,9 @@ def describe(case: Case, method: str) -> exchange.Case:
     }
     initial, orders = [], []
     if "without_loader" in case.against:
-        engine = make_engine(config, dataset)
-        key = jax.random.key(SEED)
-        initial = to_torch(jax.jit(engine.init)(key, federation).state.server)
+        engine = make_engine(config, shape_of(dataset))
+        key_init, key = jax.random.split(jax.random.key(config.run.seed))
+        initial = to_torch(jax.jit(engine.init)(key_init, federation).state.server)
         for t, samples in enumerate((case.warm_up, case.samples)):
             keys = round_keys(key, jnp.int32(t)).clients
             orders.append(np.stack([batch_order(keys, client, samples) for client in range(case.clients)]))
@@ -230,35 +227,23 @@ def batch_order(keys: jax.Array, client: int, samples: int) -> np.ndarray:
 
 def ours(case: Case, method: str, rounds: int, out: Path) -> None:
     """Times rounds of the engine; runs in a process of its own."""
-    prepare_devices("auto")
-    config, dataset = case.config(method), case.dataset()
-    federation, _ = divide(config, dataset)
-    key = jax.random.key(SEED)
-    engine, _ = place(make_engine(config, dataset), config, key, federation)
-    layout: Any = engine.placement.shardings(case.clients)
-    shared, per_client = layout
-    short = shortened(federation, case.warm_up)
-    if shared is not None:
-        key, federation, short = jax.device_put((key, federation, short), shared)
-        layout = Run(State(shared, per_client), per_client, shared, shared)
-    else:
-        layout = None
-    run = jax.jit(engine.init, out_shardings=layout)(key, federation)
-    program = jax.jit(engine.rounds, out_shardings=layout, donate_argnums=1)
-    arguments = key, run, np.int32(0), np.int32(1), np.bool_(False), federation
-    # Compiled ahead, so that a call with other shapes or shardings would fail and not be timed with its compilation.
-    compiled = program.lower(*arguments).compile()
-    kept: dict[str, Any] = {"run": run, "t": 0}
+    config = case.config(method)
+    prepare(config.run)
+    program = lay_out([config], case.dataset())
+    program.compile()
+    (row,), (_, labels) = program.rows, program.samples
+    train, *others = row.clients
+    short = row._replace(clients=(shortened(train, labels, case.warm_up), *others))
+    states, t = program.init(), 0
 
     def round_(warm_up: bool) -> None:
-        t = kept["t"]
-        run = compiled(
-            key, kept["run"], np.int32(t), np.int32(t + 1), np.bool_(False), short if warm_up else federation
-        )
-        kept.update(run=jax.block_until_ready(run), t=t + 1)
+        nonlocal states, t
+        program.rows = [short if warm_up else row]
+        states = jax.block_until_ready(program.rounds(states, t, t + 1, evaluate=False))
+        t += 1
 
     def model() -> list[np.ndarray]:
-        return to_torch(kept["run"].state.server) if "without_loader" in case.against else []
+        return to_torch(states[0].state.server) if "without_loader" in case.against else []
 
     result = exchange.measure(round_, rounds, model)
     exchange.save(out, result["seconds"], model=result["first"])

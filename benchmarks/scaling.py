@@ -12,7 +12,8 @@ Parts, each of which prints a table:
 - ragged: Dir(0.1) sizes against equal ones with the same total: steps that only fill up a chunk of clients who run side
   by side, and the time;
 - memory: bytes per client, estimated before compilation, planned by XLA, and what the process grew by;
-- evaluation: seconds per evaluated client against seconds per trained client.
+- evaluation: seconds per evaluated client against seconds per trained client; evaluation is all that a run scores after
+  a round, the global model, if there is one, and the way to the host included.
 
 Images are those of Fashion-MNIST where $FEDJAX_PFL_DATA holds fashion_mnist_70k.npz (again from the first one where
 clients need more), random ones otherwise. Every case runs in a process of its own, so that its peak memory is its own.
@@ -29,7 +30,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,25 +38,14 @@ import numpy as np
 from compile_time import programs
 
 from fedjax_pfl import Config
-from fedjax_pfl.data.federated import Federation
-from fedjax_pfl.data.sources import Dataset, from_arrays
-from fedjax_pfl.engine.memory import Memory
-from fedjax_pfl.engine.round import Engine, Run
+from fedjax_pfl.data.dataset import Dataset, from_arrays
+from fedjax_pfl.engine.round import Run
 from fedjax_pfl.engine.traffic import size
-from fedjax_pfl.experiment.build import cores, divide, make_engine, place, prepare_devices
+from fedjax_pfl.experiment.build import cores, prepare
+from fedjax_pfl.experiment.programs import Program, lay_out
 
 BATCH = 10
 CHUNKS = (10, 20)
-
-
-class Prepared(NamedTuple):
-    """A run that is about to start."""
-
-    engine: Engine
-    memory: Memory
-    key: jax.Array
-    data: Federation
-    programs: dict[str, Any]
 
 
 def images(samples: int) -> Dataset:
@@ -69,8 +59,8 @@ def images(samples: int) -> Dataset:
     return from_arrays(rng.integers(0, 256, (samples, 28, 28, 1), dtype=np.uint8), np.arange(samples) % 10)
 
 
-def prepare(clients: int, samples: int, **tables: dict[str, Any]) -> Prepared:
-    """Compiles the programs of a run on equal clients with so many samples each, a fifth of them for the test."""
+def compiled(clients: int, samples: int, **tables: dict[str, Any]) -> Program:
+    """The program of a run on equal clients with so many samples each, a fifth of them for the test."""
     config = Config(
         **{
             "data": {"source": "arrays", "clients": clients, "test_share": 0.2, "partition": {"kind": "iid"}},
@@ -78,39 +68,31 @@ def prepare(clients: int, samples: int, **tables: dict[str, Any]) -> Prepared:
             **tables,
         }
     )
-    prepare_devices(config.run.placement)
-    dataset = images(clients * samples)
-    key = jax.random.key(0)
-    data, _ = divide(config, dataset)
-    engine, memory = place(make_engine(config, dataset), config, key, data)
-    shared, _ = engine.placement.shardings(clients)
-    if shared is not None:
-        data, key = jax.device_put((data, key), shared)
-    compiled = {name: lower().compile() for name, lower in programs(engine, key, data)}
-    return Prepared(engine, memory, key, data, compiled)
+    prepare(config.run)
+    program = lay_out([config], images(clients * samples))
+    program.compile()
+    return program
 
 
-def seconds_per_round(prepared: Prepared, repeats: int, rounds: int = 1, *, post: bool = False) -> tuple[float, Run]:
+def seconds_per_round(program: Program, repeats: int, rounds: int = 1, *, post: bool = False) -> tuple[float, Run]:
     """The median over blocks of so many rounds, after one that does not count, and the state after the last.
 
     With ``post``, participants are scored in the last round of a block; under partial participation they always are.
     """
-    key, data = prepared.key, prepared.data
-    run, times = prepared.programs["init"](key, data), []
-    for block in range(repeats + 1):
-        began, t = time.perf_counter(), block * rounds
-        run = prepared.programs["rounds"](key, run, np.int32(t), np.int32(t + rounds), np.bool_(post), data)
-        jax.block_until_ready(run)
+    states, times = program.init(), []
+    for t in range(0, (repeats + 1) * rounds, rounds):
+        began = time.perf_counter()
+        states = jax.block_until_ready(program.rounds(states, t, t + rounds, evaluate=post))
         times.append((time.perf_counter() - began) / rounds)
-    return statistics.median(times[1:]), run
+    return statistics.median(times[1:]), states[0]
 
 
-def seconds_per_evaluation(prepared: Prepared, run: Run, repeats: int) -> float:
-    """The median time of PRE for all clients, after one that does not count."""
+def seconds_per_evaluation(program: Program, run: Run, repeats: int) -> float:
+    """The median time of scoring all clients, after one that does not count."""
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        jax.block_until_ready(prepared.programs["pre"](prepared.key, np.int32(0), run.state, prepared.data))
+        program.score([run], 0)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
 
@@ -124,8 +106,8 @@ def peak_bytes() -> int:
 def steps(clients: int, repeats: int) -> dict[str, Any]:
     """One epoch of 16 samples for every client, two steps."""
     model = {"name": "mlp", "hidden": 10}
-    prepared = prepare(clients, 20, model=model, method={"name": "fedavg"})
-    seconds, _ = seconds_per_round(prepared, repeats, max(1, 1000 // clients))
+    program = compiled(clients, 20, model=model, method={"name": "fedavg"})
+    seconds, _ = seconds_per_round(program, repeats, max(1, 1000 // clients))
     return {
         "clients": clients,
         "milliseconds per round": 1e3 * seconds,
@@ -136,18 +118,18 @@ def steps(clients: int, repeats: int) -> dict[str, Any]:
 
 def cohort(clients: int, model: str, repeats: int) -> dict[str, Any]:
     """A hundred participants with 20 training samples each."""
-    prepared = prepare(
+    program = compiled(
         clients,
         25,
         model={"name": model},
         method={"name": "fedrep", "head_epochs": 1},
         participation={"ratio": 100 / clients},
     )
-    seconds, run = seconds_per_round(prepared, 5 * repeats, post=True)
-    state, data = size(run.state.clients), size(prepared.data)
+    seconds, run = seconds_per_round(program, 5 * repeats, post=True)
+    state, data = size(run.state.clients), size((program.samples, program.rows[0].clients))
     # Before the evaluation, which has more in hand at a time than a round.
     peak = peak_bytes()
-    evaluation = seconds_per_evaluation(prepared, run, 1)
+    evaluation = seconds_per_evaluation(program, run, 1)
     return {
         "clients": clients,
         "model": model,
@@ -164,7 +146,7 @@ def ragged(beta: float | None, placement: str, chunk: int, repeats: int) -> dict
     """A hundred clients: Dir(beta) sizes, or equal ones with the same total."""
     partition = {"kind": "iid"} if beta is None else {"kind": "dirichlet", "beta": beta}
     options = {"chunk": chunk} if placement == "vmap" else {}
-    prepared = prepare(
+    program = compiled(
         100,
         200,
         data={"source": "arrays", "clients": 100, "partition": partition},
@@ -172,9 +154,10 @@ def ragged(beta: float | None, placement: str, chunk: int, repeats: int) -> dict
         method={"name": "fedavg"},
         run={"placement": placement, **options},
     )
-    seconds, _ = seconds_per_round(prepared, repeats)
-    sizes = np.asarray(prepared.data.train.count)
-    ordered = sizes[np.asarray(prepared.engine._order(jnp.arange(len(sizes)), jnp.asarray(sizes)))]
+    seconds, _ = seconds_per_round(program, repeats)
+    train, *_ = program.rows[0].clients
+    sizes = np.asarray(train.count)
+    ordered = sizes[np.asarray(program.engine._order(jnp.arange(len(sizes)), jnp.asarray(sizes)))]
     return {
         "sizes": "equal" if beta is None else f"Dir({beta})",
         "smallest": int(sizes.min()),
@@ -202,35 +185,36 @@ def waste(sizes: np.ndarray, chunk: int) -> float:
 def memory(method: str, model: str, clients: int, ratio: float) -> dict[str, Any]:
     """Bytes of a run with 16 training samples per client."""
     before = peak_bytes()
-    prepared = prepare(clients, 20, model={"name": model}, method={"name": method}, participation={"ratio": ratio})
-    placement, needs = prepared.engine.placement, {}
-    compiled = peak_bytes()
-    for name, program in prepared.programs.items():
-        plan = program.memory_analysis()
+    program = compiled(clients, 20, model={"name": model}, method={"name": method}, participation={"ratio": ratio})
+    placement, needs = program.engine.placement, {}
+    ready = peak_bytes()
+    _, run = seconds_per_round(program, 1)
+    trained = peak_bytes()
+    seconds_per_evaluation(program, run, 1)
+    grown = peak_bytes() - before
+    for name, lower in programs(program):
+        plan = lower().compile().memory_analysis()
         held = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
         needs[name] = placement.devices * (held + plan.temp_size_in_bytes)
-    _, run = seconds_per_round(prepared, 1)
-    trained = peak_bytes()
-    seconds_per_evaluation(prepared, run, 1)
-    estimate = prepared.memory.resident + placement.devices * placement.chunk * prepared.memory.per_client
+    estimate = program.memory.resident + placement.devices * placement.chunk * program.memory.per_client
     return {
         "method": method,
         "model": model,
         "clients": clients,
-        "cohort": prepared.engine.cohort_size,
+        "cohort": program.engine.cohort_size,
         "client state KB": size(run.state.clients) / clients / 1e3,
         "estimate MB": estimate / 1e6,
-        **{f"XLA {name} MB": bytes_ / 1e6 for name, bytes_ in needs.items() if name != "global"},
-        "grown by rounds MB": (trained - compiled) / 1e6,
-        "grown by all MB": (peak_bytes() - before) / 1e6,
+        **{f"XLA {name} MB": bytes_ / 1e6 for name, bytes_ in needs.items()},
+        "grown by rounds MB": (trained - ready) / 1e6,
+        "grown by all MB": grown / 1e6,
     }
 
 
 def evaluation(method: str, model: str, repeats: int) -> dict[str, Any]:
     """A hundred clients with 120 training and 30 test samples each, one epoch per round."""
-    prepared = prepare(100, 150, model={"name": model}, method={"name": method})
-    trained, run = seconds_per_round(prepared, repeats)
-    evaluated = seconds_per_evaluation(prepared, run, repeats)
+    program = compiled(100, 150, model={"name": model}, method={"name": method})
+    trained, run = seconds_per_round(program, repeats)
+    evaluated = seconds_per_evaluation(program, run, repeats)
     return {
         "method": method,
         "model": model,

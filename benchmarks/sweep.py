@@ -5,7 +5,7 @@
 FOLDER holds fashion_mnist_70k.npz. Each side runs in a process of its own that starts with an empty cache of compiled
 programs, and is timed from the first call to the last result, compilation included; the largest difference between the
 accuracies of the two sides is printed as well. The runs one after the other are what `simulate` does, clients spread
-over the cores; one that differs in the seed alone finds its programs in the cache.
+over the cores; seed and learning rate are inputs of a program, so that the first of them compiles for all.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from fedjax_pfl import load_config, simulate, sweep
-from fedjax_pfl.experiment.build import cores, prepare_devices
+from fedjax_pfl.experiment.build import cores, prepare
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "fashion_mnist_dirichlet.toml"
 FIXED = [
@@ -33,10 +33,8 @@ FIXED = [
 
 def measure(side: str, seeds: int, rates: list[float], overrides: list[str]) -> dict[str, Any]:
     """Seconds of one side, the part of it that was compilation, and its accuracies."""
-    config = load_config(CONFIG, [*FIXED, *overrides])
-    prepare_devices(config.run.placement)
-    jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    config = load_config(CONFIG, [*FIXED, *overrides, f"run.compilation_cache={tempfile.mkdtemp()}"])
+    prepare(config.run)
     grid: dict[str, list[Any]] = {"run.seed": list(range(seeds)), "training.lr": rates}
     began = time.perf_counter()
     if side == "one program":
@@ -48,8 +46,7 @@ def measure(side: str, seeds: int, rates: list[float], overrides: list[str]) -> 
         summaries = []
         for seed in grid["run.seed"]:
             for lr in rates:
-                changed = [f"run.seed={seed}", f"training.lr={lr}"]
-                summaries.append(simulate(load_config(CONFIG, [*FIXED, *overrides, *changed])).summary)
+                summaries.append(simulate(config.replace({"run.seed": seed, "training.lr": lr})).summary)
     seconds = time.perf_counter() - began
     complete = [summary for summary in summaries if summary is not None]
     return {
