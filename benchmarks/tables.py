@@ -5,13 +5,14 @@
 ``papers/<paper>.toml`` holds a paper's tables: settings, rows (methods, or the variants of an ablation) and figures;
 ``headline`` says whether these are of the last round or of the best, ``columns`` what they measure (see `COLUMNS`; by
 default the accuracy of the personal models). A cell is one run: a row in a setting with a seed.
-``results/<name>.json`` is rewritten after every cell, and a cell in it is run again only if its resolved config has
-changed: a table can be filled by several calls, one after the other, and a call that was stopped goes on where it was.
-A change of the code goes unnoticed; take another ``--name`` after one. ``results/<name>.md`` shows all cells that there
-are.
+``results/<name>.json`` is rewritten after every program (the seeds of a row), and a cell in it is run again only if its
+resolved config has changed: a table can be filled by several calls, one after the other, and a call that was stopped
+goes on where it was. A change of the code goes unnoticed; take another ``--name`` after one. ``results/<name>.md``
+shows all cells that there are.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import shlex
@@ -20,8 +21,6 @@ import time
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from fedjax_pfl.experiment.build import cores
 from fedjax_pfl.experiment.executors import Finished
 from fedjax_pfl.experiment.record import write_atomically
 from fedjax_pfl.experiment.statistics import paired_difference
-from fedjax_pfl.experiment.summary import first_reached, harmonic_mean
+from fedjax_pfl.experiment.summary import POINTS, figures_of, first_reached, harmonic_mean, without_nan
 from fedjax_pfl.experiment.sweep import run_configs
 from fedjax_pfl.experiment.tables import NONE, grid, mean_and_spread
 
@@ -52,13 +51,7 @@ LEGEND = (
 
 
 class Columns(NamedTuple):
-    """The figures that a table sets beside the paper's.
-
-    Attributes:
-      figures: their names; rows are ranked and tested by the last one, and a target is one of it.
-      title: what the last one is called in the text.
-      legend: what they mean.
-    """
+    """Figures that are set beside the paper's; rows are ranked and tested by the last one, ``title`` in the text."""
 
     figures: tuple[str, ...]
     title: str
@@ -92,8 +85,7 @@ COLUMNS = {
     ),
 }
 
-Key = tuple[str, str, int]
-"""Setting, row, seed."""
+Key = tuple[str, str, int]  # setting, row, seed
 Cell = dict[str, Any]
 
 
@@ -110,14 +102,14 @@ class Row:
 class Setting:
     """What the rows are compared on, with the paper's figures by row and name, in %, and the cost of the target.
 
-    ``paper_std`` holds standard deviations over the clients, in points; ``row_overrides`` what a row changes in this
-    setting only, after its own overrides.
+    A number alone for a row is the last of the figures. ``paper_std`` holds standard deviations over the clients, in
+    points; ``row_overrides`` what a row changes in this setting only, after its own overrides.
     """
 
     label: str
     overrides: list[str]
     row_overrides: dict[str, list[str]] = field(default_factory=dict)
-    paper: dict[str, dict[str, float]] = field(default_factory=dict)
+    paper: dict[str, float | dict[str, float]] = field(default_factory=dict)
     paper_std: dict[str, float] = field(default_factory=dict)
     target: float | None = None
     paper_to_target: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -125,10 +117,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a paper; ``headline``, ``last`` or ``best``, is the round whose figures the paper reports.
-
-    ``columns``, a key of `COLUMNS`, says which figures these are.
-    """
+    """A table of a paper; it has ``columns``, a key of `COLUMNS`, of the round ``headline``, ``last`` or ``best``."""
 
     paper: str
     name: str
@@ -145,43 +134,29 @@ class Table:
         return COLUMNS[self.columns].figures[-1]
 
 
-@dataclass(frozen=True)
-class Line:
-    """A row in a setting, with its cells by seed; there are none where nothing could be run."""
+class Line(NamedTuple):
+    """A row in a setting, with cells and `figures` by seed; there are none where nothing could be run."""
 
     key: str
     row: Row
-    table: Table
     cells: dict[int, Cell]
-
-    @property
-    def ranked(self) -> dict[int, float]:
-        """The figure that rows are ranked and tested by, by seed."""
-        return self.by_seed(self.table.ranked)
+    figures: dict[int, dict[str, float]]
 
     def by_seed(self, name: str) -> dict[int, float]:
-        """A figure of the table's columns, of the runs that have it."""
-        found = {seed: figures_of(cell, self.row.point, self.table) for seed, cell in self.cells.items()}
-        return {seed: figures[name] for seed, figures in found.items() if name in figures}
+        """A figure of the runs that have it."""
+        return {seed: found[name] for seed, found in self.figures.items() if not np.isnan(found[name])}
 
-    def show_spread(self, name: str) -> str:
-        """The mean over seeds of a figure of `spread`, in %."""
-        figures = [spread(cell, self.row.point, self.table.headline)[name] for cell in self.cells.values()]
-        return f"{100 * np.mean(figures):.2f}" if figures else NONE
+    def mean(self, name: str) -> float:
+        """A figure's mean over seeds."""
+        return float(np.mean(list(self.by_seed(name).values())))
 
-    def show(self, *path: str, digits: int = 2, scale: float = 1.0) -> str:
-        """The mean over seeds of the figure that a path of keys leads to in a cell."""
-        figures: list[Any] = [reduce(getitem, path, cell) for cell in self.cells.values()]
-        return f"{scale * np.mean(figures):.{digits}f}" if figures else NONE
+    def show(self, name: str, scale: float = 100.0, digits: int = 2) -> str:
+        """The mean for a table."""
+        return f"{scale * self.mean(name):.{digits}f}" if self.by_seed(name) else NONE
 
 
 def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
-    """Fills and prints a table of a paper; bad input is one line on stderr and exit code 2.
-
-    Args:
-      paper: the TOML file of the paper's tables.
-      arguments: the command line; that of the process unless given.
-    """
+    """Fills and prints a table of a paper's file; bad input is one line on stderr and exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser(paper).parse_args(arguments)
     try:
@@ -190,8 +165,7 @@ def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
         allow("--reference", [reference], table.rows)
         allow("--settings", options.settings or (), table.settings)
         allow("--methods", options.methods or (), table.rows)
-        stem = options.name or f"{table.paper.lower()}_{table.name}"
-        path = RESULTS / f"{stem}.json"
+        path = RESULTS / f"{options.name or f'{table.paper.lower()}_{table.name}'}.json"
         cells = load_cells(path, table)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -205,32 +179,23 @@ def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
 
 def parser(paper: Path) -> argparse.ArgumentParser:
     """The command line."""
-
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
-    def numbers(text: str) -> list[int]:
-        return [int(number) for number in text.split(",")]
-
     parser = argparse.ArgumentParser(description=f"Runs a table of {paper.name} and compares it with the paper's.")
+    listed: dict[str, Any] = {"type": lambda text: text.split(",")}
+    numbers: dict[str, Any] = {"type": lambda text: [int(number) for number in text.split(",")], "default": [0]}
     parser.add_argument("table", metavar="TABLE", help="e.g. table2")
-    parser.add_argument("--settings", type=names, metavar="A,B", help="all of the table's unless given")
-    parser.add_argument("--methods", type=names, metavar="X,Y", help="rows, by key; all of the table's unless given")
+    parser.add_argument("--settings", **listed, metavar="A,B", help="all of the table's unless given")
+    parser.add_argument("--methods", **listed, metavar="X,Y", help="rows, by key; all of the table's unless given")
     parser.add_argument("--rounds", type=int, help="the config's unless given")
-    parser.add_argument("--seeds", type=numbers, default=[0], metavar="0,1,2", help="of the runs; 0 unless given")
+    parser.add_argument("--seeds", **numbers, metavar="0,1,2", help="of the runs; 0 unless given")
     parser.add_argument("--reference", metavar="ROW", help="what the t-test compares with; the last row unless given")
     parser.add_argument("--name", help="stem of the result files; <paper>_<table> unless given")
-    change = "SECTION.KEY=VALUE"
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar=change, help="wins over all overrides")
+    changes: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "SECTION.KEY=VALUE"}
+    parser.add_argument("--set", **changes, help="wins over all overrides")
     return parser
 
 
 def read_table(path: Path, name: str) -> Table:
-    """Reads a table of a paper's file.
-
-    Raises:
-      ConfigError: there is no such table, headline or columns, or a figure belongs to no row or column.
-    """
+    """A table of a paper's file; ConfigError where it has no such table, or a figure belongs to no row or column."""
     paper = tomllib.loads(path.read_text(encoding="utf-8"))
     allow("TABLE", [name], paper["tables"])
     fields = dict(paper["tables"][name])
@@ -238,23 +203,16 @@ def read_table(path: Path, name: str) -> Table:
     allow(f"{name}.headline", [headline], HEADLINES)
     columns = fields.pop("columns", "accuracy")
     allow(f"{name}.columns", [columns], COLUMNS)
-    figures = COLUMNS[columns].figures
+    names = COLUMNS[columns].figures
     rows = {key: Row(**row) for key, row in fields.pop("rows", paper.get("methods", {})).items()}
-    settings = {key: read_setting(setting, figures) for key, setting in fields.pop("settings").items()}
+    settings = {key: Setting(**setting) for key, setting in fields.pop("settings").items()}
     for key, setting in settings.items():
         for what in ("row_overrides", "paper", "paper_to_target"):
             allow(f"{name}.{key}.{what}", getattr(setting, what), rows)
         allow(f"{name}.{key}.paper_std", setting.paper_std, rows if columns == "accuracy" else ())
         for row, given in setting.paper.items():
-            allow(f"{name}.{key}.paper.{row}", given, figures)
+            allow(f"{name}.{key}.paper.{row}", given if isinstance(given, dict) else (), names)
     return Table(paper["paper"], name, headline=headline, columns=columns, rows=rows, settings=settings, **fields)
-
-
-def read_setting(fields: Mapping[str, Any], figures: Sequence[str]) -> Setting:
-    """A setting; where the paper has a number alone for a row, it is the last of the figures."""
-    given = fields.get("paper", {})
-    paper = {row: found if isinstance(found, dict) else {figures[-1]: found} for row, found in given.items()}
-    return Setting(**{**fields, "paper": paper})
 
 
 def allow(option: str, given: Iterable[str], allowed: Collection[str]) -> None:
@@ -265,11 +223,7 @@ def allow(option: str, given: Iterable[str], allowed: Collection[str]) -> None:
 
 
 def load_cells(path: Path, table: Table) -> dict[Key, Cell]:
-    """The cells of earlier calls.
-
-    Raises:
-      ConfigError: the file holds another table.
-    """
+    """The cells of earlier calls; ConfigError where the file holds another table."""
     if not path.exists():
         return {}
     held = json.loads(path.read_text(encoding="utf-8"))
@@ -287,64 +241,45 @@ def to_json(table: Table, cells: Mapping[Key, Cell]) -> str:
 def fill(
     table: Table, cells: dict[Key, Cell], options: argparse.Namespace, command: str, save: Callable[[], None]
 ) -> dict[Key, str]:
-    """Runs the cells that are asked for and not there yet.
-
-    Args:
-      table: the table.
-      cells: the cells that there are; new ones are added.
-      options: the command line.
-      command: the command line as text, kept with each cell.
-      save: called after each program.
-
-    Returns:
-      Why cells could not be run, by key.
-    """
-    plan = [
-        (setting, row, seed)
-        for setting in table.settings
-        for row in table.rows
-        for seed in options.seeds
-        if setting in (options.settings or table.settings) and row in (options.methods or table.rows)
-    ]
+    """Runs the cells that are asked for and not there yet, saves after each program, and says what could not be run."""
     began, missing, wanted = time.perf_counter(), {}, {}
 
-    def say(key: Key, outcome: str) -> None:
-        setting, row, seed = key
-        print(f"{time.perf_counter() - began:8.1f} s  {setting} {row} seed {seed}: {outcome}", file=sys.stderr)
-
-    for key in plan:
-        try:
-            config = load_config(ROOT / table.config, cell_overrides(table, key, options))
-        except ConfigError as error:
-            missing[key] = str(error)
-            say(key, f"missing, {error}")
-            continue
-        if key in cells and is_of(cells[key], config):
-            say(key, f"kept{shown(cells[key], table)}")
+    def say(key: Key, outcome: str, why: str | None = None) -> None:
+        if why is None:
+            point = table.rows[key[1]].point
+            found = figures(cells[key], point, table)
+            known = {name: found[name] for name in COLUMNS[table.columns].figures if not np.isnan(found[name])}
+            shown = [f"{point if name == 'accuracy' else name} {100 * x:.2f} %" for name, x in known.items()]
         else:
-            wanted[key] = config
+            missing[key], shown = why, [why]
+        told = ", ".join([outcome, *shown])
+        print(f"{time.perf_counter() - began:8.1f} s  {key[0]} {key[1]} seed {key[2]}: {told}", file=sys.stderr)
+
+    settings, rows = options.settings or table.settings, options.methods or table.rows
+    for key in itertools.product(table.settings, table.rows, options.seeds):
+        if key[0] in settings and key[1] in rows:
+            try:
+                wanted[key] = load_config(ROOT / table.config, cell_overrides(table, key, options))
+            except ConfigError as error:
+                say(key, "missing", str(error))
+                continue
+            if key in cells and is_of(cells[key], wanted[key]):
+                del wanted[key]
+                say(key, "kept")
     keys = list(wanted)
     # The seeds of a row are rows of one program; a call that is stopped has the rows that were done.
     for places, outcome in run_configs(list(wanted.values())):
-        for at, key in enumerate(keys[place] for place in places):
-            if isinstance(outcome, str):
-                missing[key] = outcome
-                say(key, f"missing, {outcome}")
-                continue
-            setting, row, seed = key
-            asked = {"setting": setting, "row": row, "seed": seed, "set": options.set, "command": command}
+        if isinstance(outcome, str):
+            for place in places:
+                say(keys[place], "missing", outcome)
+            continue
+        for key, result in zip((keys[place] for place in places), outcome, strict=True):
+            asked = {**dict(zip(("setting", "row", "seed"), key, strict=True)), "set": options.set, "command": command}
             resolved = {"overrides": cell_overrides(table, key, options), "config": wanted[key].model_dump(mode="json")}
-            cells[key] = {**asked, **resolved, **measures(outcome[at])}
-            say(key, f"done{shown(cells[key], table)}")
+            cells[key] = asked | resolved | measures(result)
+            say(key, "done")
         save()
     return missing
-
-
-def shown(cell: Cell, table: Table) -> str:
-    """A cell's figures, for the line that tells of it."""
-    point = table.rows[cell["row"]].point
-    figures = figures_of(cell, point, table)
-    return "".join(f", {point if name == 'accuracy' else name} {100 * x:.2f} %" for name, x in figures.items())
 
 
 def is_of(cell: Cell, config: Config) -> bool:
@@ -365,154 +300,135 @@ def cell_overrides(table: Table, key: Key, options: argparse.Namespace) -> list[
 
 
 def measures(result: Finished) -> Cell:
-    """What is kept of a run."""
-    summary, history = result.summary, result.history
-    environment = summary["environment"]
+    """What is kept of a run; ``best`` is how the clients fared in the round with the highest mean accuracy."""
+    summary, history, ran_on = result.summary, result.history, result.summary["environment"]
+
+    def curve(name: str, digits: int = 6) -> Any:
+        return without_nan(history[name].round(digits).tolist())
+
+    def best(point: str) -> dict[str, float]:
+        at = np.argmax(history[f"{point}.accuracy"])
+        return {name: float(history[f"{point}.{name}"][at]) for name in ("accuracy", "std_clients", "worst_10_percent")}
+
     return {
-        "machine": f"{cores()} {platform.machine()} cores, JAX on {environment['platform']} "
-        f"(devices: {environment['device_count']}), jax {environment['jax']}, Python {platform.python_version()}",
+        "machine": f"{cores()} {platform.machine()} cores, JAX on {ran_on['platform']} "
+        f"(devices: {ran_on['device_count']}), jax {ran_on['jax']}, Python {platform.python_version()}",
         "personal": summary["personal"],
-        "best": {point: best_round(history, point) for point in ("pre", "post")},
+        "best": {point: best(point) for point in POINTS},
         "global": summary["global"],
         "timing": summary["timing"],
         "megabytes_total": summary["traffic"]["megabytes_total"],
         "curve": {
             "round": history["round"].tolist(),
-            "pre": rounded(history["pre.accuracy"], 6),
-            "post": rounded(history["post.accuracy"], 6),
-            "i_local": {point: rounded(history[f"{point}.i_local"], 6) for point in ("pre", "post")},
-            "global": rounded(history["global"], 6),
-            "megabytes": rounded(history["megabytes"], 3),
-            "seconds": rounded(history["seconds"], 3),
+            **{point: curve(f"{point}.accuracy") for point in POINTS},
+            "i_local": {point: curve(f"{point}.i_local") for point in POINTS},
+            "global": curve("global"),
+            "megabytes": curve("megabytes", 3),
+            "seconds": curve("seconds", 3),
         },
     }
-
-
-def rounded(values: np.ndarray, digits: int) -> list[float | None]:
-    """A metric for JSON, which has no NaN."""
-    return [None if np.isnan(value) else value for value in values.round(digits).tolist()]
-
-
-def best_round(history: Mapping[str, np.ndarray], point: str) -> dict[str, float]:
-    """How the clients fared in the round with the highest mean accuracy; see `spread`."""
-    at = np.argmax(history[f"{point}.accuracy"])
-    return {name: float(history[f"{point}.{name}"][at]) for name in ("accuracy", "std_clients", "worst_10_percent")}
-
-
-def spread(cell: Cell, point: str, headline: str) -> dict[str, float]:
-    """``accuracy``, the mean over clients, with its ``std_clients`` and ``worst_10_percent``.
-
-    Args:
-      cell: the run.
-      point: ``pre`` or ``post``.
-      headline: ``last`` or ``best``, the round.
-    """
-    if headline == "best":
-        return cell["best"][point]
-    last = cell["personal"][point]
-    return {"accuracy": last["last"], **{name: last[name] for name in ("std_clients", "worst_10_percent")}}
 
 
 def curve_of(cell: Cell, name: str, point: str) -> np.ndarray:
     """A figure of `COLUMNS` in the evaluated rounds; NaN where it takes a global model and the run has none."""
     if name == "hm":
         return harmonic_mean(curve_of(cell, "global", point), curve_of(cell, "local", point))
-    path = {"accuracy": [point], "local": ["i_local", point], "global": ["global"]}[name]
-    return np.array(reduce(getitem, path, cell["curve"]), np.float64)
+    curve = cell["curve"]
+    values = curve[point] if name == "accuracy" else curve["i_local"][point] if name == "local" else curve["global"]
+    return np.array(values, np.float64)
 
 
-def figures_of(cell: Cell, point: str, table: Table) -> dict[str, float]:
-    """A run's figures for the columns of a table, in the headline's round, without those that the run does not have."""
+def figures(cell: Cell, point: str, table: Table) -> dict[str, float]:
+    """The figures of a run: of its summary, and the table's, in the headline's round; NaN for what it does not have."""
+    found = figures_of({**cell, "headline": point, "traffic": {"megabytes_total": cell["megabytes_total"]}})
     if table.columns == "accuracy":
-        return {"accuracy": spread(cell, point, table.headline)["accuracy"]}
+        return found | {"accuracy": found["headline"]} | (cell["best"][point] if table.headline == "best" else {})
     curves = {name: curve_of(cell, name, point) for name in COLUMNS[table.columns].figures}
-    known = {name: curve for name, curve in curves.items() if not np.isnan(curve).any()}
-    if not known:
-        return {}
-    *_, ranked = known.values()
-    at = np.argmax(ranked) if table.headline == "best" else -1
-    return {name: float(curve[at]) for name, curve in known.items()}
+    known = [curve for curve in curves.values() if not np.isnan(curve).any()]
+    at = int(np.argmax(known[-1])) if known and table.headline == "best" else -1
+    return found | {name: float(curve[at]) for name, curve in curves.items()}
 
 
-def paper_figures(setting: Setting, row: str) -> dict[str, float]:
-    """The paper's figures of a row, by name; HM is that of the two others where there are both, whatever is printed."""
+def paper_figures(table: Table, setting: Setting, row: str) -> dict[str, float]:
+    """The paper's figures of a row; HM is that of the two others, if it has both, and what it prints is ``printed``."""
     given = setting.paper.get(row, {})
-    if {"global", "local"} <= given.keys():
-        hm = harmonic_mean(float(given["global"]), float(given["local"]))
-        return {**given, "hm": round(float(hm), 2)}
-    return given
+    found = given if isinstance(given, dict) else {table.ranked: given}
+    if {"global", "local"} <= found.keys():
+        hm = round(float(harmonic_mean(float(found["global"]), float(found["local"]))), 2)
+        return found | {"hm": hm} | ({"printed": found["hm"]} if "hm" in found else {})
+    return found
 
 
 def markdown(table: Table, cells: Mapping[Key, Cell], missing: Mapping[Key, str], reference: str) -> str:
-    """The table as far as it is filled, with the paper's figures.
-
-    Args:
-      table: the table.
-      cells: the cells that there are.
-      missing: why cells could not be run.
-      reference: the row that the t-test compares with.
-    """
+    """The table as far as it is filled, with the paper's figures, and why cells are missing."""
     columns = COLUMNS[table.columns]
     legend = columns.legend.format(round=HEADLINES[table.headline].format(title=columns.title))
-    clients = "" if table.columns == "accuracy" else "mean accuracy over clients, "
+    clients, of = ("", "") if table.columns == "accuracy" else ("mean accuracy over clients, ", f" {columns.title}")
     common = LEGEND.format(clients=clients, reference=table.rows[reference].label)
     parts = [f"# {table.paper}, {table.title}", f"{legend} {common}"]
-    shown = [cell for key, cell in cells.items() if key[0] in table.settings and key[1] in table.rows]
-    machines, commands = (dict.fromkeys(cell[what] for cell in shown) for what in ("machine", "command"))
-    parts += [f"Machine: {machine}" for machine in machines]
-    if commands:
-        parts.append("\n".join(["```bash", *commands, "```"]))
+    known = [cell for key, cell in cells.items() if key[0] in table.settings and key[1] in table.rows]
+    parts += [f"Machine: {machine}" for machine in dict.fromkeys(cell["machine"] for cell in known)]
+    if known:
+        parts.append("\n".join(["```bash", *dict.fromkeys(cell["command"] for cell in known), "```"]))
     for key, setting in table.settings.items():
         lines = lines_of(table, key, cells, missing)
         if lines:
-            parts += [f"## {setting.label}", grid(*comparison(table, setting, lines, reference))]
-            parts += notes(table, setting, lines, reference)
-            parts += reasons(table, {at: why for at, why in missing.items() if at[0] == key})
+            parts += [f"## {setting.label}", *comparison(table, setting, lines, reference)]
+            reasons = [(why, f"{table.rows[at[1]].label} ({at[2]})") for at, why in missing.items() if at[0] == key]
+            parts += [f"Missing: {', '.join(found)}: {why}." for why, found in together(reasons).items()]
             if setting.target is not None:
-                of = "" if table.columns == "accuracy" else f" {columns.title}"
-                parts += [f"To {setting.target:g} %{of}:", grid(*to_target(setting, setting.target, lines))]
+                parts += [f"To {setting.target:g} %{of}:", to_target(table, setting, setting.target, lines)]
     return "\n\n".join(parts) + "\n"
 
 
 def lines_of(table: Table, setting: str, cells: Mapping[Key, Cell], missing: Mapping[Key, str]) -> list[Line]:
     """The rows of a setting that have been run, or tried, in the paper's order."""
-    tried = {key[1] for key in (*cells, *missing) if key[0] == setting}
-    return [
-        Line(name, row, table, {key[2]: cells[key] for key in sorted(cells) if key[:2] == (setting, name)})
-        for name, row in table.rows.items()
-        if name in tried
-    ]
+    lines = []
+    for name, row in table.rows.items():
+        found = {key[2]: cells[key] for key in sorted(cells) if key[:2] == (setting, name)}
+        if found or any(key[:2] == (setting, name) for key in missing):
+            known = {seed: figures(cell, row.point, table) for seed, cell in found.items()}
+            lines.append(Line(name, row, found, known))
+    return lines
 
 
-def comparison(
-    table: Table, setting: Setting, lines: Sequence[Line], reference: str
-) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of a setting's main table."""
-    names = COLUMNS[table.columns].figures
-    best = max((line for line in lines if line.ranked), key=mean_ranked, default=None)
-    base = next((line.ranked for line in lines if line.key == reference), {})
+def comparison(table: Table, setting: Setting, lines: Sequence[Line], reference: str) -> list[str]:
+    """A setting's main table, and below it what was run, the test against the best other row, the ranking."""
+    names, ranked = COLUMNS[table.columns].figures, table.ranked
+    title = "{0}: {1}" if len(names) > 1 else "{0} (%)"
+    run = sorted((line for line in lines if line.by_seed(ranked)), key=lambda line: -line.mean(ranked))
+    base = next((line for line in lines if line.key == reference), None)
+    paper = {line.key: paper_figures(table, setting, line.key) for line in lines}
     rows = []
     for line in lines:
-        paper = paper_figures(setting, line.key)
-        row = {"method": line.row.label}
+        given, row = paper[line.key], {"method": line.row.label}
         for name in names:
-            row[heading("paper", name, names)] = f"{paper[name]:g}" if name in paper else NONE
+            row[title.format("paper", name.replace("hm", "HM"))] = f"{given[name]:g}" if name in given else NONE
         for name in names:
-            bold = "**" if line is best and name == table.ranked else ""
-            row[heading("ours", name, names)] = f"{bold}{ours(line, name)}{bold}"
+            ours = mean_and_spread([100 * x for x in line.by_seed(name).values()])
+            bold = "**" if name == ranked and line in run[:1] else ""
+            row[title.format("ours", name.replace("hm", "HM"))] = f"{bold}{ours}{bold}"
         if setting.paper_std:
             std = setting.paper_std.get(line.key)
-            row["paper's client std"] = NONE if std is None else f"{std:g}"
-            row["client std"] = line.show_spread("std_clients")
-        for point in ("pre", "post"):
-            row[point.upper()] = line.show("personal", point, "last", scale=100)
+            row |= {"paper's client std": NONE if std is None else f"{std:g}", "client std": line.show("std_clients")}
+        row |= {point.upper(): line.show(point) for point in POINTS}
         if table.columns == "accuracy":
-            row["worst 10 %"] = line.show_spread("worst_10_percent")
-        row["MB"] = line.show("megabytes_total", digits=1)
-        row["s per round"] = line.show("timing", "seconds_per_round", digits=3)
-        row["p"] = show_p(None if line.key == reference else paired_p(line.ranked, base))
-        rows.append(row)
-    return list(rows[0]), [list(row.values()) for row in rows]
+            row["worst 10 %"] = line.show("worst_10_percent")
+        p = paired_p(line.by_seed(ranked), base.by_seed(ranked)) if base and line is not base else None
+        row |= {"MB": line.show("megabytes", 1, 1), "s per round": line.show("seconds_per_round", 1, 3)}
+        rows.append(row | {"p": NONE if p is None else f"{p:.3g}"})
+    parts = [grid(list(rows[0]), [list(row.values()) for row in rows]), *runs([line for line in lines if line.cells])]
+    best = next((line for line in run if line is not base), None)
+    if base and best and (p := paired_p(base.by_seed(ranked), best.by_seed(ranked))) is not None:
+        parts.append(f"{base.row.label} against the best other row, {best.row.label}: p = {p:.3g}.")
+    both = [(paper[line.key][ranked], line.mean(ranked)) for line in run if ranked in paper[line.key]]
+    if (rho := rank_correlation(both)) is not None:
+        parts.append(f"Rank correlation (Spearman) with the paper's figures over {len(both)} rows: {rho:.2f}.")
+    for line in lines:
+        printed, hm = paper[line.key].get("printed"), paper[line.key].get("hm")
+        if printed is not None and hm is not None and abs(printed - hm) > 0.05:
+            parts.append(f"The paper prints an HM of {printed:g} for {line.row.label}; that of its columns is {hm:g}.")
+    return parts
 
 
 def paired_p(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:
@@ -521,124 +437,57 @@ def paired_p(first: Mapping[int, float], second: Mapping[int, float]) -> float |
     return None if found is None or np.isnan(found.p) else found.p
 
 
-def show_p(p: float | None) -> str:
-    """A p-value for a table."""
-    return NONE if p is None else f"{p:.3g}"
-
-
-def heading(whose: str, name: str, names: Sequence[str]) -> str:
-    """What stands above the paper's figures of that name, or above ours."""
-    return f"{whose}: {name.replace('hm', 'HM')}" if len(names) > 1 else f"{whose} (%)"
-
-
-def mean_ranked(line: Line) -> float:
-    """Mean over seeds."""
-    return float(np.mean(list(line.ranked.values())))
-
-
-def ours(line: Line, name: str) -> str:
-    """Our figure in %: the mean over seeds, with the sample standard deviation if there are two or more."""
-    return mean_and_spread(100 * np.array(list(line.by_seed(name).values())))
-
-
-def rank_correlation(paper: Sequence[float], ours: Sequence[float]) -> float | None:
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Spearman's rank correlation; None with fewer than three pairs, or where all figures of a side are the same."""
-    if len(paper) < 3 or np.ptp(paper) == 0 or np.ptp(ours) == 0:
+    if len(pairs) < 3 or (np.ptp(pairs, axis=0) == 0).any():
         return None
-    return float(stats.spearmanr(paper, ours).statistic)
-
-
-def notes(table: Table, setting: Setting, lines: Sequence[Line], reference: str) -> list[str]:
-    """What stands below a setting's main table: what was run, the test against the best other row, the ranking."""
-    found = runs([line for line in lines if line.cells])
-    run = [line for line in lines if line.ranked]
-    base = next((line for line in run if line.key == reference), None)
-    best = max((line for line in run if line.key != reference), key=mean_ranked, default=None)
-    p = paired_p(base.ranked, best.ranked) if base and best else None
-    if base and best and p is not None:
-        found.append(f"{base.row.label} against the best other row, {best.row.label}: p = {p:.3g}.")
-    paper = {line.key: paper_figures(setting, line.key) for line in lines}
-    ranked = [line for line in run if table.ranked in paper[line.key]]
-    rho = rank_correlation([paper[line.key][table.ranked] for line in ranked], [mean_ranked(line) for line in ranked])
-    if rho is not None:
-        found.append(f"Rank correlation (Spearman) with the paper's figures over {len(ranked)} rows: {rho:.2f}.")
-    for line in lines:
-        printed, computed = setting.paper.get(line.key, {}).get("hm"), paper[line.key].get("hm")
-        if printed is not None and computed is not None and abs(printed - computed) > 0.05:
-            found.append(
-                f"The paper prints an HM of {printed:g} for {line.row.label}; that of its columns is {computed:g}."
-            )
-    return found
+    return float(stats.spearmanr(pairs).statistic)
 
 
 def runs(lines: Sequence[Line]) -> list[str]:
     """Rounds, seeds and ``--set`` of the cells; a line for each group of rows where they differ between calls."""
-    groups: dict[str, list[str]] = {}
+    labelled = []
     for line in lines:
-        seeds: dict[tuple, list[str]] = {}
-        for seed, cell in line.cells.items():
-            seeds.setdefault((cell["config"]["training"]["rounds"], *cell["set"]), []).append(str(seed))
-        for (rounds, *changes), numbers in seeds.items():
-            what = "; ".join([f"{rounds} rounds", f"seed {', '.join(numbers)}", *changes])
-            groups.setdefault(what, []).append(line.row.label)
+        cells = [((cell["config"]["training"]["rounds"], *cell["set"]), str(seed)) for seed, cell in line.cells.items()]
+        for (rounds, *changes), seeds in together(cells).items():
+            labelled.append(("; ".join([f"{rounds} rounds", f"seed {', '.join(seeds)}", *changes]), line.row.label))
+    groups = together(labelled)
     if len(groups) == 1:
         return [f"All rows: {what}." for what in groups]
     return [f"**Not alike**, {', '.join(labels)}: {what}." for what, labels in groups.items()]
 
 
-def reasons(table: Table, missing: Mapping[Key, str]) -> list[str]:
-    """Which cells of a setting could not be run, and why: a line per reason."""
-    groups: dict[str, list[str]] = {}
-    for (_, row, seed), why in missing.items():
-        groups.setdefault(why, []).append(f"{table.rows[row].label} ({seed})")
-    return [f"Missing: {', '.join(cells)}: {why}." for why, cells in groups.items()]
+def together(pairs: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
+    """What stands beside the same first entry."""
+    groups: dict[Any, list[str]] = {}
+    for what, beside in pairs:
+        groups.setdefault(what, []).append(beside)
+    return groups
 
 
-def to_target(setting: Setting, target: float, lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of the table of costs until the target is reached."""
+def to_target(table: Table, setting: Setting, target: float, lines: Sequence[Line]) -> str:
+    """The table of costs until the target, in %, is reached: means over the seeds that reach it."""
+    ours = ["rounds", "seconds", "of which compilation", "MB", "MB per client"]
     rows = []
     for line in lines:
-        found = [(cell, curve_of(cell, line.table.ranked, line.row.point)) for cell in line.cells.values()]
-        costs = [cost for cell, curve in found if (cost := cost_to(cell, curve, target))]
-        paper = show_paper_costs(setting.paper_to_target.get(line.key, {}))
-        rows.append([line.row.label, *show_costs(costs, line), paper])
-    ours = ["rounds", "seconds", "of which compilation", "MB", "MB per client"]
-    return ["method", *ours, "paper: rounds / minutes / MB"], rows
+        cells = line.cells.values()
+        at = [first_reached(curve_of(cell, table.ranked, line.row.point), target / 100) for cell in cells]
+        costs = [costs_at(cell, place) for cell, place in zip(cells, at, strict=True) if place is not None]
+        shown = [NONE] * len(ours)
+        if costs:
+            rounds, *others = np.mean(costs, axis=0)
+            some = f" ({len(costs)} of {len(cells)} seeds)" if len(costs) < len(cells) else ""
+            shown = [f"{rounds:.1f}".removesuffix(".0") + some, *(f"{cost:.1f}" for cost in others)]
+        elif cells:
+            shown[0] += f" (not in {max(cell['curve']['round'][-1] for cell in cells)} rounds)"
+        paper = setting.paper_to_target.get(line.key, {})
+        printed = [f"{paper[key]:g}" if key in paper else NONE for key in ("rounds", "minutes", "megabytes")]
+        rows.append([line.row.label, *shown, " / ".join(printed) if paper else NONE])
+    return grid(["method", *ours, "paper: rounds / minutes / MB"], rows)
 
 
-def cost_to(cell: Cell, values: np.ndarray, target: float) -> tuple[float, ...] | None:
-    """What a run cost up to the first evaluated round whose figure is the target or more.
-
-    Args:
-      cell: the run.
-      values: the figure in the evaluated rounds.
-      target: the target in %.
-
-    Returns:
-      Rounds; seconds since the run began, compilation and evaluation included; seconds of compilation; megabytes of all
-      clients, and per client. None where the target is never reached.
-    """
-    curve, at = cell["curve"], first_reached(values, target / 100)
-    if at is None:
-        return None
-    traffic = curve["megabytes"][at]
-    per_client = traffic / cell["config"]["data"]["clients"]
-    return curve["round"][at], curve["seconds"][at], cell["timing"]["compile_seconds"], traffic, per_client
-
-
-def show_costs(costs: Sequence[tuple[float, ...]], line: Line) -> list[str]:
-    """Means over the seeds that reached the target, and how many did if not all."""
-    if not line.cells:
-        return [NONE] * 5
-    if not costs:
-        rounds = max(cell["curve"]["round"][-1] for cell in line.cells.values())
-        return [f"{NONE} (not in {rounds} rounds)", *[NONE] * 4]
-    rounds, *others = np.mean(costs, axis=0)
-    some = f" ({len(costs)} of {len(line.cells)} seeds)" if len(costs) < len(line.cells) else ""
-    return [f"{rounds:.1f}".removesuffix(".0") + some, *(f"{cost:.1f}" for cost in others)]
-
-
-def show_paper_costs(paper: Mapping[str, float]) -> str:
-    """The paper's own costs."""
-    figures = [f"{paper[key]:g}" if key in paper else NONE for key in ("rounds", "minutes", "megabytes")]
-    return " / ".join(figures) if paper else NONE
+def costs_at(cell: Cell, at: int) -> tuple[float, ...]:
+    """Up to an evaluated round: rounds; seconds, all included, and those of compilation; MB of all, and per client."""
+    curve, clients = cell["curve"], cell["config"]["data"]["clients"]
+    sent = curve["megabytes"][at]
+    return curve["round"][at], curve["seconds"][at], cell["timing"]["compile_seconds"], sent, sent / clients
