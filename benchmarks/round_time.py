@@ -195,7 +195,7 @@ def describe(case: Case, method: str) -> exchange.Case:
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(METHODS[method]).parameters.items()
-        if parameter.default is not parameter.empty
+        if parameter.kind is parameter.KEYWORD_ONLY
     }
     settings = {
         "model": MODELS[config.model["name"]],
