@@ -122,7 +122,8 @@ def fedpac(
         counts = jnp.sum(uploads.per_class.held, axis=0)
         new = class_means(jnp.sum(sums, axis=0), counts)
         prototypes = update_prototypes(server.prototypes, new)
-        weights = head_weights(h, uploads.v, cohort.weight > 0)
+        present = jnp.sum(uploads.per_class.held, axis=1) > 0
+        weights = head_weights(h, uploads.v, present)
         heads = jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1), uploads.head)
         return Server(combine(uploads.extractor, cohort.weight), prototypes), Client(heads)
 

@@ -59,4 +59,7 @@ def head_weights(
         a = jnp.where(a > cut, a, 0.0)
         return a / jnp.maximum(jnp.sum(a), 1e-12)
 
-    return lax.map(weights, flat, batch_size=64)
+    found = lax.map(weights, flat, batch_size=64)
+    # Heads are split over devices by rows. The index keeps that from reaching back into the solver, whose devices would
+    # ask each other in every block of sweeps whether to go on.
+    return jnp.take(found, jnp.arange(len(h)), axis=0)
