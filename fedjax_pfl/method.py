@@ -126,6 +126,11 @@ class Update(NamedTuple):
     info: TrainInfo
     post: tuple[PyTree, PyTree] | None = None
 
+    @property
+    def trained(self) -> tuple[PyTree, PyTree]:
+        """The (view, client) of the POST evaluation."""
+        return (self.upload, self.client) if self.post is None else self.post
+
 
 @runtime_checkable
 class Init(Protocol):

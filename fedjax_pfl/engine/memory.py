@@ -76,8 +76,7 @@ def survey(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[Memor
     def scores(view: PyTree, client: PyTree, x: Array, y: Array, test: Clients) -> Scores:
         return score(lambda images: method.predict(view, client, images), client_data(x, y, test))
 
-    model = update.post or (update.upload, update.client)
-    scoring = peak_bytes(jax.make_jaxpr(scores)(*model, data.x, data.y, test).jaxpr)
+    scoring = peak_bytes(jax.make_jaxpr(scores)(*update.trained, data.x, data.y, test).jaxpr)
     # Old and new rows of the cohort, and their uploads before and after absent ones are zeroed.
     cohort = engine.cohort_size * 2 * (size(client) + size(update.upload))
     states, samples = engine.clients * size(client), size(data)

@@ -142,7 +142,7 @@ class Engine:
         def one(shared: tuple, row: tuple) -> tuple[Update, Scored]:
             (score_now, common), (own, scored, last) = shared, row
             update = self.local(common, own)
-            post, (*_, x, y) = _trained(update), common
+            post, (*_, x, y) = update.trained, common
             # A condition around the whole map would hold collectives, which XLA does not keep in order with those
             # after it on a CPU: devices that meet them in another order wait for each other for ever.
             scores = lax.cond(score_now, lambda: self._score_model(*post, x, y, scored), lambda: last)
@@ -217,7 +217,7 @@ class Engine:
 
         def one(shared: tuple, row: tuple) -> Scored:
             (own, scored), (*_, x, y) = row, shared
-            return self._score_model(*_trained(self.local(shared, own)), x, y, scored)
+            return self._score_model(*self.local(shared, own).trained, x, y, scored)
 
         shared = keys.clients, t, self.method.broadcast(run.state.server), data.x, data.y
         mapped = (ids, clients, train, validation), scored
@@ -379,8 +379,3 @@ class Engine:
         server, new = method.aggregate(Round(key_aggregate, t), state.server, new, uploads, cohort)
         sent = traffic_of(jnp.zeros((), jnp.int32), view, jnp.sum(present), uploads)
         return State(server, put_rows(state.clients, ids, new)), sent
-
-
-def _trained(update: Update) -> tuple[PyTree, PyTree]:
-    """The (view, client) that is scored as POST."""
-    return (update.upload, update.client) if update.post is None else update.post
