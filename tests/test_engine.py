@@ -16,7 +16,8 @@ from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine, round_keys
-from fedjax_pfl.engine.scoring import Scores, summarize
+from fedjax_pfl.engine.scoring import Scores
+from fedjax_pfl.experiment.summary import summarize
 from fedjax_pfl.method import Calibration, Method, PerClass, SentIf, TrainInfo, Update, part_of
 from fedjax_pfl.methods import METHODS
 from tests.conftest import TRAIN_SIZES

@@ -7,7 +7,8 @@ import pytest
 from sklearn.metrics import f1_score
 
 from fedjax_pfl.data.federated import client_data, pack
-from fedjax_pfl.engine.scoring import BATCH, Scores, harmonic_mean, score, scores_of, summarize, tally
+from fedjax_pfl.engine.scoring import BATCH, Scores, score, scores_of, tally
+from fedjax_pfl.experiment.summary import harmonic_mean, summarize
 
 CLASSES = 5
 # One part longer than a batch, one without samples, one with a sample.

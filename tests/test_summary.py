@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_pfl import Config, load_config, simulate
 from fedjax_pfl.engine.scoring import Evaluation, Scored, Scores
-from fedjax_pfl.experiment.summary import figures_of, flat, harmonic_mean, line_of, mean_line, summarize, summary_of
+from fedjax_pfl.experiment.summary import figures_of, flat, line_of, mean_line, summarize, summary_of
 from tests.test_simulate import config
 
 COSTS = {"traffic": {"megabytes_total": 1.0}, "timing": {"seconds_per_round": 0.1}}
@@ -88,10 +88,6 @@ def test_the_mean_of_lines_is_taken_number_by_number():
     assert mean["pre"]["accuracy"] == pytest.approx((0.55 + 0.7) / 2)
     assert mean_line([{**first, "global": None}, first])["global"] is None
     assert mean_line([first]) == first
-
-
-def test_harmonic_mean():
-    np.testing.assert_allclose(harmonic_mean(np.array([0.5, 0.0]), np.array([1.0, 0.0])), [2 / 3, 0.0])
 
 
 def test_clients_without_samples_are_left_out():
