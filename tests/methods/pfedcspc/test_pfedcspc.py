@@ -13,12 +13,11 @@ import pytest
 from scipy.special import softmax
 
 from fedjax_pfl import Config, ConfigError, simulate
-from fedjax_pfl.data.sources import Dataset
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
 from fedjax_pfl.engine.traffic import count
-from fedjax_pfl.experiment.build import make_engine
+from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.method import Cohort, PerClass
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
@@ -760,8 +759,7 @@ def test_it_needs_a_projection_head(model_with_maps, trainer):
 def test_a_config_gives_the_servers_rounds_as_a_list():
     table = {"name": "pfedcspc", "server_lr_drops": [1, 2]}
     config = Config(data={"source": "digits"}, model={"name": "cnn_proj"}, method=table)
-    dataset = Dataset("some", np.zeros((4, 28, 28, 1), np.uint8), np.arange(4, dtype=np.int32) % 2, 2, None)
-    assert make_engine(config, dataset).method.headline == "pre"
+    assert make_engine(config, DataShape("some", (28, 28, 1), 2, None)).method.headline == "pre"
 
 
 def test_the_headline_is_the_point_after_local_adaptation(model, trainer):

@@ -17,12 +17,11 @@ from scipy.special import log_softmax, logsumexp
 
 from fedjax_pfl import Config, ConfigError
 from fedjax_pfl.data.federated import ClientData, client_data
-from fedjax_pfl.data.sources import Dataset
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, round_keys
 from fedjax_pfl.engine.traffic import count
-from fedjax_pfl.experiment.build import make_engine
+from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.method import Cohort, PerClass, SentIf
 from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.methods.pgfedsplit import pgfedsplit
@@ -735,8 +734,7 @@ def test_the_order_of_the_clients_and_absent_rows_change_no_root(covariance):
 def test_an_interval_outside_its_bounds_is_refused(options, model, trainer):
     with pytest.raises(ValueError, match="interval"):
         pgfedsplit(model, trainer, **options)
-    images, labels = np.zeros((8, 4, 4, 1), np.uint8), np.arange(8, dtype=np.int32) % 2
     config = Config(data={"source": "digits"}, model={"name": "mlp"}, method={"name": "pgfedsplit", **options})
     with pytest.raises(ConfigError, match=r"method\.name") as refusal:
-        make_engine(config, Dataset("some", images, labels, 2, None))
+        make_engine(config, DataShape("some", (4, 4, 1), 2, None))
     assert "interval" in str(refusal.value)
