@@ -193,7 +193,7 @@ def test_statistics_are_trained_on_samples_alone_and_averaged_as_the_extractor_i
         if "running" in name:
             expected = np.average([own[name] for own in statistics], axis=0, weights=weights)
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    assert np.isfinite(run.post.loss).all()
+    assert np.isfinite(run.post.test.loss).all()
 
 
 # Tracing the eighteen layers takes seconds: the small one stands for them in most methods.
