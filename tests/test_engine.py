@@ -536,8 +536,8 @@ def test_a_summary_covers_the_clients_that_have_test_samples():
     n_test[[3, 8]] = 0
     correct = rng.integers(0, n_test + 1)
     accuracy = correct / np.maximum(n_test, 1)
-    f1, loss = rng.uniform(size=(2, 35)) * (n_test > 0)
-    found = summarize(Scores(*map(jnp.asarray, (correct.astype(np.float32), accuracy, f1, f1, loss))), n_test)
+    f1, union, loss = rng.uniform(size=(3, 35)) * (n_test > 0)
+    found = summarize(Scores(*map(jnp.asarray, (correct.astype(np.float32), accuracy, f1, union, loss))), n_test)
     keep = np.setdiff1d(np.arange(35), [3, 8])
     assert found == pytest.approx(
         {
@@ -546,6 +546,7 @@ def test_a_summary_covers_the_clients_that_have_test_samples():
             "std_clients": np.sqrt(np.mean((accuracy[keep] - np.mean(accuracy[keep])) ** 2)),
             "worst_10_percent": sum(sorted(accuracy[keep])[:3]) / 3,
             "macro_f1": sum(f1[keep]) / 33,
+            "macro_f1_union": sum(union[keep]) / 33,
             "loss": sum(loss[keep]) / 33,
             "i_local": sum(2 / (1 / accuracy[i] + 1 / f1[i]) for i in keep if accuracy[i] > 0) / 33,
         },
