@@ -109,7 +109,7 @@ def test_validation_samples_are_scored_beside_the_test_samples(tmp_path):
     for metric in ("accuracy", "weighted", "loss"):
         for point in ("pre", "post"):
             found = result.history[f"validation_{point}.{metric}"]
-            np.testing.assert_array_equal(found, on_validation.history[f"{point}.{metric}"])
+            np.testing.assert_allclose(found, on_validation.history[f"{point}.{metric}"], rtol=1e-6)
     best = int(np.argmax(result.history["validation_pre.accuracy"]))
     judged = result.summary["personal"]["pre"]
     assert judged["by_validation"] == result.history["pre.accuracy"][best]
