@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 
 SWEEP = """
 config = "{config}"
-overrides = ["training.rounds=60", "run.eval_every=10", "run.checkpoint_every=5", "participation.ratio=0.5"]
+overrides = ["training.rounds=30", "run.eval_every=10", "run.checkpoint_every=5", "participation.ratio=0.5"]
 [grid]
 method.name = ["fedrep", "fedprox"]
 training.lr = [0.02, 0.05]
@@ -44,10 +44,7 @@ def main() -> None:
         for at in instants:
             run(file, killed, kill_after=at * seconds)
             done = len(list(killed.glob("*/summary.json")))
-            newest = sorted(
-                max((int(step.name) for step in (path / "checkpoints").glob("[0-9]*")), default=0)
-                for path in killed.glob("*/")
-            )
+            newest = sorted(newest_round(folder) for folder in killed.glob("*/"))
             print(f"killed after {at * seconds:.0f} s: {done} of 12 complete, newest checkpoints after rounds {newest}")
         print(f"last call: {run(file, killed):.0f} s")
         found, expected = contents(killed), contents(whole)
@@ -72,16 +69,22 @@ def run(file: Path, out: Path, kill_after: float | None = None) -> float:
     return time.perf_counter() - began
 
 
+def newest_round(folder: Path) -> int:
+    """The round of the newest complete checkpoint; the kill may have left part of another."""
+    names = [step.name for step in (folder / "checkpoints").glob("*")]
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
 def contents(out: Path) -> dict[str, tuple]:
     """Run -> all that must not depend on an interruption."""
     found = {}
     for folder in sorted(path for path in out.glob("*/") if (path / "summary.json").exists()):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         metrics = json.dumps([{key: value for key, value in line.items() if key != "seconds"} for line in lines])
-        newest = max((folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
-        arrays = ocp.StandardCheckpointer().restore((newest / "run").absolute())
+        newest = newest_round(folder)
+        arrays = ocp.StandardCheckpointer().restore((folder / "checkpoints" / str(newest) / "run").absolute())
         state = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays)]
-        found[folder.name] = metrics, (folder / "clients.csv").read_text(), newest.name, tuple(state)
+        found[folder.name] = metrics, (folder / "clients.csv").read_text(), newest, tuple(state)
     return found
 
 
