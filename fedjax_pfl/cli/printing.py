@@ -61,7 +61,7 @@ def print_markdown(text: str) -> None:
     from rich.markdown import Markdown
 
     # Not cut to the width of a terminal where there is none.
-    Console(width=None if sys.stdout.isatty() else 140).print(Markdown(text))
+    Console(width=None if sys.stdout.isatty() else 200).print(Markdown(text))
 
 
 def print_summary(summary: dict[str, Any]) -> None:
