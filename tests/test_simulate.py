@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from scipy.stats import hmean
 
-from fedjax_pfl import Config, ConfigError, simulate
+from fedjax_pfl import METHODS, Config, ConfigError, simulate
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.data.split import draw_test, manifest
@@ -22,6 +22,7 @@ from fedjax_pfl.experiment.build import cores, divide, make_engine, shape_of
 from fedjax_pfl.experiment.programs import lay_out
 from tests.reference import MLP, held, to_numpy
 
+METHODS_BEFORE = dict(METHODS)
 CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
@@ -208,6 +209,18 @@ def test_other_seeds_and_numbers_of_the_same_shapes_compile_nothing(reference, m
     again = simulate(config(data=data))
     assert numbers(again.summary) == numbers(reference[0].summary)
     assert other.history["train_loss"][-1] != again.history["train_loss"][0]
+
+
+def test_a_method_that_was_changed_is_compiled_anew(reference, monkeypatch):
+    def still(model, train):
+        return METHODS_BEFORE["fedavg"](model, train)._replace(
+            aggregate=lambda now, server, clients, uploads, cohort: (server, clients)
+        )
+
+    monkeypatch.setitem(METHODS, "fedavg", still)
+    changed = simulate(config())
+    assert len(set(changed.history["pre.loss"])) == 1  # the global model never moves
+    assert len(set(reference[0].history["pre.loss"])) == 2
 
 
 def test_a_coefficient_of_zero_is_left_out_of_the_program():

@@ -41,6 +41,8 @@ from fedjax_pfl.experiment.build import (
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import put_everywhere, to_host
 from fedjax_pfl.method import State
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.models import MODELS
 
 Over = Literal["clients", "runs"]
 # Compiled programs that a process keeps, for the next run with the same shapes.
@@ -83,7 +85,7 @@ class _Compiled(NamedTuple):
     score: Callable[[_Shared, Row, Run], Evaluation]
 
 
-_store: OrderedDict[str, _Compiled] = OrderedDict()
+_store: OrderedDict[tuple[str, Callable, Callable], _Compiled] = OrderedDict()
 
 
 def alike(config: Config) -> str:
@@ -265,7 +267,9 @@ def _compile(program: Program) -> _Compiled:
             del tables[section][key]
     shapes = jax.tree.flatten(jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (samples, row)))
     where = [over, *((_devices(placement), placement.chunk) for placement in (runs_on, clients_on))]
-    name = repr((tables, data._replace(name=""), shapes, where, sorted(jax.config.values.items())))
+    described = repr((tables, data._replace(name=""), shapes, where, sorted(jax.config.values.items())))
+    # The factories themselves: a name may stand for another one since, as in a notebook where a method is worked on.
+    name = described, METHODS[config.method["name"]], MODELS[config.model["name"]]
     if name in _store:
         _store.move_to_end(name)
         return _store[name]
