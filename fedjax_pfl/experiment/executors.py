@@ -1,5 +1,6 @@
 """Where programs of several runs run: here, one after the other, or as tasks of a Ray cluster."""
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,7 @@ def _run_here(programs: Sequence[Sequence[Config]], data: _Data, report: Report)
                 loaded[source] = load(source) if data is None else from_arrays(*data)
             return loaded[source]
 
-        yield number, _run_program(configs, dataset, lambda line, number=number: report(number, line))  # type: ignore[misc]
+        yield number, _run_program(configs, dataset, functools.partial(report, number))
 
 
 def _run_on_ray(programs: Sequence[Sequence[Config]], data: _Data, report: Report) -> Iterator[tuple[int, Outcome]]:
