@@ -44,7 +44,7 @@ def programs(program: Program) -> Iterator[tuple[str, Callable[[], Any]]]:
     row, samples, placement = program.rows[0], program.samples, program.engine.placement
     layout: Any = placement.shardings(program.engine.clients)
     shared, per_client = layout
-    layout = None if shared is None else Run(State(shared, per_client), per_client, shared, shared)
+    layout = None if shared is None else Run(State(shared, per_client), per_client, shared, shared, shared)
 
     def of_inputs(fn: Callable) -> Callable:
         def whole(samples: tuple, row: Row, *arguments: Any) -> Any:

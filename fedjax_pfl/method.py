@@ -12,11 +12,13 @@ from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 import jax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
-from fedjax_pfl.data.augment import Augment
+from fedjax_pfl.data.augment import Copies
 from fedjax_pfl.data.federated import ClientData
 
 Samples = Shaped[Array, "batch ..."]
 Logits = Float[Array, "batch classes"]
+Diagnostics = dict[str, Shaped[Array, ""]]
+"""Named numbers that say whether the parts of a method are at work; recorded as ``diagnostics.NAME``."""
 
 
 class State(NamedTuple):
@@ -119,12 +121,14 @@ class Update(NamedTuple):
       info: loss and number of steps.
       post: the (view, client) that ``predict`` is given in a POST evaluation, the model right after local training;
         (upload, client) unless given, which serves methods whose upload is the trained view.
+      diagnostics: of this client; the mean over the participants of a round is recorded. None for none.
     """
 
     client: PyTree
     upload: PyTree
     info: TrainInfo
     post: tuple[PyTree, PyTree] | None = None
+    diagnostics: Diagnostics | None = None
 
     @property
     def trained(self) -> tuple[PyTree, PyTree]:
@@ -234,6 +238,12 @@ def personalize_nothing(now: Round, view: PyTree, client: PyTree, data: ClientDa
     return view, client
 
 
+def no_diagnostics(server: PyTree) -> Diagnostics:
+    """Nothing to say."""
+    del server
+    return {}
+
+
 class Method(NamedTuple):
     """A federated method.
 
@@ -252,13 +262,14 @@ class Method(NamedTuple):
       personalize: what comes before a PRE evaluation; nothing unless given.
       global_predict: the global model, where the method has one.
       headline: the evaluation point that the method is judged by, ``"pre"`` or ``"post"``.
-      augment: what is done to the client's images before ``local`` and ``personalize`` see them, drawn afresh in every
-        round; ``training.augment`` of a config overrides it.
+      copies: augmented copies that the method adds to a client's images, or puts in their place, afresh in every round;
+        ``training.copies`` of a config overrides it.
       setup: for methods whose first round needs what only the clients know: once for all clients before round 0,
         aggregated with the full cohort at t = -1.
       dispatch: for methods whose server computes a message for each client from its newest state, before ``local`` and
         before a PRE evaluation; what ``aggregate`` writes into a client's ``inbox`` needs none.
       calibrate: for methods that score another model than they broadcast.
+      diagnose: what the server has to say of the state of things, for the record; nothing unless given.
     """
 
     init: Init
@@ -269,7 +280,8 @@ class Method(NamedTuple):
     personalize: Personalize = personalize_nothing
     global_predict: GlobalPredict | None = None
     headline: Literal["pre", "post"] = "pre"
-    augment: Augment = "none"
+    copies: Copies = "none"
     setup: Setup | None = None
     dispatch: Dispatch | None = None
     calibrate: Calibration | None = None
+    diagnose: Callable[[PyTree], Diagnostics] = no_diagnostics

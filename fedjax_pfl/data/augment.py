@@ -1,8 +1,8 @@
-"""Augmentation of one client's images, drawn on the device.
+"""Augmentation of one client's images, drawn on the device: the protocol's, and a method's own copies.
 
-An operation is an affine map of the coordinates and an affine map of the pixel values, so that one gather and one
-multiplication serve a batch in which every sample has an operation of its own (under ``vmap`` a branch per sample would
-run them all).
+Crops and flips move whole pixels. All other operations are an affine map of the coordinates and one of the pixel
+values, so that one gather and one multiplication serve a batch in which every sample has an operation of its own (under
+``vmap`` a branch per sample would run them all).
 """
 
 from functools import partial
@@ -10,12 +10,14 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.scipy.ndimage import map_coordinates
-from jaxtyping import Array, Float, Int, Key, UInt8
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
-from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.data.federated import Augmentation, ClientData
 
-Augment = Literal["none", "concat", "replace", "crop_flip", "crop_flip_rotate"]
+Augment = Literal["none", "crop_flip", "crop_flip_reflect", "crop_flip_rotate"]
+Copies = Literal["none", "concat", "replace"]
 
 MAX_SHIFT = 4  # pixels per axis
 MAX_ROTATION = jnp.pi / 6  # 30 degrees
@@ -41,8 +43,14 @@ class Transform(NamedTuple):
     offset: Float[Array, " batch"]
 
 
-def _draw_shift(key: Key[Array, ""]) -> Float[Array, "2"]:
-    return jax.random.randint(key, (2,), -MAX_SHIFT, MAX_SHIFT + 1).astype(jnp.float32)
+def _draw_shift(key: Key[Array, ""]) -> Int[Array, "2"]:
+    return jax.random.randint(key, (2,), -MAX_SHIFT, MAX_SHIFT + 1)
+
+
+def _draw_crop(key: Key[Array, ""]) -> tuple[Int[Array, "2"], Bool[Array, ""]]:
+    """Where a crop lies, as a shift of the image, and whether it is flipped."""
+    key_shift, key_flip = jax.random.split(key)
+    return _draw_shift(key_shift), jax.random.bernoulli(key_flip)
 
 
 def five_operations(keys: Key[Array, " batch"]) -> Transform:
@@ -61,7 +69,7 @@ def five_operations(keys: Key[Array, " batch"]) -> Transform:
         gain = jax.random.uniform(key_gain, minval=BRIGHTNESS[0], maxval=BRIGHTNESS[1])
         return Transform(
             turn=jnp.array([[cos, -sin * mirror], [sin, cos * mirror]]),
-            shift=jnp.where(shifted, _draw_shift(key_shift), 0.0),
+            shift=jnp.where(shifted, _draw_shift(key_shift).astype(jnp.float32), 0.0),
             gain=jnp.where(inverted, -1.0, jnp.where(scaled, gain, 1.0)),
             offset=jnp.where(inverted, 255.0, 0.0),
         )
@@ -69,16 +77,25 @@ def five_operations(keys: Key[Array, " batch"]) -> Transform:
     return jax.vmap(draw)(keys)
 
 
-def crop_flip(keys: Key[Array, " batch"]) -> Transform:
-    """The usual CIFAR augmentation: a crop after padding by 4 pixels, and a horizontal flip of every other sample."""
+def crop_flip(
+    keys: Key[Array, " batch"], x: UInt8[Array, "batch h w c"], *, reflect: bool = False
+) -> UInt8[Array, "batch h w c"]:
+    """The usual CIFAR augmentation: a crop after padding by 4 pixels, and a horizontal flip of every other sample.
 
-    def draw(key: Key[Array, ""]) -> Transform:
-        key_shift, key_flip = jax.random.split(key)
-        mirror = jnp.where(jax.random.bernoulli(key_flip), -1.0, 1.0)
-        one = jnp.ones(())
-        return Transform(jnp.diag(jnp.stack([one, mirror])), _draw_shift(key_shift), one, 0 * one)
+    Args:
+      keys: one for each sample.
+      x: images.
+      reflect: pad with what lies inside, as in a mirror on the outermost pixels; else with black.
+    """
+    edge, size = MAX_SHIFT, x.shape[1:]
+    padded = jnp.pad(x, ((0, 0), (edge, edge), (edge, edge), (0, 0)), mode="reflect" if reflect else "constant")
 
-    return jax.vmap(draw)(keys)
+    def one(key: Key[Array, ""], padded: UInt8[Array, "H W c"]) -> UInt8[Array, "h w c"]:
+        shift, flipped = _draw_crop(key)
+        cropped = lax.dynamic_slice(padded, (edge - shift[0], edge - shift[1], 0), size)
+        return jnp.where(flipped, cropped[:, ::-1], cropped)
+
+    return jax.vmap(one)(keys, padded)
 
 
 def crop_flip_rotate(keys: Key[Array, " batch"]) -> Transform:
@@ -86,14 +103,17 @@ def crop_flip_rotate(keys: Key[Array, " batch"]) -> Transform:
 
     All in one move: what the crop has cut off may come back into view at the corners.
     """
-    key_crop, key_angle = jax.vmap(jax.random.split, out_axes=1)(keys)
-    cropped = crop_flip(key_crop)
-    angle = jax.vmap(lambda key: jax.random.uniform(key, minval=-MAX_TILT, maxval=MAX_TILT))(key_angle)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    rotation = jnp.stack([jnp.stack([cos, -sin], axis=-1), jnp.stack([sin, cos], axis=-1)], axis=-2)
-    # The flip is a diagonal matrix on the left; see below on matrix products.
-    mirrors = jnp.diagonal(cropped.turn, axis1=-2, axis2=-1)
-    return cropped._replace(turn=mirrors[..., None] * rotation)
+
+    def draw(key: Key[Array, ""]) -> Transform:
+        key_crop, key_angle = jax.random.split(key)
+        shift, flipped = _draw_crop(key_crop)
+        angle = jax.random.uniform(key_angle, minval=-MAX_TILT, maxval=MAX_TILT)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        mirror, one = jnp.where(flipped, -1.0, 1.0), jnp.ones(())
+        turn = jnp.array([[cos, -sin], [mirror * sin, mirror * cos]])
+        return Transform(turn, shift.astype(jnp.float32), one, 0 * one)
+
+    return jax.vmap(draw)(keys)
 
 
 def apply_transform(transform: Transform, x: UInt8[Array, "batch h w c"]) -> UInt8[Array, "batch h w c"]:
@@ -116,37 +136,51 @@ def apply_transform(transform: Transform, x: UInt8[Array, "batch h w c"]) -> UIn
 
 
 _DRAWS = {
-    "concat": five_operations,
-    "replace": five_operations,
     "crop_flip": crop_flip,
-    "crop_flip_rotate": crop_flip_rotate,
+    "crop_flip_reflect": partial(crop_flip, reflect=True),
+    "crop_flip_rotate": lambda keys, x: apply_transform(crop_flip_rotate(keys), x),
 }
 
 
-def augment(key: Key[Array, ""], data: ClientData, kind: Augment) -> ClientData:
-    """A client's samples with augmentation, drawn once: every pass over the result sees the same images.
+def augment(key: Key[Array, ""], data: ClientData, kind: Augment, *, every: Literal["epoch", "round"]) -> ClientData:
+    """A client whose images are augmented whenever they are read, each by an image in its place.
+
+    Args:
+      key: of the round's draw.
+      data: the client's images, uint8.
+      kind: ``"none"``; ``"crop_flip"``, a random crop, black outside, and flip; ``"crop_flip_reflect"``, with the image
+        mirrored outside; ``"crop_flip_rotate"``, with a rotation by up to 15 degrees besides.
+      every: whether each epoch of training draws anew, or sees the round's draw, as all other passes do (features that
+        a head is trained on, class means).
+    """
+    if kind == "none":
+        return data
+    drawn = Augmentation(_DRAWS[kind], key, anew=every == "epoch")
+    return data._replace(augmentation=drawn, original=data if data.original is None else data.original)
+
+
+def add_copies(key: Key[Array, ""], data: ClientData, kind: Copies) -> ClientData:
+    """A client's images with a copy of each under one of FedeCouple's five operations; the copies stay for a round.
 
     Args:
       key: the randomness of this draw.
       data: the client's images, uint8.
-      kind: ``"none"``; ``"concat"`` adds a copy of each sample under one of FedeCouple's five operations (the client
-        doubles in size, originals first); ``"replace"`` puts the copy in the sample's place; ``"crop_flip"`` likewise,
-        with a random crop and flip; ``"crop_flip_rotate"`` with a rotation by up to 15 degrees besides.
+      kind: ``"none"``; ``"concat"`` adds the copies (the client doubles in size, originals first); ``"replace"`` puts
+        each in its sample's place.
 
     Returns:
       The client with a pool of its own; ``original`` is the client that was given.
     """
     if kind == "none":
         return data
-    draw = _DRAWS[kind]
 
     def transformed(x: Array, positions: Int[Array, " batch"]) -> Array:
         # A sample's draw depends on its position alone, not on the capacity: more padding changes nothing.
-        return apply_transform(draw(jax.vmap(lambda at: jax.random.fold_in(key, at))(positions)), x)
+        return apply_transform(five_operations(jax.vmap(partial(jax.random.fold_in, key))(positions)), x)
 
     copies = data.map(transformed)
-    positions = jnp.arange(data.capacity, dtype=jnp.int32)
-    if kind != "concat":
+    if kind == "replace":
+        positions = jnp.arange(data.capacity, dtype=jnp.int32)
         return data._replace(x=copies, y=data.labels, index=positions, original=data)
     both = jnp.arange(2 * data.capacity, dtype=jnp.int32)
     return data._replace(

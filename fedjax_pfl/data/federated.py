@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Optional
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped, UInt8
 
 
 class Batch(NamedTuple):
@@ -25,6 +27,30 @@ class Batch(NamedTuple):
     mask: Float[Array, " batch"]
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["draw", "anew"])
+@dataclass(frozen=True)
+class Augmentation:
+    """What the images of a client go through whenever they are read.
+
+    Attributes:
+      draw: keys [batch], x -> x, one key for each image (`fedjax_pfl.data.augment`).
+      key: of the round's draw.
+      anew: whether every epoch of training draws anew; else all passes of a round see the same images.
+    """
+
+    draw: Callable[[Key[Array, " batch"], UInt8[Array, "batch h w c"]], UInt8[Array, "batch h w c"]]
+    key: Key[Array, ""]
+    anew: bool
+
+    def in_epoch(self, key: Key[Array, ""]) -> "Augmentation":
+        """The draw of an epoch with this key."""
+        return Augmentation(self.draw, key, self.anew) if self.anew else self
+
+    def __call__(self, x: UInt8[Array, "batch h w c"], positions: Int[Array, " batch"]) -> UInt8[Array, "batch h w c"]:
+        """The images at these positions of the client's list; a draw depends on key and position alone."""
+        return self.draw(jax.vmap(partial(jax.random.fold_in, self.key))(positions), x)
+
+
 class ClientData(NamedTuple):
     """The samples of one client.
 
@@ -37,6 +63,7 @@ class ClientData(NamedTuple):
       original: the same client before augmentation; None where nothing was augmented.
       id: who the client is, from 0, []; None where a server trains on something else than a client's samples.
       validation: the client's validation samples, to select on (rule R11); None without ``data.validation_share``.
+      augmentation: what the samples go through when they are taken; None for nothing.
     """
 
     x: Shaped[Array, "samples ..."]
@@ -47,6 +74,7 @@ class ClientData(NamedTuple):
     original: Optional["ClientData"] = None
     id: Int[Array, ""] | None = None
     validation: Optional["ClientData"] = None
+    augmentation: Augmentation | None = None
 
     @property
     def capacity(self) -> int:
@@ -56,7 +84,12 @@ class ClientData(NamedTuple):
     def take(self, positions: Int[Array, " batch"], valid: Bool[Array, " batch"]) -> Batch:
         """The samples at the given positions of this client's list; where not valid, padding."""
         rows = self.index[jnp.where(valid, positions, 0)]
-        return Batch(self.x[rows], self.y[rows], valid.astype(jnp.float32))
+        x = self.x[rows] if self.augmentation is None else self.augmentation(self.x[rows], positions)
+        return Batch(x, self.y[rows], valid.astype(jnp.float32))
+
+    def in_epoch(self, key: Key[Array, ""]) -> "ClientData":
+        """The client as an epoch of training with this key sees it."""
+        return self if self.augmentation is None else self._replace(augmentation=self.augmentation.in_epoch(key))
 
     @property
     def labels(self) -> Int[Array, " capacity"]:

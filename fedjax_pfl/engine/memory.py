@@ -14,7 +14,7 @@ from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import Clients, Federation, client_data
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.engine.scoring import Scores, score
+from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange, size
 
 # The most that XLA and LLVM take while they compile for a CPU. Measured with JAX 0.10, two programs at a time, on two
@@ -74,7 +74,8 @@ def survey(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[Memor
     training = peak_bytes(traced.jaxpr)
 
     def scores(view: PyTree, client: PyTree, x: Array, y: Array, test: Clients) -> Scores:
-        return score(lambda images: method.predict(view, client, images), client_data(x, y, test))
+        held = client_data(x, y, test)
+        return scores_of(tally(lambda images: method.predict(view, client, images), held), held.class_counts)
 
     scoring = peak_bytes(jax.make_jaxpr(scores)(*update.trained, data.x, data.y, test).jaxpr)
     # Old and new rows of the cohort, and their uploads before and after absent ones are zeroed.
@@ -82,7 +83,7 @@ def survey(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[Memor
     states, samples = engine.clients * size(client), size(data)
     # To be scored, all clients are brought into the order of their sizes.
     resident = samples + size(server) + states + max(cohort, states)
-    exchanged = Exchange(view, client, update.upload)
+    exchanged = Exchange(view, client, update.upload, tuple(update.diagnostics or ()))
     memory = Memory(resident, max(training, scoring))
     if jax.default_backend() == "cpu":
         compiler = _COMPILER_BYTES + _COMPILER_BYTES_PER_OPERATION * _operations(traced.jaxpr)

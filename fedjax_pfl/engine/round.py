@@ -5,20 +5,30 @@ combine the uploads, and scatters the rows back.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from fedjax_pfl.data.augment import augment
+from fedjax_pfl.data.augment import Augment, add_copies, augment
 from fedjax_pfl.data.federated import ClientData, Clients, Federation, client_data
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement, map_clients
-from fedjax_pfl.engine.scoring import Evaluation, Scored, Scores, Tally, score, scores_of, tally
+from fedjax_pfl.engine.scoring import Evaluation, Scored, Scores, Tally, scores_of, tally
 from fedjax_pfl.engine.traffic import Traffic, traffic_of
-from fedjax_pfl.method import Cohort, Method, Personalize, Round, Setup, State, Update, personalize_nothing
+from fedjax_pfl.method import (
+    Cohort,
+    Diagnostics,
+    Method,
+    Personalize,
+    Round,
+    Setup,
+    State,
+    Update,
+    personalize_nothing,
+)
 from fedjax_pfl.ops.training import phase_key
 from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
 
@@ -31,12 +41,14 @@ class Run(NamedTuple):
       post: each client's POST scores, from its last participation that was evaluated; every leaf [N].
       loss: mean training loss over the participants of the last round that had any; 0 before the first.
       traffic: communication so far.
+      diagnostics: mean over the same participants of what each says of the method's parts; NaN before the first.
     """
 
     state: State
     post: Scored
     loss: Float[Array, ""]
     traffic: Traffic
+    diagnostics: Diagnostics
 
 
 class RoundKeys(NamedTuple):
@@ -64,6 +76,9 @@ class Engine:
       placement: where clients run.
       new: how many clients, the last ones, never take part and are only evaluated.
       validate: whether the clients' validation samples are scored beside the test samples.
+      augment: what is done to the clients' training images, on top of the method's own copies.
+      augment_every: whether each epoch draws anew, or all passes of a round see the same images.
+      diagnostics: names of what is recorded of `Update.diagnostics`.
     """
 
     method: Method
@@ -72,6 +87,9 @@ class Engine:
     placement: Placement = field(default_factory=Placement)
     new: int = 0
     validate: bool = False
+    augment: Augment = "none"
+    augment_every: Literal["epoch", "round"] = "epoch"
+    diagnostics: tuple[str, ...] = ()
 
     @property
     def trainers(self) -> int:
@@ -94,10 +112,12 @@ class Engine:
             state, traffic = self._setup(self.method.setup, key_setup, state, data)
         if self.participation.full:  # the first evaluation will set all POST scores
             nothing = Scores(*(jnp.zeros((self.clients,), jnp.float32) for _ in Scores._fields))
-            post = Scored(nothing, nothing if self.validate else None)
+            no_hits = jnp.zeros(data.test.class_counts.shape, jnp.float32)
+            post = Scored(nothing, nothing if self.validate else None, no_hits)
         else:  # a client that is never selected keeps the score of its initial model
             post = self._score_all(personalize_nothing, key_score, key_score, none, state, data)
-        return Run(state, post, jnp.zeros((), jnp.float32), traffic)
+        unknown = {name: jnp.array(jnp.nan, jnp.float32) for name in self.diagnostics}
+        return Run(state, post, jnp.zeros((), jnp.float32), traffic, unknown)
 
     def rounds(
         self,
@@ -161,13 +181,21 @@ class Engine:
         clients = put_rows(clients, ids, new)  # absent rows have an id past the end, and write nothing
 
         count = jnp.sum(present)
-        loss = jnp.sum(jnp.where(present, update.info.loss, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
+
+        def mean(values: Float[Array, " K"]) -> Float[Array, ""]:
+            return jnp.sum(jnp.where(present, values, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
+
+        said = {name: mean((update.diagnostics or {})[name]) for name in self.diagnostics}
+        loss, said = jax.tree.map(
+            lambda new, old: jnp.where(count > 0, new, old), (mean(update.info.loss), said), (run.loss, run.diagnostics)
+        )
         sent = traffic_of(selected, view, count, uploads)
         return Run(
             State(server, clients),
             put_rows(run.post, ids, scores),
-            jnp.where(count > 0, loss, run.loss),
+            loss,
             jax.tree.map(jnp.add, run.traffic, sent),
+            said,
         )
 
     def local(self, shared: tuple, row: tuple) -> Update:
@@ -194,7 +222,8 @@ class Engine:
         """
         run = run._replace(state=self._calibrated(key, t, run.state, data))
         shared = None if self.method.global_predict is None else self.global_scores(run.state, data)
-        return Evaluation(self.pre(key, t, run.state, data), self.post(key, t, run, data), shared)
+        said = {**run.diagnostics, **self.method.diagnose(run.state.server)}
+        return Evaluation(self.pre(key, t, run.state, data), self.post(key, t, run, data), shared, said)
 
     def pre(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> Scored:
         """PRE scores of all clients after t rounds: the newest shared parameters, personalised; every leaf [N]."""
@@ -249,7 +278,8 @@ class Engine:
     ) -> ClientData:
         """What a client trains on in the round of this key."""
         data = client_data(x, y, train, client_id, validation)
-        return augment(phase_key(key, "augment"), data, self.method.augment)
+        data = add_copies(phase_key(key, "augment"), data, self.method.copies)
+        return augment(phase_key(key, "base augmentation"), data, self.augment, every=self.augment_every)
 
     def _scored(self, data: Federation) -> tuple[Clients, Clients | None]:
         """The samples that models are scored on: what `Scored` holds the scores of."""
@@ -293,14 +323,13 @@ class Engine:
     ) -> Scored:
         """Scores one client's model on its rows of `_scored`."""
 
-        def on(samples: Clients | None) -> Scores | None:
-            if samples is None:
-                return None
-            return score(lambda images: self.method.predict(view, client, images), client_data(x, y, samples))
+        def on(samples: Clients) -> tuple[Scores, Tally]:
+            data = client_data(x, y, samples)
+            counted = tally(lambda images: self.method.predict(view, client, images), data)
+            return scores_of(counted, data.class_counts), counted
 
-        test, validation = map(on, scored)
-        assert test is not None
-        return Scored(test, validation)
+        (test, counted), validation = on(scored[0]), scored[1]
+        return Scored(test, None if validation is None else on(validation)[0], counted.hits)
 
     def _score_all(
         self,
@@ -326,7 +355,8 @@ class Engine:
 
         shared = key, t, self.method.broadcast(state.server), data.x, data.y
         scores = map_clients(one, shared, (ids, clients, train, validation, scored), self.placement)
-        return put_rows(jax.tree.map(lambda leaf: jnp.zeros((self.clients,), leaf.dtype), scores), ids, scores)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros((self.clients, *leaf.shape[1:]), leaf.dtype), scores)
+        return put_rows(nothing, ids, scores)
 
     def _dispatch(
         self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, clients: PyTree, cohort: Cohort

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.method import Diagnostics
 
 # Samples per forward pass: on a CPU the activations should stay in the cache.
 BATCH = 64
@@ -38,10 +39,12 @@ class Scored(NamedTuple):
     Attributes:
       test: on the test samples, or what ``data.evaluate_on`` puts in their place.
       validation: on the validation samples, where they are scored beside the test samples.
+      hits: test samples of each class that were classified correctly.
     """
 
     test: Scores
     validation: Scores | None
+    hits: Float[Array, "*clients classes"]
 
 
 class Evaluation(NamedTuple):
@@ -51,11 +54,13 @@ class Evaluation(NamedTuple):
       pre: of each client after aggregation and personalisation; every leaf [N].
       post: of each client right after its last local training; every leaf [N].
       shared: of the global model on the pooled test set; None where the method has none.
+      diagnostics: what clients and server say of the parts of the method; those of clients are NaN before round 0.
     """
 
     pre: Scored
     post: Scored
     shared: Scores | None
+    diagnostics: Diagnostics
 
 
 class Tally(NamedTuple):
@@ -72,18 +77,13 @@ class Tally(NamedTuple):
     loss: Float[Array, "..."]
 
 
-def score(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch classes"]], data: ClientData) -> Scores:
-    """Evaluates one client on its test samples; all zeros where it has none.
+def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch classes"]], data: ClientData) -> Tally:
+    """Counts what the scores of one client are made of, in batches.
 
     Args:
       predict: x -> logits.
-      data: the client's test samples.
+      data: the client's test samples; it may have none.
     """
-    return scores_of(tally(predict, data), data.class_counts)
-
-
-def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch classes"]], data: ClientData) -> Tally:
-    """Counts what `score` needs, in batches."""
     width = min(BATCH, data.capacity)
     classes = data.class_counts.shape[-1]
 
@@ -105,7 +105,7 @@ def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch cl
 
 
 def scores_of(counted: Tally, class_counts: Float[Array, " classes"]) -> Scores:
-    """The scores on a test set with so many samples of each class."""
+    """The scores on a test set with so many samples of each class; all zeros where it has none."""
     f1 = 2 * counted.hits / jnp.maximum(counted.guesses + class_counts, 1.0)
     held = class_counts > 0
 

@@ -54,11 +54,13 @@ class Exchange(NamedTuple):
       view: what is sent down to every participant.
       client: a client's personal state; of its field ``inbox``, if any, every round sends a new value down.
       upload: what is sent up.
+      diagnostics: names of what it says for the record, which counts as no traffic.
     """
 
     view: PyTree
     client: PyTree
     upload: PyTree
+    diagnostics: tuple[str, ...] = ()
 
     @property
     def down(self) -> PyTree:

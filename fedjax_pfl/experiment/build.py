@@ -28,7 +28,7 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.config import Run as RunSection
-from fedjax_pfl.method import Static
+from fedjax_pfl.method import Method, Static
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS, Model, build
 from fedjax_pfl.ops.aggregate import RULES
@@ -139,7 +139,8 @@ def make_engine(
     Raises:
       ConfigError: model, method and data do not fit together.
     """
-    training, options = config.training.model_dump(exclude={"rounds", "augment"}), _options(config.method, "name")
+    training = config.training.model_dump(exclude={"rounds", "augment", "augment_every", "copies"})
+    training, options = {**training, "diagnose": config.run.diagnostics}, _options(config.method, "name")
     for field, value in inputs.items():
         section, _, key = field.partition(".")
         {"training": training, "method": options}[section][key] = value
@@ -153,13 +154,10 @@ def make_engine(
         method = factory(model, Trainer(**training), **options)
     except ValueError as error:
         raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
-    if config.training.augment is not None:
-        method = method._replace(augment=config.training.augment)
-    if data.vocabulary is not None and method.augment != "none":
-        allowed = f'"none": {data.name} is text, and {method.augment!r} augments images'
-        if config.training.augment is None:
-            allowed += f" (it is what {name} does unless told otherwise)"
-        raise ConfigError("training.augment", config.training.augment, allowed)
+    if config.training.copies is not None:
+        method = method._replace(copies=config.training.copies)
+    if data.vocabulary is not None:
+        _check_text_is_left_alone(config, data, method)
     ratio = config.participation.ratio
     low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
     spec = config.data
@@ -170,7 +168,18 @@ def make_engine(
         placement or Placement(),
         new=count_new(spec.new_clients, spec.clients),
         validate=spec.validation_share > 0 and spec.evaluate_on == "test",
+        augment=config.training.augment,
+        augment_every=config.training.augment_every,
     )
+
+
+def _check_text_is_left_alone(config: Config, data: DataShape, method: Method) -> None:
+    for field, kind in (("augment", config.training.augment), ("copies", method.copies)):
+        if kind != "none":
+            allowed = f'"none": {data.name} is text, and {kind!r} augments images'
+            if getattr(config.training, field) is None:
+                allowed += f" (it is what {config.method['name']} does unless told otherwise)"
+            raise ConfigError(f"training.{field}", getattr(config.training, field), allowed)
 
 
 def _options(table: dict[str, Any], key: str) -> dict[str, Any]:

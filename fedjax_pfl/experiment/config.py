@@ -13,9 +13,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
-from fedjax_pfl.data.augment import Augment
+from fedjax_pfl.data.augment import Augment, Copies
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.methods import METHODS
@@ -153,8 +162,13 @@ class Training(_Section):
       weight_decay: coefficient of the L2 term.
       clip_norm: largest global norm of a gradient; no clipping unless given.
       drop_last: leave out an epoch's last, short batch.
-      augment: ``none``, ``concat`` or ``replace`` (FedeCouple's five operations, added to or instead of the originals),
-        ``crop_flip``, ``crop_flip_rotate`` (by up to 15 degrees); the method's own unless given (FedeCouple:
+      augment: what is done to the training images of every method: ``none``; ``crop_flip``, a random crop after padding
+        by 4 black pixels, and a horizontal flip; ``crop_flip_reflect``, padded by reflection; ``crop_flip_rotate``, by
+        up to 15 degrees besides.
+      augment_every: ``epoch``, in which each epoch over the images draws anew (features that a head is trained on, and
+        class means, are of one draw per round), or ``round``.
+      copies: a method's own augmentation: ``none``, ``concat`` or ``replace`` (a copy of each image under one of
+        FedeCouple's five operations, added to or instead of the originals); the method's own unless given (FedeCouple:
         ``concat``, all others: ``none``).
     """
 
@@ -167,7 +181,17 @@ class Training(_Section):
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float | None = Field(None, gt=0)
     drop_last: bool = False
-    augment: Augment | None = None
+    augment: Augment = "none"
+    augment_every: Literal["epoch", "round"] = "epoch"
+    copies: Copies | None = None
+
+    @field_validator("augment", mode="before")
+    @classmethod
+    def _copies_are_apart(cls, given: Any) -> Any:
+        if given in ("concat", "replace"):
+            allowed = f'{", ".join(typing.get_args(Augment))}; a method\'s own copies are training.copies = "{given}"'
+            raise ConfigError("training.augment", given, allowed)
+        return given
 
 
 class Participation(_Section):
@@ -199,6 +223,8 @@ class Run(_Section):
       precision: of products of matrices and convolutions on accelerators; the default rounds as a CPU does, and the
         others are faster where the hardware has them. On a CPU it changes nothing.
       out: the run directory; nothing is written without.
+      diagnostics: record how strongly each term of a method's loss pulls beside the cross-entropy
+        (``diagnostics.gradient_ratio_...``), from one mini-batch per client and round; costs compilation time.
       tensorboard: write the metrics to TensorBoard event files in the run directory, too (needs the package).
       compilation_cache: folder of compiled programs, or ``off``.
     """
@@ -210,6 +236,7 @@ class Run(_Section):
     chunk: int | None = Field(None, ge=1)
     precision: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"
     out: str | None = Field(None, min_length=1)
+    diagnostics: bool = False
     tensorboard: bool = False
     compilation_cache: str | None = None
 

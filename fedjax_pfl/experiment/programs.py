@@ -224,6 +224,7 @@ def lay_out(configs: Sequence[Config], dataset: Dataset) -> Program:
     samples = federations[0][:2]
     engine = make_engine(first, data)
     memory, exchange = survey(engine, jax.random.key(0), federations[0])
+    engine = replace(engine, diagnostics=exchange.diagnostics)
     over, runs_on, engine = _place(first, len(configs), memory, engine)
     if over == "runs":
         layout = _rows_sharding(runs_on)
@@ -277,7 +278,8 @@ def _compile(program: Program) -> _Compiled:
     def of(row: Row, shared: _Shared) -> tuple[Engine, Array, Array, Federation]:
         key_init, key_rounds = jax.random.wrap_key_data(row.keys)
         federation = Federation(shared.x, shared.y, *row.clients)
-        return make_engine(config, data, row.inputs, clients_on), key_init, key_rounds, federation
+        engine = make_engine(config, data, row.inputs, clients_on)
+        return replace(engine, diagnostics=program.exchange.diagnostics), key_init, key_rounds, federation
 
     def init(shared: _Shared, row: Row) -> Run:
         engine, key, _, federation = of(row, shared)
@@ -335,7 +337,7 @@ def _layout(engine: Engine) -> Any:
     """Shardings of a run whose clients are spread over devices; None on one device."""
     shardings: tuple[Any, Any] = engine.placement.shardings(engine.clients)
     shared, per_client = shardings
-    return None if shared is None else Run(State(shared, per_client), per_client, shared, shared)
+    return None if shared is None else Run(State(shared, per_client), per_client, shared, shared, shared)
 
 
 def _rows_sharding(placement: Placement) -> NamedSharding | None:

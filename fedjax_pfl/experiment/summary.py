@@ -21,6 +21,7 @@ POINTS = ("pre", "post")
 # Of these, and of all other metrics in a point's table, the largest is the best; the rest are no scores of a model.
 _COSTS = ("round", "train_loss", "megabytes", "seconds")
 _NO_BEST = ("loss", "std_clients")
+_DIAGNOSTICS = "diagnostics"
 _LAST_ROUNDS = 10
 
 
@@ -77,7 +78,8 @@ def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, 
     Returns:
       ``pre`` and ``post`` as `summarize` has them, with ``hm``, the harmonic mean of the global accuracy and
       ``i_local``; likewise ``validation_pre`` and ``validation_post`` where these samples are scored, too; ``global``,
-      ``global_macro_f1`` and ``global_macro_f1_union``, None without a global model.
+      ``global_macro_f1`` and ``global_macro_f1_union``, None without a global model; ``diagnostics``, where the method
+      has any.
     """
     shared = None if scores.shared is None else {name: float(x) for name, x in scores.shared._asdict().items()}
     accuracy = None if shared is None else shared["accuracy"]
@@ -98,7 +100,8 @@ def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, 
             line[f"validation_{point}"] = personal(of.validation, manifest["n_validation"], slice(trainers))
     known = shared or dict.fromkeys(Scores._fields)
     of_all = {"global": known["accuracy"]} | {f"global_{name}": known[name] for name in ("macro_f1", "macro_f1_union")}
-    return {**line, **of_all}
+    said = {name: float(value) for name, value in scores.diagnostics.items()}
+    return {**line, **of_all, **({_DIAGNOSTICS: said} if said else {})}
 
 
 def history_of(lines: Sequence[Line]) -> dict[str, Float[np.ndarray, " rounds"]]:
@@ -149,7 +152,7 @@ def summary_of(
     metrics = {}
     for name, values in history.items():
         point, _, metric = name.rpartition(".")
-        if name in _COSTS or metric in _NO_BEST:
+        if name in _COSTS or metric in _NO_BEST or point == _DIAGNOSTICS:
             metrics[name] = {"last": _known(values[-1])}
             continue
         best = int(np.argmax(np.where(np.isnan(values), -np.inf, values)))

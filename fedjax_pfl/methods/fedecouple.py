@@ -146,5 +146,5 @@ def fedecouple(
         return model.apply({"extractor": view["extractor"], "head": client["head"]}, x)
 
     return fedavg(model, train, combine)._replace(
-        init=init, local=local, aggregate=aggregate, predict=predict, headline="post", augment="concat"
+        init=init, local=local, aggregate=aggregate, predict=predict, headline="post", copies="concat"
     )

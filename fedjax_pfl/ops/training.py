@@ -1,7 +1,7 @@
 """Local training: epochs of mini-batches over one client's samples."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Round, TrainInfo
+from fedjax_pfl.method import Diagnostics, Round, TrainInfo
 from fedjax_pfl.models.norm import is_statistic
 
 Carry = TypeVar("Carry")
@@ -74,13 +74,15 @@ def scan_batches(
         epochs = jnp.where(in_epoch > 0, -(-steps // jnp.maximum(in_epoch, 1)), 0)
 
     def epoch(number: Int[Array, ""], carry: Carry) -> Carry:
-        key_order, key_steps = jax.random.split(jax.random.fold_in(key, number))
+        key_epoch = jax.random.fold_in(key, number)
+        key_order, key_steps = jax.random.split(key_epoch)
+        seen = data.in_epoch(phase_key(key_epoch, "augment"))
         order = permutation(key_order, data.count, data.capacity)
 
         def batch_step(number: Int[Array, ""], carry: Carry) -> Carry:
             slots = number * width + jnp.arange(width)
             valid = slots < data.count
-            batch = data.take(order[jnp.where(valid, slots, 0)], valid)
+            batch = seen.take(order[jnp.where(valid, slots, 0)], valid)
             return step(carry, batch, jax.random.fold_in(key_steps, number))
 
         left = in_epoch if steps is None else jnp.minimum(in_epoch, steps - number * in_epoch)
@@ -106,6 +108,7 @@ class Trainer:
       weight_decay: coefficient of the L2 term added to the gradient, before momentum, as in PyTorch's SGD.
       clip_norm: largest global norm of a gradient; None for no clipping.
       drop_last: leave out an epoch's last, short batch.
+      diagnose: whether `gradient_ratios` are computed.
     """
 
     epochs: int = 1
@@ -116,6 +119,7 @@ class Trainer:
     weight_decay: Scalar = 0.0
     clip_norm: Scalar | None = None
     drop_last: bool = False
+    diagnose: bool = False
 
     def __call__(
         self,
@@ -197,6 +201,36 @@ class Trainer:
             drop_last=self.drop_last,
         )
 
+    def gradient_ratios(
+        self, now: Round, loss: Loss[Params], terms: Mapping[str, Loss[Params]], params: Params, data: ClientData
+    ) -> Diagnostics:
+        """How strongly each term of a loss pulls beside the loss without them: ||grad term|| / ||grad loss||.
+
+        Computed on one mini-batch of the client, for the record; nothing unless ``run.diagnostics``.
+
+        Args:
+          now: the round, and the client's key in it.
+          loss: (params, batch, key) -> the loss without the terms.
+          terms: name -> (params, batch, key) -> a term, with its coefficient.
+          params: where the gradients are taken.
+          data: the client's samples.
+
+        Returns:
+          ``gradient_ratio_NAME`` of each term.
+        """
+        if not self.diagnose:
+            return {}
+
+        def measure(ratios: Diagnostics, batch: Batch, key: Key[Array, ""]) -> Diagnostics:
+            def norm(of: Loss[Params]) -> Float[Array, ""]:
+                return optax.global_norm(jax.grad(of)(params, batch, key))
+
+            whole = jnp.maximum(norm(loss), 1e-12)
+            return {f"gradient_ratio_{name}": norm(term) / whole for name, term in terms.items()}
+
+        nothing = {f"gradient_ratio_{name}": jnp.zeros((), jnp.float32) for name in terms}
+        return self.over_batches(now, measure, nothing, data, phase="diagnostics", steps=1)
+
     def rate(self, t: Int[Array, ""], *, lr: Scalar | None = None) -> Float[Array, ""]:
         """The learning rate of round t: ``lr``, or else the configured one, with its decay."""
         return (self.lr if lr is None else lr) * self.lr_decay ** t.astype(jnp.float32)
@@ -232,7 +266,7 @@ def cache_features(
     """The client's samples as an extractor sees them: train a head on the result instead of running a frozen extractor.
 
     Positions keep their meaning, so that the same phase draws the same batches as it would on the samples, and an epoch
-    over the head costs no forward pass of the extractor.
+    over the head costs no forward pass of the extractor. Images with an augmentation are seen under the round's draw.
 
     Args:
       features: x -> z, the frozen extractor.
@@ -244,4 +278,4 @@ def cache_features(
     """
     z = data.map(lambda x, positions: features(x), batch_size=batch_size)
     positions = jnp.arange(data.capacity, dtype=jnp.int32)
-    return data._replace(x=z, y=data.labels, index=positions, original=None)
+    return data._replace(x=z, y=data.labels, index=positions, original=None, augmentation=None)
