@@ -26,6 +26,7 @@ def divide(
     split: Literal["merge", "official"] = "merge",
     test_part_share: float | None = None,
     test_share: float = 0.25,
+    test_classes: Literal["all", "dominant"] = "all",
     validation_share: float = 0.0,
     stratified: bool = False,
     evaluate_on: Literal["test", "validation"] = "test",
@@ -43,6 +44,7 @@ def divide(
         draws each client's test rows from the test part (`draw_test`), or takes those of its user (`own_test`).
       test_part_share: share of each class that becomes the test part of a source without one; for ``"official"``.
       test_share: share of a client's rows that it is tested on.
+      test_classes: classes that ``"official"`` tests a client on, all that it holds or the dominant ones (`draw_test`).
       validation_share: share of a client's training rows that methods may select on.
       stratified: whether ``"merge"`` splits each class of a client in these shares (`split_rows`).
       evaluate_on: which of the two the federation's ``test`` and ``pooled`` hold.
@@ -86,7 +88,7 @@ def divide(
     elif natural:
         splits = own_test(groups, dealt.parts, test_part, seed, validation_share=validation_share)
     else:
-        splits = draw_test(dataset.labels, dealt.parts, test_part, seed, **held_out)
+        splits = draw_test(dataset.labels, dealt.parts, test_part, seed, test_classes=test_classes, **held_out)
         dealt = dealt._replace(notes=(*dealt.notes, *short_of_test_rows(splits, test_share)))
 
     # 4. What the global model is evaluated on: of a test part all rows, also those that no client is tested on.

@@ -3,7 +3,8 @@
 A kind of partition is a function ``kind(labels, clients, seed, size, *, ...) -> Partition`` in the table `PARTITIONS`.
 Its keyword-only arguments are the schema of the config table ``data.partition``. All kinds share these rules:
 
-- `labels` is int ``[samples]``, and a partition indexes its rows. No row belongs to two clients. `natural` goes by the
+- `labels` is int ``[samples]``, and a partition indexes its rows. No row belongs to two clients, unless a kind is asked
+  to `overlap`: each client then draws its rows independently of the others, none of them twice. `natural` goes by the
   users of the samples instead, and is given these in the place of the labels.
 - `size` is the number of samples of every client; None shares out all samples.
 - The result depends on the arguments only, and every loop is bounded: clients left with fewer than two samples (one to
@@ -33,8 +34,12 @@ MIN_SAMPLES = 2  # of a client: one to train on and one to test on
 _PFLLIB_LEAST = 40
 _PFLLIB_TRIES = 10
 
-# The settings of FedPAC's experiments: client i mostly holds the classes of group i mod 5.
-_FEDPAC_GROUPS = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
+# By the number of classes: the groups in FedPAC's code, and for 100 those in FedMate's, which goes on from it. Of G
+# groups, client i mostly holds the classes of group i mod G.
+_FEDPAC_GROUPS: dict[int, tuple[tuple[int, ...], ...]] = {
+    10: ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0)),
+    100: tuple(tuple(range(first, first + 10)) for first in range(0, 100, 10)),
+}
 
 
 class Partition(NamedTuple):
@@ -82,6 +87,7 @@ def pathological(
     *,
     classes_per_client: Annotated[int, Ge(1)] = 2,
     style: Literal["random", "pfllib"] = "random",
+    overlap: bool = False,
 ) -> Partition:
     """Each client holds samples of a few classes only (McMahan et al. 2017, arXiv:1602.05629, shards of classes).
 
@@ -96,15 +102,22 @@ def pathological(
         ``balance=False``, its default) sample by sample: groups of consecutive clients with the same classes and
         random unequal shares. It knows no `size`. It rounds the holders of a class up, so that the last classes have
         none unless the classes divide ``clients * classes_per_client`` (12 clients of 2 hold 8 of 10 classes).
+      overlap: whether each client draws its rows of its classes from all there are, so that two clients may hold the
+        same one, as in the code of FedPAC and FedMate (with a `size` of 2,499 and three classes: 833 of each); for
+        ``"random"``, and with a `size` only.
 
     Returns:
       A `Partition`. Rows of a class without a holder are left out, with a note.
 
     Raises:
-      ConfigError: for too few samples or more classes per client than there are.
+      ConfigError: for too few samples, more classes per client than there are, and `overlap` where it is not possible.
     """
-    _check_request(labels, clients, seed, size)
+    _check_request(labels, clients, seed, size, overlap)
     _check_style(style, ("random", "pfllib"))
+    if overlap and style == "pfllib":
+        raise ConfigError("data.partition.overlap", True, "false with style 'pfllib', which deals each sample once")
+    if overlap and size is None:
+        raise ConfigError("data.samples_per_client", None, "a number; clients that overlap are equal in size")
     classes = _rows_by_class(labels)
     if not 1 <= classes_per_client <= len(classes):
         allowed = f"the data have samples of {len(classes)} classes, so 1 to {len(classes)} are possible"
@@ -120,9 +133,10 @@ def pathological(
     classes = [rng.permutation(rows) for rows in classes]
     supply = np.array([len(rows) for rows in classes])
     ask = 1.0 if size is None else size / classes_per_client  # what one holder takes of a class, at the least
-    held = _deal_classes(clients, classes_per_client, np.maximum(supply / ask, 1), rng)
+    capacity = np.full(len(classes), float(clients)) if overlap else np.maximum(supply / ask, 1)
+    held = _deal_classes(clients, classes_per_client, capacity, rng)
     if size is not None:
-        return _deal_sizes(classes, held.astype(float), size, rng)
+        return _deal_sizes(classes, held.astype(float), size, rng, overlap)
     counts = np.zeros(held.shape, int)
     has_holder = held.any(axis=0)
     counts[:, has_holder] = largest_remainder(held[:, has_holder].T.astype(float), supply[has_holder], rng).T
@@ -187,6 +201,7 @@ def weak_pathological(
     s: Annotated[float, Ge(0), Le(100)] = 20.0,
     dominant_classes: Annotated[int, Ge(1)] | None = None,
     style: Literal["random", "fedpac"] = "random",
+    overlap: bool = False,
 ) -> Partition:
     """A share of each client's samples is uniform over all classes, the rest comes from a few dominant classes.
 
@@ -201,17 +216,20 @@ def weak_pathological(
       dominant_classes: number of dominant classes of a client, which share the rest evenly. None: 30 % of the classes
         where there are up to 20, at least one (3 of 10), else a tenth (10 of 100).
       style: ``"random"`` deals random sets of dominant classes: each class is dominant for about equally many clients,
-        but for no more than its samples suffice for. ``"fedpac"``: client i has group i mod 5 of {0,1,2}, {2,3,4},
-        {4,5,6}, {6,7,8}, {8,9,0}.
+        but for no more than its samples suffice for. ``"fedpac"`` has the groups of FedPAC's code: of ten classes
+        client i has group i mod 5 of {0,1,2}, {2,3,4}, {4,5,6}, {6,7,8}, {8,9,0}; of a hundred, as in the code of
+        FedMate, it has group i mod 10 of {0..9}, {10..19} and so on.
+      overlap: whether each client draws its rows of a class from all there are, so that two clients may hold the same
+        one. In FedPAC's code they do where a class runs out, which is then dealt from its beginning again.
 
     Returns:
       A `Partition` into equal sizes; a note says where a class ran out and others filled in.
 
     Raises:
       ConfigError: without `size`, for too few samples, for `s` or `dominant_classes` out of range, and for ``"fedpac"``
-        where the data do not have ten classes or `dominant_classes` is not three.
+        where the data have neither ten classes nor a hundred, or its groups do not have `dominant_classes` classes.
     """
-    _check_request(labels, clients, seed, size)
+    _check_request(labels, clients, seed, size, overlap)
     _check_style(style, ("random", "fedpac"))
     if size is None:
         raise ConfigError("data.samples_per_client", None, "a number; weak_pathological clients are equal in size")
@@ -223,13 +241,15 @@ def weak_pathological(
     uniform = s / 100
 
     if style == "fedpac":
-        if C != 10:
-            raise ConfigError("data.partition.style", style, f"'fedpac' needs 10 classes, the data have {C}")
-        if dominant_classes not in (None, 3):
-            raise ConfigError("data.partition.dominant_classes", dominant_classes, "style 'fedpac' has 3; leave it out")
+        if C not in _FEDPAC_GROUPS:
+            raise ConfigError("data.partition.style", style, f"'fedpac' needs 10 or 100 classes, the data have {C}")
+        groups = _FEDPAC_GROUPS[C]
+        if dominant_classes not in (None, len(groups[0])):
+            allowed = f"style 'fedpac' has {len(groups[0])} of {C}; leave it out"
+            raise ConfigError("data.partition.dominant_classes", dominant_classes, allowed)
         held = np.zeros((clients, C), bool)
         for client in range(clients):
-            held[client, list(_FEDPAC_GROUPS[client % len(_FEDPAC_GROUPS)])] = True
+            held[client, list(groups[client % len(groups)])] = True
     else:
         default = max(1, round(0.3 * C)) if C <= 20 else C // 10
         dominant = default if dominant_classes is None else dominant_classes
@@ -238,10 +258,11 @@ def weak_pathological(
         supply = np.array([len(rows) for rows in classes])
         left = np.maximum(supply - clients * size * uniform / C, 0)
         ask = size * (1 - uniform) / dominant
-        held = _deal_classes(clients, dominant, left / ask if ask else np.full(C, float(clients)), rng)
+        capacity = np.full(C, float(clients)) if overlap or not ask else left / ask
+        held = _deal_classes(clients, dominant, capacity, rng)
 
     proportions = uniform / C + (1 - uniform) * held / held.sum(axis=1, keepdims=True)
-    return _deal_sizes(classes, proportions, size, rng)
+    return _deal_sizes(classes, proportions, size, rng, overlap)
 
 
 def natural(users: Int[np.ndarray, "samples"], clients: int, seed: int, size: int | None) -> Partition:
@@ -391,6 +412,12 @@ def _deal_rows(classes: list[Rows], counts: Int[np.ndarray, "clients classes"]) 
     return np.split(rows[np.lexsort((rows, owners))], np.cumsum(counts.sum(axis=1))[:-1])
 
 
+def _draw_rows(classes: list[Rows], counts: Int[np.ndarray, "classes"], rng: np.random.Generator) -> Rows:
+    """Rows of one client: its count of each class at random, ascending."""
+    drawn = [rng.choice(rows, count, replace=False) for rows, count in zip(classes, counts, strict=True)]
+    return np.sort(np.concatenate(drawn))
+
+
 def _with_unused(
     dealt: Partition, supply: Int[np.ndarray, "classes"], held: Bool[np.ndarray, "clients classes"]
 ) -> Partition:
@@ -404,18 +431,31 @@ def _with_unused(
 
 
 def _deal_sizes(
-    classes: list[Rows], proportions: Float[np.ndarray, "clients classes"], size: int, rng: np.random.Generator
+    classes: list[Rows],
+    proportions: Float[np.ndarray, "clients classes"],
+    size: int,
+    rng: np.random.Generator,
+    overlap: bool = False,
 ) -> Partition:
-    """Gives each client `size` rows in its proportions of the classes, or as near to them as the data allow."""
+    """Gives each client `size` rows in its proportions of the classes, or as near to them as the data allow.
+
+    Clients that `overlap` draw from all rows of a class; others share them, the first client the first rows.
+    """
     clients = len(proportions)
     targets = largest_remainder(proportions, np.full(clients, size), rng)
     supply = np.array([len(rows) for rows in classes])
-    counts = fit_to_supply(targets, supply, rng)
-    parts = _deal_rows(classes, counts)
+    if overlap:
+        asked = targets.max(axis=0)
+        counts = np.concatenate([fit_to_supply(target[np.newaxis], supply, rng) for target in targets])
+        parts = [_draw_rows(classes, count, rng) for count in counts]
+    else:
+        asked = targets.sum(axis=0)
+        counts = fit_to_supply(targets, supply, rng)
+        parts = _deal_rows(classes, counts)
     replaced = int(np.maximum(targets - counts, 0).sum())
     if not replaced:
         return Partition(parts, ())
-    short = int((targets.sum(axis=0) > supply).sum())
+    short = int((asked > supply).sum())
     note = (
         f"{counted(short, 'class')} had fewer samples than asked for; "
         f"{replaced} of {clients * size} samples were taken from other classes instead"
@@ -524,16 +564,19 @@ def counted(number: int, noun: str) -> str:
 # --- Checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_request(labels: Int[np.ndarray, "samples"], clients: int, seed: int, size: int | None) -> None:
+def _check_request(
+    labels: Int[np.ndarray, "samples"], clients: int, seed: int, size: int | None, overlap: bool = False
+) -> None:
     """Raises a ConfigError unless the labels suffice for so many clients of this size."""
     samples = len(labels)
     if not 1 <= clients <= samples // MIN_SAMPLES:
         allowed = f"1 to {samples // MIN_SAMPLES}, because {samples} samples must give each client {MIN_SAMPLES}"
         raise ConfigError("data.clients", clients, allowed)
     check_seed(seed)
-    if size is not None and not MIN_SAMPLES <= size <= samples // clients:
-        allowed = f"{MIN_SAMPLES} to {samples // clients}, because {clients} clients share {samples} samples"
-        raise ConfigError("data.samples_per_client", size, allowed)
+    most = samples if overlap else samples // clients
+    if size is not None and not MIN_SAMPLES <= size <= most:
+        why = f"there are {samples} samples" if overlap else f"{clients} clients share {samples} samples"
+        raise ConfigError("data.samples_per_client", size, f"{MIN_SAMPLES} to {most}, because {why}")
 
 
 def _check_style(style: str, allowed: tuple[str, ...]) -> None:

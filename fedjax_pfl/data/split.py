@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -116,6 +116,7 @@ def draw_test(
     *,
     test_share: float,
     validation_share: float = 0.0,
+    test_classes: Literal["all", "dominant"] = "all",
 ) -> list[Split]:
     """Draws each client's test rows from an official test part in its own label proportions (split ``"official"``).
 
@@ -129,16 +130,20 @@ def draw_test(
       seed: seed of all draws.
       test_share: above 0 and below 1.
       validation_share: share of a client's training rows to validate on, as in `split_rows`.
+      test_classes: ``"dominant"`` tests a client, with as many rows, on its dominant classes alone: those of which it
+        has more than an even share of its rows (those of `weak_pathological`). So does the code of FedMate on
+        CIFAR-100: of 300 test images, 60 // 100 = 0 of each class are uniform.
 
     Returns:
       A `Split` for each client. Where the test part holds fewer of a class than the proportions ask for, the client
       gets those there are and no others instead (`short_of_test_rows` says so).
 
     Raises:
-      ConfigError: for a share out of range, a client without rows, or one whose classes the test part does not have.
+      ConfigError: for a share out of range, a client without rows, one without a dominant class where these are tested,
+        or one whose classes the test part does not have.
     """
     _check_split(seed, test_share, validation_share)
-    classes = int(labels.max()) + 1
+    classes, present = int(labels.max()) + 1, len(np.unique(labels))
     test_by_class = [test_rows[labels[test_rows] == k] for k in range(classes)]
     supply = np.array([len(rows) for rows in test_by_class])
     splits = []
@@ -149,6 +154,11 @@ def draw_test(
         train = rng.permutation(part)
         total = _n_drawn(len(part), test_share)
         held = np.bincount(labels[part], minlength=classes).astype(float)
+        if test_classes == "dominant":
+            held *= held > len(part) / present
+            if not held.any():
+                allowed = f'"all": client {client} has equally many samples of all classes'
+                raise ConfigError("data.test_classes", test_classes, allowed)
         counts = np.minimum(largest_remainder(held[np.newaxis], np.array([total]), rng)[0], supply)
         if not counts.any():
             allowed = f"the official test part has no samples of the classes that client {client} holds; use 'merge'"
@@ -223,19 +233,28 @@ def manifest(
     Returns:
       A dict of ``hash`` (SHA-256 over the clients' training, validation and test rows and over the labels, the same on
       every platform), ``sizes`` ``[clients]`` and ``class_counts`` ``[clients][classes]`` before the split,
-      ``n_train``, ``n_validation`` and ``n_test`` ``[clients]``, and ``notes``.
+      ``n_train``, ``n_validation`` and ``n_test`` ``[clients]``, ``train_class_counts``, ``validation_class_counts``
+      and ``test_class_counts`` ``[clients][classes]`` after it, and ``notes``. The accuracy of a client that always
+      answers the class it has most training samples of follows from these counts.
     """
     digest = hashlib.sha256()
     for array in [rows for split in splits for rows in split] + [labels]:
         # The length first, or else moving a row from one array to the next could leave the hash as it was.
         digest.update(len(array).to_bytes(8, "little") + array.astype("<i8").tobytes())
+
+    def class_counts(parts: Sequence[Rows]) -> list[list[int]]:
+        return [np.bincount(labels[part], minlength=classes).tolist() for part in parts]
+
     return {
         "hash": digest.hexdigest(),
         "sizes": [len(part) for part in partition.parts],
-        "class_counts": [np.bincount(labels[part], minlength=classes).tolist() for part in partition.parts],
+        "class_counts": class_counts(partition.parts),
         "n_train": [len(split.train) for split in splits],
         "n_validation": [len(split.validation) for split in splits],
         "n_test": [len(split.test) for split in splits],
+        "train_class_counts": class_counts([split.train for split in splits]),
+        "validation_class_counts": class_counts([split.validation for split in splits]),
+        "test_class_counts": class_counts([split.test for split in splits]),
         "notes": list(partition.notes),
     }
 

@@ -44,6 +44,7 @@ def test_a_merged_split_gives_every_row_to_one_client_for_one_use(kind):
         np.testing.assert_array_equal(table.count, manifest[f"n_{part}"])
         for held, counts in zip(rows(table), np.asarray(table.class_counts), strict=True):
             np.testing.assert_array_equal(np.bincount(TEN[held], minlength=10), counts)
+        np.testing.assert_array_equal(table.class_counts, manifest[f"{part}_class_counts"])
     uses = federation.train, federation.validation, federation.test
     whole = [[*train, *validation, *test] for train, validation, test in zip(*map(rows, uses), strict=True)]
     assert manifest["sizes"] == [len(held) for held in whole]
@@ -98,6 +99,82 @@ def test_official_test_rows_that_do_not_suffice_are_noted():
     assert manifest["notes"][-1].startswith(
         f"{sum(short)} clients of {CLIENTS} got fewer test samples than their share"
     )
+
+
+def fedpac_counts(clients, size, s):
+    """FedPAC's code, image by image: s % of so many go round all classes, the rest round the classes of the group."""
+    groups = [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8], [8, 9, 0]]
+    counts = np.zeros((clients, 10), int)
+    for client in range(clients):
+        for image in range(size):
+            of = range(10) if image < size * s / 100 else groups[client % 5]
+            counts[client, of[image % len(of)]] += 1
+    return counts.tolist()
+
+
+@pytest.mark.parametrize("s", [20.0, 50.0])
+def test_the_groups_of_fedpac_train_on_600_images_and_are_tested_on_300(s):
+    labels = np.concatenate([np.repeat(np.arange(10), 2000), np.repeat(np.arange(10), 1000)]).astype(np.int32)
+    images = np.zeros((len(labels), 1, 1, 1), np.uint8)
+    _, manifest = divide(
+        Dataset("tenth", images, labels, 10, 20_000),
+        clients=20,
+        partition={"kind": "weak_pathological", "s": s, "style": "fedpac"},
+        split="official",
+        samples_per_client=600,
+        test_share=1 / 3,
+        seed=0,
+    )
+    assert manifest["train_class_counts"] == fedpac_counts(20, 600, s)
+    assert manifest["test_class_counts"] == fedpac_counts(20, 300, s)
+    assert manifest["notes"] == []
+
+
+def test_overlapping_clients_share_training_rows_and_are_tested_on_rows_that_nobody_trains_on():
+    labels = np.concatenate([np.repeat(np.arange(10), 600), np.repeat(np.arange(10), 100)]).astype(np.int32)
+    federation, manifest = divide(
+        Dataset("fedmate", np.zeros((len(labels), 1, 1, 1), np.uint8), labels, 10, 6000),
+        clients=20,
+        partition={"kind": "pathological", "classes_per_client": 3, "overlap": True},
+        split="official",
+        samples_per_client=300,
+        test_share=1 / 6,
+        seed=1,
+    )
+    trained, tested = flat(federation.train), flat(federation.test)
+    assert len(trained) == 6000 > len(set(trained))
+    assert max(trained) < 6000 <= min(tested)
+    assert set(np.ravel(manifest["train_class_counts"])) == {0, 100}
+    assert manifest["test_class_counts"] == (np.array(manifest["train_class_counts"]) // 5).tolist()
+    assert flat(federation.pooled) == list(range(6000, 7000))
+
+
+def test_dominant_classes_alone_may_be_tested():
+    labels = np.concatenate([np.repeat(np.arange(100), 50), np.repeat(np.arange(100), 30)]).astype(np.int32)
+    _, manifest = divide(
+        Dataset("hundred", np.zeros((len(labels), 1, 1, 1), np.uint8), labels, 100, 5000),
+        clients=5,
+        partition={"kind": "weak_pathological", "s": 20.0, "style": "fedpac"},
+        split="official",
+        samples_per_client=500,
+        test_share=200 / 700,
+        test_classes="dominant",
+        seed=0,
+    )
+    trained, tested = np.array(manifest["train_class_counts"]), np.array(manifest["test_class_counts"])
+    for client in range(5):
+        group = range(10 * client, 10 * client + 10)
+        assert trained[client].tolist() == [41 if k in group else 1 for k in range(100)]
+        assert tested[client].tolist() == [20 if k in group else 0 for k in range(100)]
+
+
+def test_the_accuracy_of_always_guessing_the_majority_class_follows_from_the_manifest():
+    federation, manifest = divided(PARTS, "dirichlet", split="official")
+    counts = np.array(manifest["train_class_counts"]), np.array(manifest["test_class_counts"])
+    found = counts[1][np.arange(CLIENTS), counts[0].argmax(axis=1)] / counts[1].sum(axis=1)
+    for client, (trained, tested) in enumerate(zip(rows(federation.train), rows(federation.test), strict=True)):
+        guess = max(range(10), key=lambda k: (TEN[trained] == k).sum())
+        assert found[client] == np.mean([TEN[row] == guess for row in tested])
 
 
 def test_new_clients_are_the_same_clients_numbered_last():

@@ -201,6 +201,11 @@ EQUAL_SIZES = [
     ("weak_pathological", {"s": 0.0, "dominant_classes": 1}),
     ("weak_pathological", {"s": 100.0}),
 ]
+OVERLAPPING = [
+    ("pathological", {"classes_per_client": 2, "overlap": True}),
+    ("weak_pathological", {"s": 20.0, "overlap": True}),
+    ("weak_pathological", {"s": 100.0, "overlap": True}),
+]
 class_sizes = st.lists(st.integers(0, 60), min_size=3, max_size=8).filter(
     lambda sizes: sum(sizes) >= 6 and sizes[-1] and sum(size > 0 for size in sizes) >= 2
 )
@@ -239,6 +244,22 @@ def test_equal_sizes_up_to_the_last_sample(kind, options, sizes, seed, data):
     assert notes == again.notes
 
 
+@pytest.mark.parametrize(("kind", "options"), OVERLAPPING)
+@fixed
+@given(sizes=class_sizes, seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_overlapping_clients_may_hold_all_samples_each(kind, options, sizes, seed, data):
+    labels = labels_of(*sizes)
+    clients = data.draw(st.integers(1, len(labels) // 2))
+    size = data.draw(st.integers(2, len(labels)))
+    parts, notes = PARTITIONS[kind](labels, clients, seed, size, **options)
+    assert [len(part) for part in parts] == [size] * clients
+    for part in parts:
+        assert_well_formed([part], len(labels), covering=size == len(labels))
+    again = PARTITIONS[kind](labels, clients, seed, size, **options)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again.parts, strict=True))
+    assert notes == again.notes
+
+
 @pytest.mark.parametrize(("kind", "options"), [*SHARE_ALL, ("pathological", {"style": "pfllib"})])
 def test_the_seed_matters(kind, options):
     labels = labels_of(*[100] * 10)
@@ -246,7 +267,7 @@ def test_the_seed_matters(kind, options):
     assert any(not np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "options"), [*EQUAL_SIZES, ("weak_pathological", {"style": "fedpac"})])
+@pytest.mark.parametrize(("kind", "options"), [*EQUAL_SIZES, *OVERLAPPING, ("weak_pathological", {"style": "fedpac"})])
 def test_the_seed_matters_for_equal_sizes(kind, options):
     labels = labels_of(*[100] * 10)
     one, two = (PARTITIONS[kind](labels, 10, seed, 50, **options).parts for seed in (1, 2))
@@ -385,6 +406,39 @@ def test_pathological_leaves_out_classes_without_a_holder_and_says_so():
     assert notes == ("4 classes had no holder; 120 samples stayed unused",)
 
 
+def test_pathological_clients_of_fedmate_draw_833_of_each_of_three_classes_independently():
+    # 50,000 images, 20 clients, three classes each: 50,000 // 60 = 833 of each.
+    labels = labels_of(*[5000] * 10)
+    parts, notes = pathological(labels, 20, 0, 2499, classes_per_client=3, overlap=True)
+    assert notes == ()
+    counts = class_counts(labels, parts)
+    assert set(np.unique(counts)) == {0, 833}
+    np.testing.assert_array_equal((counts > 0).sum(axis=1), 3)
+    np.testing.assert_array_equal((counts > 0).sum(axis=0), 6)
+    # What two holders of a class share is hypergeometric: 833 drawn of 5,000, 833 of which the other has.
+    mean, share = 833 * 833 / 5000, 833 / 5000
+    deviation = math.sqrt(833 * share * (1 - share) * (5000 - 833) / 4999)
+    shared = []
+    for k in range(10):
+        held = [set(part[labels[part] == k].tolist()) for part in parts]
+        held = [rows for rows in held if rows]
+        shared += [len(a & b) for at, a in enumerate(held) for b in held[at + 1 :]]
+    assert len(shared) == 10 * 15
+    assert np.abs(np.array(shared) - mean).max() < 6 * deviation
+    assert abs(np.mean(shared) - mean) < 6 * deviation / math.sqrt(len(shared))
+
+
+def test_pathological_overlapping_holders_of_a_class_that_is_too_small_all_take_it_whole():
+    labels = labels_of(30, 100, 100, 100)
+    parts, notes = pathological(labels, 10, 0, 100, overlap=True)
+    counts = class_counts(labels, parts)
+    assert sorted(counts[:, 0]) == [0] * 5 + [30] * 5  # 10 clients x 2 / 4 classes: five holders each
+    np.testing.assert_array_equal((counts > 0).sum(axis=1), 2)  # gaps are filled from a client's other class
+    assert notes == (
+        "1 class had fewer samples than asked for; 100 of 1000 samples were taken from other classes instead",
+    )
+
+
 # --- dirichlet -------------------------------------------------------------------------------------------------------
 
 
@@ -469,13 +523,39 @@ def test_weak_pathological_counts_of_fedecouple():
     assert len({tuple(np.flatnonzero(row == 172)) for row in counts}) > 10
 
 
-def test_weak_pathological_groups_of_fedpac():
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("s", "size", "uniform", "dominant"), [(50.0, 600, 30, 100), (20.0, 600, 12, 160), (0.0, 90, 0, 30)]
+)
+def test_weak_pathological_groups_of_fedpac(s, size, uniform, dominant, overlap):
     labels = labels_of(*[5000] * 10)
-    counts = class_counts(labels, weak_pathological(labels, 11, 0, 600, s=50.0, style="fedpac").parts)
+    parts, notes = weak_pathological(labels, 11, 0, size, s=s, style="fedpac", overlap=overlap)
     groups = [{0, 1, 2}, {2, 3, 4}, {4, 5, 6}, {6, 7, 8}, {8, 9, 0}]
-    for client, row in enumerate(counts):
-        assert set(np.flatnonzero(row == 130)) == groups[client % 5]  # 30 uniform, 100 dominant
-        assert (np.sort(row)[:7] == 30).all()
+    assert notes == ()
+    for client, row in enumerate(class_counts(labels, parts)):
+        assert row.tolist() == [uniform + dominant * (k in groups[client % 5]) for k in range(10)]
+    times_held = np.bincount(np.concatenate(parts))
+    assert (times_held.max() > 1) == overlap
+
+
+def test_weak_pathological_groups_of_fedmate_are_ten_of_a_hundred_classes():
+    # 580 = 100 uniform + 480 dominant ones, which is what its integer divisions leave of 600 at s = 20.
+    labels = labels_of(*[500] * 100)
+    parts, notes = weak_pathological(labels, 20, 0, 580, s=100 / 5.8, style="fedpac")
+    assert notes == ()
+    for client, row in enumerate(class_counts(labels, parts)):
+        first = client % 10 * 10
+        assert row.tolist() == [49 if first <= k < first + 10 else 1 for k in range(100)]
+
+
+def test_weak_pathological_overlapping_clients_ask_no_class_for_more_than_it_has_at_one_client():
+    # 8 of 20 clients hold each even class, which takes 8 x 240 + 20 x 18 = 2,280 of its 2,000 samples.
+    labels = labels_of(*[2000] * 10)
+    _, short = weak_pathological(labels, 20, 0, 900, style="fedpac")
+    parts, notes = weak_pathological(labels, 20, 0, 900, style="fedpac", overlap=True)
+    assert len(short) == 1
+    assert notes == ()
+    assert set(np.unique(class_counts(labels, parts))) == {18, 258}
 
 
 @pytest.mark.parametrize(
@@ -637,6 +717,19 @@ def test_repair_is_fast_for_thousands_of_clients():
             "data.partition.dominant_classes",
         ),
         ("weak_pathological", TEN % 9, 2, 0, 10, {"style": "fedpac"}, "data.partition.style"),
+        (
+            "weak_pathological",
+            labels_of(*[4] * 100),
+            2,
+            0,
+            100,
+            {"dominant_classes": 3, "style": "fedpac"},
+            "data.partition.dominant_classes",
+        ),
+        ("weak_pathological", TEN, 20, 0, 201, {"overlap": True}, "data.samples_per_client"),
+        ("pathological", TEN, 20, 0, 201, {"overlap": True}, "data.samples_per_client"),
+        ("pathological", TEN, 2, 0, None, {"overlap": True}, "data.samples_per_client"),
+        ("pathological", TEN, 2, 0, None, {"overlap": True, "style": "pfllib"}, "data.partition.overlap"),
         ("natural", USERS, 6, 0, None, {}, "data.clients"),
         ("natural", USERS, 0, 0, None, {}, "data.clients"),
         ("natural", USERS, 4, 0, 7, {}, "data.clients"),

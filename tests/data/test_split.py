@@ -214,6 +214,31 @@ def test_official_test_rows_follow_the_training_proportions(held, test_share, ex
     assert len(split.validation) == 0
 
 
+@pytest.mark.parametrize(
+    ("held", "test_share", "every", "dominant"),
+    [
+        ([26, 25, 25, 24], 0.5, [26, 25, 25, 24], [100, 0, 0, 0]),  # an even share is 25
+        ([60, 30, 6, 4], 0.25, [20, 10, 2, 1], [22, 11, 0, 0]),  # 33 rows
+        ([40, 0, 0, 0], 0.5, [40, 0, 0, 0], [40, 0, 0, 0]),
+    ],
+)
+def test_dominant_are_the_classes_of_which_a_client_has_more_than_an_even_share(held, test_share, every, dominant):
+    labels, test_rows = official([400] * 4, [1000] * 4)
+    part = rows_of(labels, np.arange(1600), held)
+    for test_classes, expected in (("all", every), ("dominant", dominant)):
+        (split,) = draw_test(labels, [part], test_rows, 0, test_share=test_share, test_classes=test_classes)
+        np.testing.assert_array_equal(np.bincount(labels[split.test], minlength=4), expected)
+        assert set(split.train) == set(part)
+
+
+def test_a_client_with_as_many_of_each_class_has_no_dominant_one():
+    labels, test_rows = official([400] * 4, [1000] * 4)
+    parts = [rows_of(labels, np.arange(1600), held) for held in ([2, 1, 1, 1], [5, 5, 5, 5])]
+    with pytest.raises(ConfigError, match="client 1") as caught:
+        draw_test(labels, parts, test_rows, 0, test_share=0.5, test_classes="dominant")
+    assert caught.value.field == "data.test_classes"
+
+
 def test_a_class_short_in_the_test_part_is_not_replaced_by_others():
     labels, test_rows = official([400] * 3, [10, 1000, 0])
     part = rows_of(labels, np.arange(1200), [60, 30, 10])
@@ -266,6 +291,9 @@ def test_manifest_is_json_and_complete():
         "n_train": [1, 1],
         "n_validation": [1, 0],
         "n_test": [1, 1],
+        "train_class_counts": [[1, 0, 0, 0], [0, 0, 1, 0]],
+        "validation_class_counts": [[0, 1, 0, 0], [0, 0, 0, 0]],
+        "test_class_counts": [[0, 1, 0, 0], [1, 0, 0, 0]],
         "notes": ["a note"],
     }
 
