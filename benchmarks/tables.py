@@ -6,9 +6,9 @@
 ``headline`` says whether these are of the last round or of the best, ``columns`` what they measure (see `COLUMNS`; by
 default the accuracy of the personal models). A cell is one run: a row in a setting with a seed.
 ``results/<name>.json`` is rewritten after every program (the seeds of a row), and a cell in it is run again only if its
-resolved config has changed: a table can be filled by several calls, one after the other, and a call that was stopped
-goes on where it was. A change of the code goes unnoticed; take another ``--name`` after one. ``results/<name>.md``
-shows all cells that there are.
+resolved config has changed: a table can be filled by several calls, one after the other. With ``--work FOLDER``, runs
+leave checkpoints there, and a call that was stopped goes on in the midst of its runs, to the bit. A change of the code
+goes unnoticed; take another ``--name`` after one. ``results/<name>.md`` shows all cells that there are.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from fedjax_pfl import Config, ConfigError, load_config
 from fedjax_pfl.experiment.build import cores
 from fedjax_pfl.experiment.executors import Finished
 from fedjax_pfl.experiment.record import write_atomically
-from fedjax_pfl.experiment.statistics import paired_difference
+from fedjax_pfl.experiment.statistics import bootstrap_over_clients, paired_difference
 from fedjax_pfl.experiment.summary import POINTS, figures_of, first_reached, harmonic_mean, without_nan
 from fedjax_pfl.experiment.sweep import run_configs
 from fedjax_pfl.experiment.tables import NONE, grid, mean_and_spread
@@ -45,8 +45,9 @@ HEADLINES = {
 POINT = "at the point that the paper reports: PRE, after aggregation, or POST, after local training"
 SEEDS = "mean over seeds ± sample standard deviation"
 LEGEND = (
-    "Columns PRE and POST: {clients}the last round. MB: all clients, up and down. p: two-sided paired t-test over "
-    "seeds against {reference}."
+    "Columns PRE and POST: {clients}the last round. MB: all clients, up and down. Behind {reference}: its figure minus "
+    "the row's, mean of the paired differences in points with a 95 % interval over seeds; over clients: 95 % interval, "
+    "after the last round, when the clients of each run are drawn anew. p: two-sided paired t-test over seeds."
 )
 
 
@@ -189,6 +190,12 @@ def parser(paper: Path) -> argparse.ArgumentParser:
     parser.add_argument("--seeds", **numbers, metavar="0,1,2", help="of the runs; 0 unless given")
     parser.add_argument("--reference", metavar="ROW", help="what the t-test compares with; the last row unless given")
     parser.add_argument("--name", help="stem of the result files; <paper>_<table> unless given")
+    parser.add_argument(
+        "--work", type=Path, metavar="FOLDER", help="of run directories, with checkpoints; none unless given"
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=10, metavar="ROUNDS", help="with --work; 10 unless given"
+    )
     changes: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "SECTION.KEY=VALUE"}
     parser.add_argument("--set", **changes, help="wins over all overrides")
     return parser
@@ -268,7 +275,7 @@ def fill(
                 say(key, "kept")
     keys = list(wanted)
     # The seeds of a row are rows of one program; a call that is stopped has the rows that were done.
-    for places, outcome in run_configs(list(wanted.values())):
+    for places, outcome in run_configs([kept_in(options, table, key, config) for key, config in wanted.items()]):
         if isinstance(outcome, str):
             for place in places:
                 say(keys[place], "missing", outcome)
@@ -280,6 +287,14 @@ def fill(
             say(key, "done")
         save()
     return missing
+
+
+def kept_in(options: argparse.Namespace, table: Table, key: Key, config: Config) -> Config:
+    """The config of a cell, with the directory that its run is kept in, if any."""
+    if options.work is None:
+        return config
+    folder = options.work / f"{options.name or table.name}_{'_'.join(map(str, key))}"
+    return config.replace({"run.out": str(folder), "run.checkpoint_every": options.checkpoint_every})
 
 
 def is_of(cell: Cell, config: Config) -> bool:
@@ -316,6 +331,10 @@ def measures(result: Finished) -> Cell:
         "personal": summary["personal"],
         "best": {point: best(point) for point in POINTS},
         "global": summary["global"],
+        "clients": {point: without_nan(result.clients[f"{point}_accuracy"].round(6).tolist()) for point in POINTS},
+        "partition_hash": summary["partition_hash"],
+        "majority_class": summary["majority_class"],
+        "diagnostics": {name: found["last"] for name, found in summary["metrics"].items() if name.startswith("diag")},
         "timing": summary["timing"],
         "megabytes_total": summary["traffic"]["megabytes_total"],
         "curve": {
@@ -414,10 +433,18 @@ def comparison(table: Table, setting: Setting, lines: Sequence[Line], reference:
         row |= {point.upper(): line.show(point) for point in POINTS}
         if table.columns == "accuracy":
             row["worst 10 %"] = line.show("worst_10_percent")
-        p = paired_p(line.by_seed(ranked), base.by_seed(ranked)) if base and line is not base else None
         row |= {"MB": line.show("megabytes", 1, 1), "s per round": line.show("seconds_per_round", 1, 3)}
-        rows.append(row | {"p": NONE if p is None else f"{p:.3g}"})
-    parts = [grid(list(rows[0]), [list(row.values()) for row in rows]), *runs([line for line in lines if line.cells])]
+        behind = None if base is None or line is base else base
+        row |= lead(table, behind, line)
+        rows.append(row)
+    shown = [
+        name for name in rows[0] if name not in ("behind", "over clients") or any(row[name] != NONE for row in rows)
+    ]
+    parts = [
+        grid(shown, [[row[name] for name in shown] for row in rows]),
+        *runs([line for line in lines if line.cells]),
+    ]
+    parts += majority([cell for line in lines for cell in line.cells.values()])
     best = next((line for line in run if line is not base), None)
     if base and best and (p := paired_p(base.by_seed(ranked), best.by_seed(ranked))) is not None:
         parts.append(f"{base.row.label} against the best other row, {best.row.label}: p = {p:.3g}.")
@@ -429,6 +456,51 @@ def comparison(table: Table, setting: Setting, lines: Sequence[Line], reference:
         if printed is not None and hm is not None and abs(printed - hm) > 0.05:
             parts.append(f"The paper prints an HM of {printed:g} for {line.row.label}; that of its columns is {hm:g}.")
     return parts
+
+
+def lead(table: Table, base: Line | None, line: Line) -> dict[str, str]:
+    """How far a row is behind another one, over seeds and over clients."""
+    gap = base and paired_difference(base.by_seed(table.ranked), line.by_seed(table.ranked))
+    if not base or not gap:
+        return {"behind": NONE, "over clients": NONE, "p": NONE}
+    row = {"behind": f"{100 * gap.mean:+.2f}" + ("" if np.isnan(gap.low) else interval(gap.low, gap.high))}
+    pairs = [(base.cells[seed], cell) for seed, cell in line.cells.items() if seed in base.cells]
+    over_clients = None
+    if (
+        table.columns == "accuracy"
+        and table.headline == "last"
+        and all("clients" in cell for pair in pairs for cell in pair)
+    ):
+        gaps = [
+            np.subtract(clients_at(first, base.row.point), clients_at(second, line.row.point))
+            for first, second in pairs
+        ]
+        over_clients = bootstrap_over_clients(gaps)
+    row["over clients"] = NONE if over_clients is None else interval(*over_clients).strip()
+    return row | {"p": NONE if np.isnan(gap.p) else f"{gap.p:.3g}"}
+
+
+def clients_at(cell: Cell, point: str) -> np.ndarray:
+    """The clients' accuracies after the last round; NaN where one has nothing to be scored on."""
+    return np.array([np.nan if value is None else value for value in cell["clients"][point]])
+
+
+def interval(low: float, high: float) -> str:
+    """Two ends in points."""
+    return f" [{100 * low:+.2f}, {100 * high:+.2f}]"
+
+
+def majority(cells: Sequence[Cell]) -> list[str]:
+    """What guessing gives on the data that rows are compared on; nothing of cells that do not say."""
+    known = {cell["partition_hash"]: cell["majority_class"] for cell in cells if "majority_class" in cell}
+    if not known:
+        return []
+    plain, weighted = (
+        mean_and_spread([100 * found[name] for found in known.values()]) for name in ("accuracy", "weighted")
+    )
+    return [
+        f"Always answering the class that a client has most training samples of: {plain} %, by samples {weighted} %."
+    ]
 
 
 def paired_p(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:

@@ -7,7 +7,7 @@ import pytest
 from sklearn.metrics import f1_score
 
 from fedjax_pfl.data.federated import client_data, pack
-from fedjax_pfl.engine.scoring import BATCH, Scores, score, scores_of, tally
+from fedjax_pfl.engine.scoring import BATCH, Scores, scores_of, tally
 from fedjax_pfl.experiment.summary import harmonic_mean, summarize
 
 CLASSES = 5
@@ -26,6 +26,10 @@ def samples():
 @pytest.fixture(scope="module")
 def parts(samples):
     return pack(np.split(np.arange(len(samples[1])), np.cumsum(PARTS)[:-1]), samples[1], CLASSES)
+
+
+def score(predict, data):
+    return scores_of(tally(predict, data), data.class_counts)
 
 
 def expected(x, y):

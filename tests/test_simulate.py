@@ -283,17 +283,17 @@ def test_hyperparameters_can_be_chosen_on_validation_samples():
     assert validated.summary["global"] == pytest.approx(sum(correct) / sum(n_validation), rel=1e-6)
 
 
-def test_augmentation_of_the_config_takes_the_place_of_the_methods_own():
+def test_copies_of_the_config_take_the_place_of_the_methods_own():
     dataset, wanted = load("digits"), config("fedecouple")
     own, without = (
-        make_engine(config("fedecouple", training=given), shape_of(dataset)) for given in ({}, {"augment": "none"})
+        make_engine(config("fedecouple", training=given), shape_of(dataset)) for given in ({}, {"copies": "none"})
     )
-    assert own.method.augment == "concat"
+    assert own.method.copies == "concat"
     federation, _ = divide(wanted, dataset)
     server, client = own.method.init(jax.random.key(0), 6)
     shared = jax.random.key(1), np.int32(0), server, federation.x, federation.y
     row = np.int32(2), client, jax.tree.map(lambda leaf: leaf[2], federation.train), None
-    replaced = replace(own, method=own.method._replace(augment="none"))
+    replaced = replace(own, method=own.method._replace(copies="none"))
     found, expected, augmented = (jax.jit(engine.local)(shared, row) for engine in (without, replaced, own))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert 2 * int(found.info.steps) - 1 <= int(augmented.info.steps) <= 2 * int(found.info.steps)

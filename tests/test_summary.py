@@ -25,9 +25,9 @@ def lines(accuracies, validation=None, *, every=1, loss=0.5):
     found = []
     for at, accuracy in enumerate(accuracies):
         held = None if validation is None else scores(np.full(2, validation[at]), np.array([2, 2]))
-        point = Scored(scores(accuracy, n, loss if at == 1 else 0.5), held)
+        point = Scored(scores(accuracy, n, loss if at == 1 else 0.5), held, np.zeros((2, 3)))
         shared = Scores(*(np.float32(0.25) for _ in Scores._fields))
-        line = line_of(Evaluation(point, point, shared), manifest, "test", 0)
+        line = line_of(Evaluation(point, point, shared, {}), manifest, "test", 0)
         found.append({"round": every * (at + 1), "train_loss": 1.0, **line, "megabytes": 1.0, "seconds": 1.0})
     return found
 

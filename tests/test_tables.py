@@ -141,8 +141,13 @@ class Fake:
             "timing": {"compile_seconds": 4.0, "seconds_per_round": 0.25, "total_seconds": 11.0},
             "traffic": {"megabytes_total": 3.0},
             "environment": {"jax": "1.2.3", "platform": "cpu", "device_count": 2},
+            "partition_hash": f"seed {config.run.seed}",
+            "majority_class": {"accuracy": 0.25 + 0.5 * config.run.seed, "weighted": 0.125},
+            "metrics": {"pre.accuracy": {"last": 0.5}, "diagnostics.alpha": {"last": 0.75}},
         }
-        return Finished(summary, history, {})
+        # Two clients a tenth apart, around the mean of the last round.
+        clients = {f"{point}_accuracy": curve[-1] + np.array([-0.05, 0.05]) for point, curve in curves.items()}
+        return Finished(summary, history, clients)
 
     def asked(self):
         return [(config.method["name"], config.data.clients, config.run.seed) for config in self.configs]
@@ -209,11 +214,17 @@ def test_figures_agree_with_those_computed_by_hand(paper, fake, capsys):
     text = markdown()
     assert capsys.readouterr().out == text
     # fedprox - local = .05, .08, .02: mean .05, deviation .03, t = 2.886751 with 2 degrees of freedom, for which
-    # p = 1 - t / sqrt(t^2 + 2) = 0.10197; fedprox - fedavg = .45, .49, .44: t = 30.1232, p = 0.0011.
+    # p = 1 - t / sqrt(t^2 + 2) = 0.10197, and the half interval is 4.30265 * .03 / sqrt(3) = .0745; fedprox - fedavg =
+    # .45, .49, .44: mean .46, deviation .02646, t = 30.1232, p = 0.0011, half interval .0657. The two clients of a run
+    # lie apart by the same in all rows, so that drawing them anew changes no difference.
     local, fedavg, fedprox = (rows(text, label)[0] for label in ("Local", "FedAvg", "FedProx"))
-    assert local == ["Local", "50", "63.00 ± 3.61", "43.00", "63.00", "31.50", "3.0", "0.250", "0.102"]
-    assert fedavg == ["FedAvg", "60.5", "22.00 ± 2.65", "22.00", "22.00", "11.00", "3.0", "0.250", "0.0011"]
-    assert fedprox == ["FedProx", "70", "**68.00 ± 2.65**", "68.00", "68.00", "34.00", "3.0", "0.250", "—"]
+    behind = ["+5.00 [-2.45, +12.45]", "[+5.00, +5.00]", "0.102"]
+    assert local == ["Local", "50", "63.00 ± 3.61", "43.00", "63.00", "31.50", "3.0", "0.250", *behind]
+    behind = ["+46.00 [+39.43, +52.57]", "[+46.00, +46.00]", "0.0011"]
+    assert fedavg == ["FedAvg", "60.5", "22.00 ± 2.65", "22.00", "22.00", "11.00", "3.0", "0.250", *behind]
+    assert fedprox == ["FedProx", "70", "**68.00 ± 2.65**", "68.00", "68.00", "34.00", "3.0", "0.250", *"———"]
+    # 0.25, 0.75 and 1.25 of seeds 0, 1, 2.
+    assert "has most training samples of: 75.00 ± 50.00 %, by samples 12.50 ± 0.00 %." in text
     assert "FedProx against the best other row, Local: p = 0.102." in text
     # Ranks 1 2 3 and 2 1 3: 1 - 6 * (1 + 1) / (3 * 8).
     assert "over 3 rows: 0.50." in text
@@ -241,7 +252,7 @@ def test_one_seed_has_neither_deviation_nor_p_value(paper, fake):
 def test_the_reference_can_be_chosen(paper, fake):
     call(paper, "table1 --settings three --seeds 0,1,2 --reference local")
     assert [rows(markdown(), label)[0][-1] for label in ("Local", "FedProx")] == ["—", "0.102"]
-    assert "against Local." in markdown()
+    assert "Behind Local:" in markdown()
     assert "Local against the best other row, FedProx: p = 0.102." in markdown()
 
 
@@ -365,7 +376,17 @@ def test_a_table_may_compare_global_and_local_figures_and_their_harmonic_mean(sc
     local, fedavg, fedprox = (rows(text, label)[0] for label in ("Local", "FedAvg", "FedProx"))
     headings = next(line for line in text.splitlines() if line.startswith("| method")).strip("| ").split(" | ")
     assert headings[1:4] == ["paper: global", "paper: local", "paper: HM"]
-    assert headings[4:] == ["ours: global", "ours: local", "ours: HM", "PRE", "POST", "MB", "s per round", "p"]
+    assert headings[4:] == [
+        "ours: global",
+        "ours: local",
+        "ours: HM",
+        "PRE",
+        "POST",
+        "MB",
+        "s per round",
+        "behind",
+        "p",
+    ]
     # The paper's HM is that of its columns: 2 * 66.78 * 64.13 / 130.91 = 65.43, 2 * 47.81 * 45.48 / 93.29 = 46.62.
     assert fedavg[1:4] == ["66.78", "64.13", "65.43"]
     assert fedprox[1:4] == ["47.81", "45.48", "46.62"]
@@ -510,7 +531,7 @@ def test_missing_data_is_reported_and_the_rest_is_run(paper, fake, monkeypatch, 
     monkeypatch.setattr(tables, "run_configs", each_by(simulate))
     call(paper, "table1 --settings three")
     assert list(cells()) == [("three", "local", 0), ("three", "fedprox", 0)]
-    assert rows(markdown(), "FedAvg") == [["FedAvg", "60.5", *"———————"], ["FedAvg", *"——————"]]
+    assert rows(markdown(), "FedAvg") == [["FedAvg", "60.5", *"—————————"], ["FedAvg", *"——————"]]
     reason = "data.source = 'npz:no.npz' is not usable: no such file"
     assert f"Missing: FedAvg (0): {reason}." in markdown()
     assert f"three fedavg seed 0: missing, {reason}" in capsys.readouterr().err
@@ -633,3 +654,19 @@ def test_every_paper_has_a_script(path, monkeypatch, capsys):
         runpy.run_path(str(script), run_name="__main__")
     assert caught.value.code == 0
     assert path.name in capsys.readouterr().out
+
+
+def test_runs_can_be_kept_in_directories_with_checkpoints(paper, fake, monkeypatch, tmp_path):
+    """The directory is none of a cell's config: a later call without it finds the cell."""
+    seen = []
+
+    def simulate(config):
+        seen.append((config.run.out, config.run.checkpoint_every))
+        return fake(config)
+
+    monkeypatch.setattr(tables, "run_configs", each_by(simulate))
+    call(paper, f"table1 --settings three --methods local --work {tmp_path} --checkpoint-every 4")
+    assert seen == [(str(tmp_path / "table1_three_local_0"), 4)]
+    assert cells()["three", "local", 0]["config"]["run"]["out"] is None
+    call(paper, "table1 --settings three --methods local")
+    assert len(seen) == 1

@@ -47,7 +47,7 @@ def _draw_shift(key: Key[Array, ""]) -> Int[Array, "2"]:
     return jax.random.randint(key, (2,), -MAX_SHIFT, MAX_SHIFT + 1)
 
 
-def _draw_crop(key: Key[Array, ""]) -> tuple[Int[Array, "2"], Bool[Array, ""]]:
+def draw_crop(key: Key[Array, ""]) -> tuple[Int[Array, "2"], Bool[Array, ""]]:
     """Where a crop lies, as a shift of the image, and whether it is flipped."""
     key_shift, key_flip = jax.random.split(key)
     return _draw_shift(key_shift), jax.random.bernoulli(key_flip)
@@ -91,7 +91,7 @@ def crop_flip(
     padded = jnp.pad(x, ((0, 0), (edge, edge), (edge, edge), (0, 0)), mode="reflect" if reflect else "constant")
 
     def one(key: Key[Array, ""], padded: UInt8[Array, "H W c"]) -> UInt8[Array, "h w c"]:
-        shift, flipped = _draw_crop(key)
+        shift, flipped = draw_crop(key)
         cropped = lax.dynamic_slice(padded, (edge - shift[0], edge - shift[1], 0), size)
         return jnp.where(flipped, cropped[:, ::-1], cropped)
 
@@ -106,7 +106,7 @@ def crop_flip_rotate(keys: Key[Array, " batch"]) -> Transform:
 
     def draw(key: Key[Array, ""]) -> Transform:
         key_crop, key_angle = jax.random.split(key)
-        shift, flipped = _draw_crop(key_crop)
+        shift, flipped = draw_crop(key_crop)
         angle = jax.random.uniform(key_angle, minval=-MAX_TILT, maxval=MAX_TILT)
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         mirror, one = jnp.where(flipped, -1.0, 1.0), jnp.ones(())

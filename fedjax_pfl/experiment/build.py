@@ -30,6 +30,7 @@ from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.config import Run as RunSection
 from fedjax_pfl.method import Method, Static
 from fedjax_pfl.methods import METHODS
+from fedjax_pfl.methods.alone import alone
 from fedjax_pfl.models import MODELS, Model, build
 from fedjax_pfl.ops.aggregate import RULES
 from fedjax_pfl.ops.training import Trainer
@@ -156,6 +157,8 @@ def make_engine(
         raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
     if config.training.copies is not None:
         method = method._replace(copies=config.training.copies)
+    if not config.participation.collaborate:
+        method = alone(method)
     if data.vocabulary is not None:
         _check_text_is_left_alone(config, data, method)
     ratio = config.participation.ratio

@@ -29,7 +29,10 @@ from fedjax_pfl.experiment.summary import (
     client_table,
     first_reached,
     history_of,
+    label_accuracy,
+    label_table,
     line_of,
+    majority_class,
     mean_line,
     summary_of,
 )
@@ -69,6 +72,7 @@ class Result:
       summary: the content of ``summary.json``.
       history: metric -> array over evaluated rounds, e.g. ``history["pre.accuracy"]``; ``history["round"]`` says which.
       clients: column -> array [N], as in ``clients.csv``.
+      labels: column -> array, as in ``labels.csv``: a row per client and label that it is scored on.
       partition: the content of ``partition.json``.
       state: server and client state after the last round.
       config: the resolved config.
@@ -77,6 +81,7 @@ class Result:
     summary: dict[str, Any]
     history: dict[str, np.ndarray]
     clients: dict[str, np.ndarray]
+    labels: dict[str, np.ndarray]
     partition: dict[str, Any]
     state: State
     config: Config
@@ -214,11 +219,12 @@ def drive(
     results = []
     for run, state in enumerate(program.each(states)):
         config, manifest = configs[run], program.manifests[run]
-        summary = _summary(program, config, dataset.name, manifest, lines[run], state.traffic, timing)
+        labels = label_table(manifest, config.data.evaluate_on, scores[run])
+        summary = _summary(program, config, dataset.name, manifest, lines[run], labels, state.traffic, timing)
         clients = client_table(manifest, config.data.evaluate_on, scores[run], program.engine.new)
-        results.append(Result(summary, history_of(lines[run]), clients, manifest, state.state, config))
+        results.append(Result(summary, history_of(lines[run]), clients, labels, manifest, state.state, config))
     for place, result in zip(places, results, strict=True):
-        place.finish(result.clients, result.summary)
+        place.finish(result.clients, result.labels, result.summary)
     return results
 
 
@@ -251,6 +257,7 @@ def _summary(
     dataset: str,
     manifest: dict[str, Any],
     lines: Sequence[Line],
+    labels: dict[str, np.ndarray],
     traffic: Traffic,
     timing: dict[str, Any],
 ) -> dict[str, Any]:
@@ -266,6 +273,8 @@ def _summary(
         "seed": config.run.seed,
         "partition_hash": manifest["hash"],
         "evaluated_on": config.data.evaluate_on,
+        "majority_class": majority_class(manifest, config.data.evaluate_on, engine.new),
+        "label_accuracy": label_accuracy(labels, program.data.classes, engine.new, engine.clients),
     }
     costs = {
         "timing": timing,

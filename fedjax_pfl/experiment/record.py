@@ -26,13 +26,13 @@ _FREE = (
     "run.tensorboard",
     "run.compilation_cache",
 )
-_FILES = ("config.toml", "partition.json", "metrics.jsonl", "clients.csv", "summary.json")
+_FILES = ("config.toml", "partition.json", "metrics.jsonl", "clients.csv", "labels.csv", "summary.json")
 _CHECKPOINTS = "checkpoints"
 _EVENTS = "tensorboard"
 
 
 class RunDirectory:
-    """Writes ``config.toml``, ``partition.json``, ``metrics.jsonl``, ``clients.csv`` and ``summary.json``.
+    """Writes ``config.toml``, ``partition.json``, ``metrics.jsonl``, ``clients.csv``, ``labels.csv`` and ``summary.json``.
 
     If wanted, the metrics also go to a TensorBoard event file, in the folder ``tensorboard``.
 
@@ -103,7 +103,7 @@ class RunDirectory:
         """
         metrics = "".join(json.dumps(without_nan(line)) + "\n" for line in lines)
         with self._usable():
-            for name in ("summary.json", "clients.csv"):
+            for name in ("summary.json", "clients.csv", "labels.csv"):
                 (self.path / name).unlink(missing_ok=True)
             write_atomically(self.path / "config.toml", config)
             write_atomically(self.path / "metrics.jsonl", metrics)
@@ -116,12 +116,13 @@ class RunDirectory:
         if self._events:
             self._events.append(metrics)
 
-    def finish(self, clients: dict[str, np.ndarray], summary: dict[str, Any]) -> None:
-        """Writes the per-client table and, last of all, the summary: a directory with one is complete."""
-        with (self.path / "clients.csv").open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(clients)
-            writer.writerows(zip(*(column.tolist() for column in clients.values()), strict=True))
+    def finish(self, clients: dict[str, np.ndarray], labels: dict[str, np.ndarray], summary: dict[str, Any]) -> None:
+        """Writes the tables of clients and labels and, last of all, the summary: a directory with one is complete."""
+        for name, table in (("clients.csv", clients), ("labels.csv", labels)):
+            with (self.path / name).open("w", encoding="utf-8", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(table)
+                writer.writerows(zip(*(column.tolist() for column in table.values()), strict=True))
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     @contextmanager

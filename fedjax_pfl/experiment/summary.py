@@ -245,6 +245,60 @@ def client_table(
     return table
 
 
+def label_table(
+    manifest: Mapping[str, Any], evaluated_on: str, scores: Evaluation
+) -> dict[str, Int[np.ndarray, " rows"]]:
+    """One row per client and label that it is scored on, as in ``labels.csv``.
+
+    Returns:
+      ``client``, ``label``, ``n_train`` and ``n_test`` samples, and ``pre_correct`` and ``post_correct`` of the latter.
+    """
+    n_test = np.asarray(manifest[f"{evaluated_on}_class_counts"], np.int64)
+    client, label = np.nonzero(n_test)
+    n_train = np.asarray(manifest["train_class_counts"], np.int64)
+    table = {"client": client, "label": label, "n_train": n_train[client, label], "n_test": n_test[client, label]}
+    for point, of in zip(POINTS, (scores.pre, scores.post), strict=True):
+        table[f"{point}_correct"] = np.rint(np.asarray(of.hits)[client, label]).astype(np.int64)
+    return table
+
+
+def label_accuracy(labels: Mapping[str, np.ndarray], classes: int, new: int, clients: int) -> dict[str, Any]:
+    """The accuracy on each label at each point, all clients' samples together; None where nobody is scored on it.
+
+    Args:
+      labels: as `label_table` has them.
+      classes: number of labels.
+      new: number of clients that never train; they do not count.
+      clients: number of all clients.
+    """
+    chosen = labels["client"] < clients - new
+
+    def total(column: str) -> Int[np.ndarray, " labels"]:
+        return np.bincount(labels["label"][chosen], weights=labels[column][chosen], minlength=classes)
+
+    held = total("n_test")
+    return {
+        point: [float(hits / n) if n else None for hits, n in zip(total(f"{point}_correct"), held, strict=True)]
+        for point in POINTS
+    }
+
+
+def majority_class(manifest: Mapping[str, Any], evaluated_on: str, new: int) -> dict[str, float]:
+    """How a client fares that always answers the class it has most training samples of, the first of several.
+
+    Returns:
+      ``accuracy``, the unweighted mean over the clients that train and are scored, and ``weighted`` by samples.
+    """
+    train, scored = (
+        np.asarray(manifest[f"{part}_class_counts"], np.float64)[: len(manifest["n_train"]) - new]
+        for part in ("train", evaluated_on)
+    )
+    correct = scored[np.arange(len(scored)), train.argmax(axis=1)]
+    samples = scored.sum(axis=1)
+    of = samples > 0
+    return {"accuracy": float(np.mean(correct[of] / samples[of])), "weighted": float(correct.sum() / samples.sum())}
+
+
 FIGURES = (
     "headline",
     "pre",

@@ -223,7 +223,7 @@ class Trainer:
 
         def measure(ratios: Diagnostics, batch: Batch, key: Key[Array, ""]) -> Diagnostics:
             def norm(of: Loss[Params]) -> Float[Array, ""]:
-                return optax.global_norm(jax.grad(of)(params, batch, key))
+                return optax.tree.norm(jax.grad(of)(params, batch, key))
 
             whole = jnp.maximum(norm(loss), 1e-12)
             return {f"gradient_ratio_{name}": norm(term) / whole for name, term in terms.items()}

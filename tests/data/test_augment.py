@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 from scipy import ndimage, stats
 
-from fedjax_pfl.data.augment import apply_transform, augment, crop_flip, crop_flip_rotate, five_operations
+from fedjax_pfl.data.augment import (
+    add_copies,
+    apply_transform,
+    augment,
+    crop_flip,
+    crop_flip_rotate,
+    draw_crop,
+    five_operations,
+)
 from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.ops.training import cache_features, phase_key, scan_batches
 
 KEY = jax.random.key(3)
 DRAWS = 2000
@@ -125,19 +134,30 @@ def test_rotation_is_scipys(pictures, drawn):
     assert not np.array_equal(found[kinds["rotation"]], x[kinds["rotation"]])
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_crop_and_flip(shape):
-    transform = jax.tree.map(np.asarray, jax.jit(crop_flip)(jax.random.split(KEY, DRAWS)))
-    mirror = transform.turn[:, 1, 1]
-    assert set(mirror) == {-1, 1}
-    assert abs(np.mean(mirror == -1) - 0.5) < 4.5 * np.sqrt(0.25 / DRAWS)
-    values, counts = np.unique(transform.shift, return_counts=True)
+@pytest.fixture(scope="module")
+def crops():
+    """The shift and the flip of many draws."""
+    return jax.tree.map(np.asarray, jax.jit(jax.vmap(draw_crop))(jax.random.split(KEY, DRAWS)))
+
+
+def test_crops_and_flips_are_drawn_uniformly(crops):
+    shift, flipped = crops
+    assert abs(np.mean(flipped) - 0.5) < 4.5 * np.sqrt(0.25 / DRAWS)
+    values, counts = np.unique(shift, return_counts=True)
     assert values.tolist() == list(range(-4, 5))
     assert (np.abs(counts / (2 * DRAWS) - 1 / 9) < 4.5 * np.sqrt(8 / 81 / (2 * DRAWS))).all()
+
+
+@pytest.mark.parametrize("reflect", [False, True], ids=["black", "reflected"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_crop_and_flip(shape, reflect, crops):
     x = images(shape)
-    found = np.asarray(jax.jit(apply_transform)(jax.tree.map(jnp.asarray, transform), jnp.asarray(x)))
-    moved = shifted(x, transform.shift)
-    np.testing.assert_array_equal(found, np.where(mirror[:, None, None, None] == -1, moved[:, :, ::-1], moved))
+    found = np.asarray(jax.jit(functools.partial(crop_flip, reflect=reflect))(jax.random.split(KEY, DRAWS), x))
+    height, width = shape[:2]
+    padded = np.pad(x, ((0, 0), (4, 4), (4, 4), (0, 0)), mode="reflect" if reflect else "constant")
+    for image, (down, right), flipped, own in zip(padded, *crops, found, strict=True):
+        expected = image[4 - down : 4 - down + height, 4 - right : 4 - right + width]
+        np.testing.assert_array_equal(own, expected[:, ::-1] if flipped else expected)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +211,7 @@ COUNTS, CAPACITY = (0, 1, 4, 9), 9
 # Also more padding, and more than one block of samples.
 CASES = [*((count, CAPACITY) for count in COUNTS), (4, LARGEST + 1), (LARGEST, LARGEST + 1)]
 
-every_kind = pytest.mark.parametrize("kind", ["concat", "replace", "crop_flip", "crop_flip_rotate"])
+every_kind = pytest.mark.parametrize("kind", ["concat", "replace"])
 every_case = pytest.mark.parametrize(("count", "capacity"), CASES)
 
 
@@ -202,7 +222,7 @@ def client(count, capacity=CAPACITY):
     return ClientData(*map(jnp.asarray, (PIXELS, LABELS, index, np.array(count, np.int32), held)))
 
 
-jitted = jax.jit(augment, static_argnames="kind")
+jitted = jax.jit(add_copies, static_argnames="kind")
 
 
 @functools.cache
@@ -216,12 +236,15 @@ def contents(data):
     return np.asarray(data.x)[rows], np.asarray(data.y)[rows]
 
 
+def keys_of(key, positions):
+    """A draw depends on key and position alone."""
+    return jax.vmap(lambda position: jax.random.fold_in(key, position))(positions)
+
+
 @functools.cache
-def copies(kind):
-    """The copy of each of ``ROWS``: a draw depends on key and position alone."""
-    keys = jax.vmap(lambda position: jax.random.fold_in(KEY, position))(jnp.arange(LARGEST))
-    draw = {"crop_flip": crop_flip, "crop_flip_rotate": crop_flip_rotate}.get(kind, five_operations)
-    transform = jax.jit(draw)(keys)
+def copies():
+    """The copy of each of ``ROWS``."""
+    transform = jax.jit(five_operations)(keys_of(KEY, jnp.arange(LARGEST)))
     return np.asarray(jax.jit(apply_transform)(transform, jnp.asarray(PIXELS[ROWS])))
 
 
@@ -230,7 +253,7 @@ def copies(kind):
 def test_a_client_holds_its_originals_first_or_the_copies_alone_and_no_padding(kind, count, capacity):
     x, y = contents(augmented(count, kind, capacity))
     own = [PIXELS[ROWS[:count]]] if kind == "concat" else []
-    np.testing.assert_array_equal(x, np.concatenate([*own, copies(kind)[:count]]))
+    np.testing.assert_array_equal(x, np.concatenate([*own, copies()[:count]]))
     np.testing.assert_array_equal(y, np.tile(LABELS[ROWS[:count]], len(own) + 1))
 
 
@@ -252,10 +275,10 @@ def test_the_given_client_is_kept_and_none_changes_nothing(kind):
     given = client(4)
 
     def check():
-        assert augment(KEY, given, kind).original is given
+        assert add_copies(KEY, given, kind).original is given
 
     jax.eval_shape(check)
-    assert augment(KEY, given, "none") is given
+    assert add_copies(KEY, given, "none") is given
     assert given.original is None
 
 
@@ -272,10 +295,88 @@ def test_clients_side_by_side_get_what_each_gets_alone(kind):
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
     def one(row):
-        return augment(KEY, row._replace(x=jnp.asarray(PIXELS), y=jnp.asarray(LABELS)), kind)._replace(original=None)
+        return add_copies(KEY, row._replace(x=jnp.asarray(PIXELS), y=jnp.asarray(LABELS)), kind)._replace(original=None)
 
     together = jax.jit(jax.vmap(one))(stacked)
     for i, count in enumerate(COUNTS):
         found = jax.tree.map(lambda leaf, i=i: leaf[i], together)
         jax.tree.map(np.testing.assert_array_equal, contents(found), contents(augmented(count, kind)))
         np.testing.assert_array_equal(found.class_counts, augmented(count, kind).class_counts)
+
+
+# --- Images that are augmented whenever they are read ----------------------------------------------------------------
+
+CROPS = {
+    "crop_flip": crop_flip,
+    "crop_flip_reflect": functools.partial(crop_flip, reflect=True),
+    "crop_flip_rotate": lambda keys, x: apply_transform(crop_flip_rotate(keys), x),
+}
+crop_kinds = pytest.mark.parametrize("kind", CROPS)
+
+
+def seen(key, kind, positions):
+    """What the images at these positions become under a draw."""
+    return np.asarray(jax.jit(CROPS[kind])(keys_of(key, positions), jnp.asarray(PIXELS[ROWS])[positions]))
+
+
+def images_of_epochs(data, epochs):
+    """The image of each position in each epoch of training with KEY, [epochs, capacity, ...], and in a map over all."""
+
+    def note(carry, batch, key):
+        table, step = carry
+        at = jnp.where(batch.mask > 0, jnp.argmax(batch.y[:, None] == data.labels, axis=1), data.capacity)
+        number = step // -(-data.count // 4)
+        return table.at[number, at].set(batch.x, mode="drop"), step + 1
+
+    @jax.jit
+    def play():
+        table = jnp.zeros((epochs, data.capacity, *data.x.shape[1:]), jnp.uint8)
+        table, _ = scan_batches(KEY, note, (table, 0), data, epochs=epochs, batch_size=4)
+        return table, cache_features(lambda x: x.astype(jnp.float32).reshape(len(x), -1), data).x
+
+    table, mapped = play()
+    return np.asarray(table), np.asarray(mapped).reshape(data.capacity, *data.x.shape[1:])
+
+
+def distinct(count):
+    """A client whose samples all have another label, so that a batch says which they are."""
+    data = client(count)
+    return data._replace(y=jnp.arange(POOL, dtype=jnp.int32))
+
+
+@crop_kinds
+def test_every_epoch_draws_anew_and_other_passes_see_the_draw_of_the_round(kind):
+    data = augment(jax.random.key(9), distinct(9), kind, every="epoch")
+    table, mapped = images_of_epochs(data, 3)
+    positions = jnp.arange(9)
+    for number in range(3):
+        key = phase_key(jax.random.fold_in(KEY, number), "augment")
+        np.testing.assert_array_equal(table[number], seen(key, kind, positions))
+    np.testing.assert_array_equal(mapped, seen(jax.random.key(9), kind, positions))
+    assert not np.array_equal(table[0], table[1])
+
+
+@crop_kinds
+def test_a_draw_per_round_is_the_same_in_all_passes(kind):
+    table, mapped = images_of_epochs(augment(jax.random.key(9), distinct(9), kind, every="round"), 2)
+    expected = seen(jax.random.key(9), kind, jnp.arange(9))
+    for found in (*table, mapped):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_features_and_originals_are_left_alone():
+    given = client(4)
+    data = augment(KEY, given, "crop_flip", every="epoch")
+    assert data.original is given
+    assert cache_features(lambda x: x.astype(jnp.float32).reshape(len(x), -1), data).augmentation is None
+    assert augment(KEY, given, "none", every="epoch") is given
+
+
+def test_crops_are_taken_of_copies_too():
+    with_copies = add_copies(KEY, client(9), "concat")
+    data = augment(jax.random.key(9), with_copies, "crop_flip", every="round")
+    positions = jnp.array([0, 8, 9, 17])
+    x = np.concatenate([PIXELS[ROWS[:9]], copies()[:9]])[positions]
+    expected = jax.jit(crop_flip)(keys_of(jax.random.key(9), positions), jnp.asarray(x))
+    np.testing.assert_array_equal(data.take(positions, positions >= 0).x, expected)
+    np.testing.assert_array_equal(data.original.take(positions[:2], positions[:2] >= 0).x, PIXELS[ROWS[[0, 8]]])

@@ -200,10 +200,10 @@ def test_folders_that_are_missing_or_are_files(tmp_path, monkeypatch):
 # --- Dividing by users -----------------------------------------------------------------------------------------------
 
 
-def config(source, method="local", model="char_lstm", augment=None, **data):
+def config(source, method="local", model="char_lstm", training=None, **data):
     data = {"source": source, "clients": 2, "partition": {"kind": "natural"}, **data}
     options = {"hidden": 4, "embedding": 3} if model == "char_lstm" else {}
-    training = {"batch_size": 4} | ({"augment": augment} if augment else {})
+    training = {"batch_size": 4} | (training or {})
     return Config(data=data, model={"name": model, **options}, method={"name": method}, training=training)
 
 
@@ -265,7 +265,7 @@ def test_a_source_without_users_has_no_natural_partition():
 
 @pytest.mark.parametrize("method", ["local", "fedavg_ft", "fedrep", "fedecouple"])
 def test_methods_run_on_text(plays, method):
-    wanted = config(plays, method, augment="none")
+    wanted = config(plays, method, training={"copies": "none"})
     engine, federation = make_engine(wanted, shape_of(load(plays))), divide(wanted, load(plays))[0]
     key, number = jax.random.key(0), jax.ShapeDtypeStruct((), jnp.int32)
     run = jax.eval_shape(engine.init, key, federation)
@@ -295,10 +295,11 @@ def test_models_of_the_other_kind_are_refused(plays, images):
 def test_augmentation_of_text_is_refused_whether_asked_for_or_a_default(plays):
     with pytest.raises(ConfigError, match=r'"none": plays is text.*\'concat\'.*what fedecouple does unless') as caught:
         make_engine(config(plays, "fedecouple"), shape_of(load(plays)))
-    assert caught.value.field == "training.augment"
-    with pytest.raises(ConfigError, match=r"'replace' augments images$") as caught:
-        make_engine(config(plays, augment="replace"), shape_of(load(plays)))
-    assert (caught.value.field, caught.value.value) == ("training.augment", "replace")
+    assert caught.value.field == "training.copies"
+    for field, kind in (("copies", "replace"), ("augment", "crop_flip")):
+        with pytest.raises(ConfigError, match=f"'{kind}' augments images$") as caught:
+            make_engine(config(plays, training={field: kind}), shape_of(load(plays)))
+        assert (caught.value.field, caught.value.value) == (f"training.{field}", kind)
 
 
 # --- Real data -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from fedjax_pfl.data.augment import augment
+from fedjax_pfl.data.augment import add_copies
 from fedjax_pfl.data.federated import Clients, Federation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.round import Engine
@@ -19,10 +19,11 @@ from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.method import Cohort, Update
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedecouple import fedecouple
+from fedjax_pfl.methods.fedecouple.method import Client
 from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.models import MODELS, build
 from fedjax_pfl.ops.prototypes import centre_loss
-from fedjax_pfl.ops.training import cache_features, phase_key
+from fedjax_pfl.ops.training import Trainer, cache_features, phase_key
 from tests.conftest import CLASSES, TRAIN_SIZES
 from tests.reference import (
     MLP,
@@ -71,7 +72,7 @@ def uploads(model, trainer, federation):
     The client's own model, OTHER_KEY's, is not the one that it receives.
     """
     data = client_data(federation.x, federation.y, client(federation.train, 2))
-    models = model.init(KEY), model.init(OTHER_KEY)
+    models = model.init(KEY), Client(model.init(OTHER_KEY), jnp.array(True))
 
     def uploads(**fixed):
         @jax.jit
@@ -168,7 +169,7 @@ def compare(before, after, rounds, mlp, rows_of, federation, trainer, changed):
     """
     hyper = SimpleNamespace(**{**SPECIFIED, **BASE, **changed})
     server = to_numpy(before.state.server)
-    clients = [to_numpy(client(before.state.clients, i)) for i in range(N)]
+    clients = [to_numpy(client(before.state.clients.model, i)) for i in range(N)]
     for t in range(rounds):
         for i in range(N):
             rows, key = rows_of(t, i), client_key(KEY, t, i)
@@ -177,7 +178,7 @@ def compare(before, after, rounds, mlp, rows_of, federation, trainer, changed):
         server = fedecouple_server(clients, TRAIN_SIZES, hyper)
     jax.tree.map(near, after.state.server, server)
     for i in range(N):
-        jax.tree.map(near, client(after.state.clients, i), clients[i])
+        jax.tree.map(near, client(after.state.clients.model, i), clients[i])
         near([float(leaf) for leaf in client(after.post.test, i)], mlp.scores(clients[i], held(federation.test, i)))
     return server, clients
 
@@ -194,7 +195,7 @@ def compare(before, after, rounds, mlp, rows_of, federation, trainer, changed):
     ids=["as specified", "fixed teacher by size", "global features L2", "own extractor half the anchors", "no teacher"],
 )
 def test_rounds_are_numpys(rounds, changed, play, model, trainer, federation):
-    method = fedecouple(model, trainer, **{**BASE, **changed})._replace(augment="none")
+    method = fedecouple(model, trainer, **{**BASE, **changed})._replace(copies="none")
     before, after = play(method, rounds)
     mlp = MLP(federation.x, federation.y)
     rows = [held(federation.train, i) for i in range(N)]
@@ -207,9 +208,9 @@ def test_rounds_are_numpys(rounds, changed, play, model, trainer, federation):
 @pytest.mark.parametrize("anchor_on", ["all", "original"])
 def test_augmented_copies_double_the_training_set_afresh_in_every_round(anchor_on, play, model, trainer, federation):
     method = fedecouple(model, trainer, **BASE, anchor_on=anchor_on)
-    assert method.augment == "concat"
+    assert method.copies == "concat"
     before, after = play(method, 2)
-    copies = jax.jit(lambda key, row: augment(key, client_data(federation.x, federation.y, row), "concat").x)
+    copies = jax.jit(lambda key, row: add_copies(key, client_data(federation.x, federation.y, row), "concat").x)
     x, y, rows = [federation.x], [federation.y], {}
     for t, i in np.ndindex(2, N):
         originals = held(federation.train, i)
@@ -236,13 +237,13 @@ def anchors(monkeypatch, model, trainer, federation):
         seen.append(centres)
         return centre_loss(z, y, mask, centres, **options)
 
-    monkeypatch.setattr(importlib.import_module("fedjax_pfl.methods.fedecouple"), "centre_loss", spy)
+    monkeypatch.setattr(importlib.import_module("fedjax_pfl.methods.fedecouple.method"), "centre_loss", spy)
 
     @jax.jit
     def traced(share, key, row):
         method = fedecouple(model, trainer, anchor_coverage=share)
         data = client_data(federation.x, federation.y, row)
-        method.local(now(key, 0), model.init(KEY), model.init(OTHER_KEY), data)
+        method.local(now(key, 0), model.init(KEY), Client(model.init(OTHER_KEY), jnp.array(True)), data)
         return seen[-1]
 
     return lambda share, t, i: traced(jnp.float32(share), client_key(KEY, t, i), client(federation.train, i))
@@ -290,17 +291,22 @@ def test_no_teacher_is_no_distillation(uploads):
 def test_the_teacher_adapts_as_though_it_taught_nobody(model, trainer, federation):
     seen = []
 
-    def spy(*args, **options):
-        trained = trainer(*args, **options)
-        if options.get("phase") == "head":
-            seen.append(trained[0].teacher)
-        return trained
+    class Spy(Trainer):
+        def __call__(self, *args, **options):
+            trained = super().__call__(*args, **options)
+            if options.get("phase") == "head":
+                seen.append(trained[0].teacher)
+            return trained
+
+    spy = Spy(**vars(trainer))
 
     @jax.jit
     def teacher(lam):
         data = client_data(federation.x, federation.y, client(federation.train, 2))
         method = fedecouple(model, spy, lam=lam, head_epochs=3)
-        method.local(now(client_key(KEY, 1, 2), 1), model.init(KEY), model.init(OTHER_KEY), data)
+        method.local(
+            now(client_key(KEY, 1, 2), 1), model.init(KEY), Client(model.init(OTHER_KEY), jnp.array(True)), data
+        )
         return seen[-1]
 
     mlp, theta = MLP(federation.x, federation.y), to_numpy(model.init(OTHER_KEY)["extractor"])
@@ -339,9 +345,81 @@ def test_heads_on_cached_features_are_those_on_features_computed_for_every_batch
         return local(data)
 
     cached = [trained(i) for i in (1, 2)]
-    monkeypatch.setattr(importlib.import_module(f"fedjax_pfl.methods.{name}"), "cache_features", uncached)
+    module = f"fedjax_pfl.methods.{name}" + (".method" if name == "fedecouple" else "")
+    monkeypatch.setattr(importlib.import_module(module), "cache_features", uncached)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), [trained(i) for i in (1, 2)], cached)
     assert calls
+
+
+# --- The first participation -----------------------------------------------------------------------------------------
+
+
+def test_before_its_first_participation_a_client_has_what_it_receives(model, trainer, federation):
+    """A late joiner works and is scored as though its own model were the one it receives; later it has its own."""
+    received, other = model.init(KEY), model.init(OTHER_KEY)
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    x = federation.x[:20]
+
+    @partial(jax.jit, static_argnames="first")
+    def play(own, seen, first):
+        method = fedecouple(model, trainer, head_epochs=2, first=first)
+        state = Client(own, seen)
+        update = method.local(now(KEY, 3), received, state, data)
+        return update.upload, update.client, method.predict(received, state, x)
+
+    started = method_start(model, trainer, "received"), method_start(model, trainer, "initial")
+    assert [bool(start.seen) for start in started] == [False, True]
+    late, expected, own = (
+        play(other, jnp.array(False), "received"),
+        play(received, jnp.array(True), "received"),
+        play(other, jnp.array(True), "received"),
+    )
+    jax.tree.map(np.testing.assert_array_equal, late, expected)
+    assert bool(late[1].seen)
+    close(late[2], model.apply(received, x))
+    assert not np.allclose(late[2], own[2], atol=1e-3)
+    # With "initial" it is the model of round 0, whatever is received.
+    jax.tree.map(np.testing.assert_array_equal, play(other, jnp.array(True), "initial"), own)
+
+
+def method_start(model, trainer, first):
+    return fedecouple(model, trainer, first=first).init(KEY, N)[1]
+
+
+# --- What is recorded of the terms -----------------------------------------------------------------------------------
+
+
+def test_gradient_ratios_are_those_of_the_terms_in_numpy(model, trainer, federation):
+    """Of the anchors at the trained extractor under the trained head, on the client's one batch."""
+    hyper = {"mu": 0.8, "lam": 0.6, "head_epochs": 2}
+    whole = replace(trainer, batch_size=1000, diagnose=True)
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    received, own = model.init(KEY), model.init(OTHER_KEY)
+
+    @partial(jax.jit, static_argnames="diagnose")
+    def play(diagnose):
+        method = fedecouple(model, replace(whole, diagnose=diagnose), **hyper)
+        update = method.local(now(KEY, 0), received, Client(own, jnp.array(True)), data)
+        return update.upload, update.diagnostics
+
+    upload, said = play(True)
+    silent = play(False)
+    jax.tree.map(close, upload, silent[0])
+    assert silent[1] == {}
+    mlp, rows, w = MLP(federation.x, federation.y), held(federation.train, 2), to_numpy(upload)
+    z, y = mlp.extract(w["extractor"], rows), mlp.y[rows]
+    means, _ = class_means(mlp.extract(to_numpy(received)["extractor"], rows), y, CLASSES)
+    pull = mlp.extract_gradient(w["extractor"], rows, hyper["mu"] * 2 * (z - means[y]) / len(y) / z.shape[1])
+    labels = mlp.extract_gradient(
+        w["extractor"], rows, softmax_loss(linear(w["head"], z), y)[1] @ w["head"]["kernel"].T
+    )
+
+    def norm(tree):
+        return np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
+
+    assert float(said["gradient_ratio_anchors"]) == pytest.approx(norm(pull) / norm(labels), rel=1e-3)
+    assert float(said["gradient_ratio_distillation"]) > 0
+    assert set(said) == {"gradient_ratio_anchors", "gradient_ratio_distillation"}
 
 
 # --- Server, limits and traffic --------------------------------------------------------------------------------------
@@ -367,13 +445,13 @@ def test_the_server_weighs_by_similarity_alone(model, trainer):
 
 def test_with_everything_off_it_is_fedrep_that_also_averages_heads(play, model, trainer):
     off = {"head_features": "global", "lam": 0.0, "mu": 0.0, "frozen_head_epochs": 0, "aggregation": "size"}
-    method = fedecouple(model, trainer, head_epochs=3, **off)._replace(augment="none")
+    method = fedecouple(model, trainer, head_epochs=3, **off)._replace(copies="none")
     rep = fedrep(model, trainer, head_epochs=3)
 
     def local(now, view, client, data):
-        head, extractor, info, _ = rep.local(now, view["extractor"], client["head"], data)
+        head, extractor, info, *_ = rep.local(now, view["extractor"], client.model["head"], data)
         both = {"extractor": extractor, "head": head}
-        return Update(both, both, info)
+        return Update(Client(both, jnp.array(True)), both, info)
 
     expected = rep._replace(init=method.init, local=local, predict=method.predict)
     (_, found), (_, expected) = play(method, 3), play(expected, 3)

@@ -1,28 +1,29 @@
 """FedeCouple (Algorithm 1): global-local features, local anchors, and a personal head taught by the global one."""
 
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Gt, Le
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Bool, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
 from fedjax_pfl.methods.fedavg import fedavg
+from fedjax_pfl.methods.fedecouple.teaching import Heads, Teacher, Teaching
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, cosine_weights, weighted_mean
-from fedjax_pfl.ops.distill import distillation
-from fedjax_pfl.ops.losses import cross_entropy, label_loss
+from fedjax_pfl.ops.losses import label_loss
 from fedjax_pfl.ops.prototypes import Prototypes, Reduction, centre_loss, class_means, class_sums_under
 from fedjax_pfl.ops.training import Loss, Trainer, cache_features, is_off, phase_key
 
 
-class Heads(NamedTuple):
-    """The two heads that the head phase trains side by side: student and teacher."""
+class Client(NamedTuple):
+    """Personal: theta_i and phi_i from the last participation, and whether there was one."""
 
-    personal: Params
-    teacher: Params  # a copy of phi_g that adapts to the client, and is thrown away afterwards
+    model: Params
+    seen: Bool[Array, ""]
 
 
 def fedecouple(
@@ -35,7 +36,7 @@ def fedecouple(
     tau: Annotated[float, Gt(0)] = 2.0,
     head_epochs: Annotated[int, Ge(0)] = 5,
     frozen_head_epochs: Annotated[int, Ge(0)] = 1,
-    teacher: Literal["adapted", "fixed", "off"] = "adapted",
+    teacher: Teacher = "adapted",
     scale_by_temperature: bool = False,
     head_features: Literal["local", "global"] = "local",
     global_extractor: bool = True,
@@ -43,6 +44,7 @@ def fedecouple(
     anchor_coverage: Annotated[float, Ge(0), Le(1)] = 1.0,
     anchor_reduction: Reduction = "mse",
     aggregation: Literal["similarity", "size"] = "similarity",
+    first: Literal["received", "initial"] = "received",
 ) -> Method:
     """FedeCouple: extractor and head are both shared and both personal.
 
@@ -69,38 +71,22 @@ def fedecouple(
       anchor_reduction: the anchor loss as mean or as sum over the features. The paper sums over samples as well, which
         diverges at its mu = 2.
       aggregation: weights by similarity to the mean model (Eq. 7), or by client size.
+      first: a client's own model before its first participation: what it receives, or that of round 0. The paper does
+        not say; with the latter a late joiner is scored and taught with a random head.
 
     Reference:
       FedeCouple: Algorithm 1, Eqs. 3-7, section IV-D (augmentation). Its numbers are in benchmarks/papers/.
     """
 
-    def init(key: Key[Array, ""], clients: int) -> tuple[Params, Params]:
+    teaching = Teaching(teacher, lam, tau, scale_by_temperature, head_epochs)
+
+    def init(key: Key[Array, ""], clients: int) -> tuple[Params, Client]:
         del clients
         params = model.init(key)
-        return params, params
+        return params, Client(params, jnp.array(first == "initial"))
 
-    def head_loss(heads: Heads, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-        del key
-        logits = model.classify(heads.personal, batch.x)
-        loss = cross_entropy(logits, batch.y, batch.mask)
-        if teacher == "off" or is_off(lam):
-            return loss
-        taught = model.classify(heads.teacher, batch.x)
-        loss += lam * distillation(logits, taught, batch.mask, temperature=tau, scaled=scale_by_temperature)
-        # No gradient of the distillation reaches the teacher, so that one sum serves Eq. 3 and Eq. 4.
-        return loss + cross_entropy(taught, batch.y, batch.mask) if teacher == "adapted" else loss
-
-    def train_head(now: Round, view: Params, client: Params, data: ClientData) -> Params:
-        extractor = (client if head_features == "local" else view)["extractor"]
-        features = cache_features(lambda x: model.features(extractor, x), data)
-
-        def fixed_teacher_loss(personal: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            return head_loss(Heads(personal, view["head"]), batch, key)
-
-        if teacher == "adapted":
-            heads = Heads(client["head"], view["head"])
-            return train(now, head_loss, heads, features, phase="head", epochs=head_epochs)[0].personal
-        return train(now, fixed_teacher_loss, client["head"], features, phase="head", epochs=head_epochs)[0]
+    def own(view: Params, client: Client) -> Params:
+        return jax.tree.map(partial(jnp.where, client.seen), client.model, view)
 
     def compute_anchors(key: Key[Array, ""], extractor: Params, data: ClientData) -> Prototypes:
         held = data.original if anchor_on == "original" and data.original is not None else data
@@ -110,40 +96,48 @@ def fedecouple(
         covered = rank.astype(jnp.float32) < jnp.round(anchor_coverage * jnp.sum(anchors.valid, dtype=jnp.float32))
         return anchors._replace(valid=anchors.valid & covered)
 
-    def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
-        head = train_head(now, view, client, data)
+    def local(now: Round, view: Params, client: Client, data: ClientData) -> Update:
+        mine = own(view, client)
+        seen_by = (mine if head_features == "local" else view)["extractor"]
+        features = cache_features(partial(model.features, seen_by), data)
+        head, said = teaching(now, model, train, Heads(mine["head"], view["head"]), features)
         anchors = compute_anchors(now.key, view["extractor"], data)
 
+        def parts(extractor: Params, batch: Batch, head: Params) -> tuple[Array, Array]:
+            """Cross-entropy under a head, and the pull to the anchors."""
+            z = model.features(extractor, batch.x, batch.mask)
+            ce = label_loss(model, z, model.classify(head, z), batch)
+            if is_off(mu):
+                return ce, jnp.zeros(())
+            return ce, mu * centre_loss(z, batch.y, batch.mask, anchors, reduction=anchor_reduction)
+
         def loss_under(head: Params) -> Loss[Params]:
-            def loss(extractor: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-                del key
-                z = model.features(extractor, batch.x, batch.mask)
-                ce = label_loss(model, z, model.classify(head, z), batch)
-                if is_off(mu):
-                    return ce
-                return ce + mu * centre_loss(z, batch.y, batch.mask, anchors, reduction=anchor_reduction)
+            return lambda extractor, batch, key: sum(parts(extractor, batch, head))
 
-            return loss
+        def part(number: int) -> Loss[Params]:
+            return lambda extractor, batch, key: parts(extractor, batch, head)[number]
 
-        extractor = (view if global_extractor else client)["extractor"]
+        extractor = (view if global_extractor else mine)["extractor"]
         if frozen_head_epochs > 0:
             frozen = loss_under(view["head"])
             extractor, _ = train(now, frozen, extractor, data, phase="frozen head", epochs=frozen_head_epochs)
         extractor, info = train(now, loss_under(head), extractor, data)
+        terms = {} if is_off(mu) else {"anchors": part(1)}
+        said |= train.gradient_ratios(now, part(0), terms, extractor, data)
         personal = {"extractor": extractor, "head": head}
-        return Update(personal, personal, info)
+        return Update(Client(personal, jnp.array(True)), personal, info, diagnostics=said)
 
     def aggregate(
-        now: Round, server: Params, clients: Params, uploads: Params, cohort: Cohort
-    ) -> tuple[Params, Params]:
+        now: Round, server: Params, clients: Client, uploads: Params, cohort: Cohort
+    ) -> tuple[Params, Client]:
         del now, server
         mean = combine(uploads, cohort.weight)
         if aggregation == "size":
             return mean, clients
         return combine(uploads, cosine_weights(uploads, mean, cohort.weight > 0)), clients
 
-    def predict(view: Params, client: Params, x: Samples) -> Logits:
-        return model.apply({"extractor": view["extractor"], "head": client["head"]}, x)
+    def predict(view: Params, client: Client, x: Samples) -> Logits:
+        return model.apply({"extractor": view["extractor"], "head": own(view, client)["head"]}, x)
 
     return fedavg(model, train, combine)._replace(
         init=init, local=local, aggregate=aggregate, predict=predict, headline="post", copies="concat"

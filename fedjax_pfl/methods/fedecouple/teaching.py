@@ -1,0 +1,79 @@
+"""GPC: the personal head learns from the labels and from the global head, which adapts (FedeCouple, Eqs. 3, 4)."""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Diagnostics, Round
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.distill import distillation
+from fedjax_pfl.ops.losses import cross_entropy
+from fedjax_pfl.ops.training import Loss, Scalar, Trainer, is_off
+
+Teacher = Literal["adapted", "fixed", "off"]
+
+
+class Heads(NamedTuple):
+    """The two heads that are trained side by side: student and teacher."""
+
+    personal: Params
+    teacher: Params  # a copy of phi_g that adapts to the client, and is thrown away afterwards
+
+
+class Teaching(NamedTuple):
+    """How the personal head is trained.
+
+    Both heads take a step on every batch: Eqs. 3 and 4 by turns, which is our reading of lines that say only that the
+    two are minimised.
+
+    Attributes:
+      teacher: whether the global head adapts while it teaches, stays as received, or does not teach.
+      lam: lambda, weight of the distillation.
+      temperature: tau.
+      scaled: multiply the distillation by tau^2.
+      epochs: E_cl.
+    """
+
+    teacher: Teacher
+    lam: Scalar
+    temperature: Scalar
+    scaled: bool
+    epochs: int
+
+    def __call__(
+        self, now: Round, model: Model, train: Trainer, heads: Heads, features: ClientData
+    ) -> tuple[Params, Diagnostics]:
+        """The personal head after its epochs on the features, and how strongly the teacher pulled at its end."""
+
+        def parts(personal: Params, batch: Batch, teacher: Params) -> tuple[Array, Array, Array]:
+            """Cross-entropy of the student, distillation, cross-entropy of the teacher."""
+            logits = model.classify(personal, batch.x)
+            ce, nothing = cross_entropy(logits, batch.y, batch.mask), jnp.zeros(())
+            if self.teacher == "off" or is_off(self.lam):
+                return ce, nothing, nothing
+            taught = model.classify(teacher, batch.x)
+            lesson = distillation(logits, taught, batch.mask, temperature=self.temperature, scaled=self.scaled)
+            adapting = cross_entropy(taught, batch.y, batch.mask) if self.teacher == "adapted" else nothing
+            return ce, self.lam * lesson, adapting
+
+        def loss(heads: Heads, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
+            del key
+            # No gradient of the distillation reaches the teacher, so that one sum serves Eq. 3 and Eq. 4.
+            return sum(parts(heads.personal, batch, heads.teacher))
+
+        def fixed_teacher_loss(personal: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
+            return loss(Heads(personal, heads.teacher), batch, key)
+
+        if self.teacher == "adapted":
+            heads, _ = train(now, loss, heads, features, phase="head", epochs=self.epochs)
+        else:
+            head, _ = train(now, fixed_teacher_loss, heads.personal, features, phase="head", epochs=self.epochs)
+            heads = heads._replace(personal=head)
+
+        def part(number: int) -> Loss[Params]:
+            return lambda personal, batch, key: parts(personal, batch, heads.teacher)[number]
+
+        terms = {} if self.teacher == "off" or is_off(self.lam) else {"distillation": part(1)}
+        return heads.personal, train.gradient_ratios(now, part(0), terms, heads.personal, features)

@@ -1,0 +1,126 @@
+"""Without collaboration: each client as a federation of its own, held against such federations and against Local."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import Config
+from fedjax_pfl.engine.memory import survey
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.experiment.build import DataShape, make_engine
+from fedjax_pfl.method import Calibration
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.methods.alone import alone
+from fedjax_pfl.methods.fedavg import fedavg
+from fedjax_pfl.methods.local import local
+from tests.conftest import CLASSES
+from tests.reference import MLP, at, client, held, to_numpy
+from tests.reference import class_means as numpy_class_means
+
+N, KEY = 7, jax.random.key(31)
+
+
+class Inbox(NamedTuple):
+    """A personal state that is nothing but a message."""
+
+    inbox: jax.Array
+
+
+near = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+
+
+def play(method, clients, federation, rounds=3):
+    engine = Engine(method, clients)
+    before = jax.jit(engine.init)(KEY, federation)
+    after = jax.jit(engine.rounds)(KEY, before, at(0), at(rounds), jnp.array(True), federation)
+    return before, after, jax.jit(engine.score)(KEY, at(rounds), after, federation)
+
+
+def test_fedavg_without_collaboration_is_local(model, trainer, federation):
+    _, found, scores = play(alone(fedavg(model, trainer)), N, federation)
+    _, expected, local_scores = play(local(model, trainer), N, federation)
+    jax.tree.map(near, found.state.clients.server, expected.state.clients)
+    jax.tree.map(near, (scores.pre, scores.post), (local_scores.pre, local_scores.post))
+    assert scores.shared is None
+
+
+@pytest.mark.parametrize("name", ["fedecouple", "fedpac", "scaffold", "pgfedsplit"])
+def test_a_client_is_the_federation_of_it_alone(name, model, trainer, federation):
+    method = METHODS[name](model, trainer)._replace(copies="none")
+    first = jax.tree.map(lambda leaf: leaf[:1], (federation.train, federation.test))
+    one = federation._replace(train=first[0], test=first[1])
+    _, found, scores = play(alone(method), N, federation)
+    _, expected, scores_of_one = play(method, 1, one)
+    jax.tree.map(near, client(found.state.clients.server, 0), expected.state.server)
+    jax.tree.map(near, client(found.state.clients.client, 0), client(expected.state.clients, 0))
+    for point in ("pre", "post"):
+        jax.tree.map(near, client(getattr(scores, point), 0), client(getattr(scores_of_one, point), 0))
+
+
+def test_the_first_message_of_a_client_meets_its_own_server_alone(model, trainer, federation):
+    """FedFCD's round -1: what the server knows of the classes are the client's own class means."""
+    before, _, _ = play(alone(METHODS["fedfcd"](model, trainer)), N, federation, rounds=1)
+    mlp = MLP(federation.x, federation.y)
+    theta = to_numpy(client(before.state.clients.client, 0)["extractor"])
+    for i in range(N):
+        rows = held(federation.train, i)
+        means, counts = numpy_class_means(mlp.extract(theta, rows), mlp.y[rows], CLASSES)
+        representations = client(before.state.clients.server.representations, i)
+        np.testing.assert_array_equal(representations.valid, counts > 0)
+        near(np.asarray(representations.mean)[counts > 0], means[counts > 0])
+
+
+def test_messages_and_calibration_are_of_the_clients_own_server(model, trainer, federation):
+    """A head calibrated to answer the client's largest class, times a message of the calibrated server."""
+
+    def dispatch(now, server, clients, cohort):
+        del now
+        # As many rows as there are clients: here one, whoever it is.
+        assert cohort.ids.shape == (1,)
+        return jnp.sum(server["head"]["bias"]) * jnp.ones((1,))
+
+    def calibrate(now, view, own, data):
+        del now, own
+        return data.class_counts
+
+    def shift(now, server, uploads, cohort):
+        del now, cohort
+        return {**server, "head": {**server["head"], "bias": uploads[0]}}
+
+    def predict(view, own, x):
+        return jnp.broadcast_to(view["head"]["bias"] * own.inbox, (len(x), CLASSES))
+
+    method = fedavg(model, trainer)._replace(
+        init=lambda key, clients: (model.init(key), Inbox(jnp.zeros(()))),
+        predict=predict,
+        dispatch=dispatch,
+        calibrate=Calibration(calibrate, shift),
+    )
+    _, _, scores = play(alone(method), N, federation)
+    for i in range(N):
+        counts = np.asarray(federation.train.class_counts)[i]
+        rows = held(federation.test, i)
+        expected = np.mean(np.asarray(federation.y)[rows] == counts.argmax()) if len(rows) else 0.0
+        near(float(scores.pre.test.accuracy[i]), expected)
+
+
+def test_nothing_is_exchanged(model, trainer, federation):
+    shapes = survey(Engine(alone(METHODS["fedecouple"](model, trainer)), N), KEY, federation)[1]
+    assert jax.tree.leaves((shapes.down, shapes.up)) == []
+    _, run, _ = play(alone(METHODS["fedpac"](model, trainer)), N, federation)
+    assert shapes.sent_bytes(jax.tree.map(np.asarray, run.traffic)) == 0
+
+
+def test_a_config_asks_for_it():
+    tables = {"data": {"source": "digits", "clients": 4}, "method": {"name": "fedecouple"}}
+    shape = DataShape("digits", (8, 8, 1), 10, None)
+    together = make_engine(Config(**tables), shape).method
+    apart = make_engine(Config(**tables, participation={"collaborate": False}), shape).method
+    server, _ = jax.eval_shape(lambda key: apart.init(key, 4), KEY)
+    assert (apart.broadcast(server), apart.headline, apart.copies) == ((), together.headline, together.copies)
+    assert together.global_predict is not None
+    assert apart.global_predict is None
