@@ -107,7 +107,7 @@ FILES = {
 }
 
 METHOD_NAMES, MODEL_NAMES, KINDS = ", ".join(METHODS), ", ".join(MODELS), ", ".join(PARTITIONS)
-SECTIONS = "data, model, method, training, participation, aggregation, run"
+SECTIONS = "protocol, data, model, method, training, participation, aggregation, run"
 NPZ, FOLDER, LEAF, TFDS = (f"run config.toml data.source={kind}:" for kind in ("npz", "folder", "leaf", "tfds"))
 PATHOLOGICAL = "run config.toml data.partition.kind=pathological data.partition."
 

@@ -77,6 +77,39 @@ def test_a_config_cannot_be_changed():
             "less than 1",
         ),
         ({"data": {**DATA, "test_part_share": 0.2}, "method": METHOD}, "data.test_part_share", '"official"'),
+        ({"data": {**DATA, "test_classes": "dominant"}, "method": METHOD}, "data.test_classes", '"official"'),
+        ({"data": {**DATA, "test_classes": "rare"}, "method": METHOD}, "data.test_classes", "'all' or 'dominant'"),
+        (
+            {
+                "data": {**DATA, "test_classes": "dominant", "split": "official", "partition": {"kind": "natural"}},
+                "method": METHOD,
+            },
+            "data.test_classes",
+            "not natural",
+        ),
+        (
+            {"data": {**DATA, "partition": {"kind": "pathological", "overlap": True}}, "method": METHOD},
+            "data.partition.overlap",
+            '"merge"',
+        ),
+        (
+            {
+                "data": {
+                    **DATA,
+                    "split": "official",
+                    "validation_share": 0.1,
+                    "partition": {"kind": "weak_pathological", "overlap": True},
+                },
+                "method": METHOD,
+            },
+            "data.validation_share",
+            "overlap",
+        ),
+        (
+            {"data": {**DATA, "partition": {"kind": "iid", "overlap": True}}, "method": METHOD},
+            "data.partition.overlap",
+            "none",
+        ),
         ({"data": {**DATA, "evaluate_on": "train"}, "method": METHOD}, "data.evaluate_on", "'test' or 'validation'"),
         ({"data": {**DATA, "evaluate_on": "validation"}, "method": METHOD}, "data.evaluate_on", "validation_share"),
         ({"data": {**DATA, "mean": "grey"}, "method": METHOD}, "data.mean", "number"),

@@ -27,6 +27,7 @@ from pydantic import (
 from fedjax_pfl.data.augment import Augment, Copies
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.protocols import lie_under, tables_of
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
 
@@ -98,6 +99,8 @@ class Data(_Section):
       test_part_share: share of each class that is set aside at random as the test part, before the partition; for
         ``official`` with a source that has no test part of its own.
       test_share: share of a client's samples that is held out for testing.
+      test_classes: classes that a client is tested on: ``all`` that it holds, or the ``dominant`` ones, of which it has
+        more than an even share of its training samples; for ``official``, and a partition by labels.
       validation_share: share of a client's training samples that methods may select on.
       stratified: split each class of a client in these shares, so that it is tested on no class that it has two samples
         of and trains on none of; for ``merge``, which otherwise splits a client's samples at random, as PFLlib does.
@@ -119,6 +122,7 @@ class Data(_Section):
     split: Literal["merge", "official"] = "merge"
     test_part_share: Share | None = None
     test_share: Share = 0.25
+    test_classes: Literal["all", "dominant"] = "all"
     validation_share: float = Field(0.0, ge=0, lt=1)
     stratified: bool = False
     evaluate_on: Literal["test", "validation"] = "test"
@@ -140,6 +144,24 @@ class Data(_Section):
         if self.stratified and self.split != "merge":
             allowed = 'false with data.split = "official", which gives each client test samples in its own proportions'
             raise ConfigError("data.stratified", True, allowed)
+        return self
+
+    @model_validator(mode="after")
+    def _test_classes_are_drawn_from_a_test_part(self) -> "Data":
+        if self.test_classes != "all" and (self.split != "official" or self.partition["kind"] == "natural"):
+            allowed = '"all", or data.split = "official" and a partition that is not natural'
+            raise ConfigError("data.test_classes", self.test_classes, allowed)
+        return self
+
+    @model_validator(mode="after")
+    def _clients_that_overlap_are_held_against_nothing_that_others_train_on(self) -> "Data":
+        if self.partition.get("overlap"):
+            if self.split != "official":
+                allowed = 'false with data.split = "merge", where others would train on what a client is tested on'
+                raise ConfigError("data.partition.overlap", True, allowed)
+            if self.validation_share:
+                allowed = "0 with data.partition.overlap: others would train on what a client validates on"
+                raise ConfigError("data.validation_share", self.validation_share, allowed)
         return self
 
     @model_validator(mode="after")
@@ -224,7 +246,8 @@ class Run(_Section):
         others are faster where the hardware has them. On a CPU it changes nothing.
       out: the run directory; nothing is written without.
       diagnostics: record how strongly each term of a method's loss pulls beside the cross-entropy
-        (``diagnostics.gradient_ratio_...``), from one mini-batch per client and round; costs compilation time.
+        (``diagnostics.gradient_ratio_...``), from one mini-batch per client and round; costs compilation time, and may
+        move the last bits of the numbers.
       tensorboard: write the metrics to TensorBoard event files in the run directory, too (needs the package).
       compilation_cache: folder of compiled programs, or ``off``.
     """
@@ -250,6 +273,10 @@ class Run(_Section):
 class Config(_Section):
     """A whole run. Only ``data.source`` and ``method.name`` have no default.
 
+    ``Config(protocol="fedpac", ...)``, or ``protocol = "fedpac"`` above the tables of a file, takes what is not given
+    from that protocol in the place of the defaults (``experiment/protocols.py``). A config holds the values, not the
+    name: it equals one in which they are spelt out.
+
     Raises:
       ConfigError: an unknown key, a wrong type, a value out of range.
     """
@@ -262,11 +289,14 @@ class Config(_Section):
     aggregation: Aggregation = Aggregation()
     run: Run = Run()
 
-    def __init__(self, **tables: Any):
+    def __init__(self, *, protocol: str | None = None, **tables: Any):
+        if protocol is not None:
+            given = {key: _given(table) for key, table in tables.items()}
+            tables = lie_under(given, tables_of(protocol))
         try:
             super().__init__(**tables)
         except ValidationError as error:
-            raise _config_error(error, "", list(type(self).model_fields)) from None
+            raise _config_error(error, "", ["protocol", *type(self).model_fields]) from None
 
     @property
     def partition_seed(self) -> int:
@@ -276,16 +306,21 @@ class Config(_Section):
     def replace(self, changes: Mapping[str, Any]) -> "Config":
         """A copy with other values, by dotted field: ``config.replace({"training.lr": 0.1, "method.name": "ditto"})``.
 
-        Another ``method.name``, ``model.name`` or ``data.partition.kind`` brings the defaults of its other options.
+        Another ``method.name``, ``model.name`` or ``data.partition.kind`` brings the defaults of its other options. A
+        ``protocol`` brings all its values, over which the other changes go.
 
         Raises:
           ConfigError: a field or value that no config can have.
         """
         tables = self.model_dump()
+        changes = dict(changes)
+        if (protocol := changes.pop("protocol", None)) is not None:
+            for section, values in tables_of(protocol).items():
+                tables[section] = values if section == "model" else tables[section] | values
         for field in sorted(changes, key=lambda field: field not in _SELECTORS):  # these first: they bring defaults
             *sections, key = field.split(".")
             if not sections:
-                raise ConfigError(field, changes[field], "a dotted field such as training.lr")
+                raise ConfigError(field, changes[field], "a dotted field such as training.lr, or protocol")
             table: dict[str, Any] = tables
             for section in sections:
                 if not isinstance(table.get(section), dict):
@@ -307,7 +342,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
     Args:
       path: the config file.
-      overrides: ``section.key=value`` strings; the value is TOML, or else taken as a string.
+      overrides: ``section.key=value`` strings, or ``protocol=name``; the value is TOML, or else taken as a string.
 
     Raises:
       ConfigError: the file is missing or no TOML, or what it says cannot be used.
@@ -345,7 +380,7 @@ def parse_value(text: str) -> Any:
 def _override(tables: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     *sections, key = dotted.strip().split(".")
-    if not equals or not sections or not all([*sections, key]):
+    if not equals or not all([*sections, key]) or not (sections or key == "protocol"):
         raise ConfigError("override", override, "expected section.key=value, e.g. training.lr=0.01")
     table = tables
     for section in sections:
@@ -353,6 +388,11 @@ def _override(tables: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError("override", override, f"{section} is a value, not a table")
     table[key] = parse_value(text)
+
+
+def _given(table: Any) -> Any:
+    """What was given of a table, which may be one of the classes above."""
+    return table.model_dump(exclude_unset=True) if isinstance(table, _Section) else table
 
 
 def _config_error(error: ValidationError, section: str, allowed: Sequence[str], owner: str = "") -> ConfigError:
