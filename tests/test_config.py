@@ -48,11 +48,18 @@ def test_overrides_are_toml_values_or_else_strings(tmp_path):
     assert config.run.out == "runs/a b"
 
 
-@pytest.mark.parametrize("augment", ["none", "concat", "replace", "crop_flip", "crop_flip_rotate", None])
-def test_augmentation_is_the_methods_own_unless_given(augment):
-    config = Config(data=DATA, method=METHOD, training={} if augment is None else {"augment": augment})
-    assert config.training.augment == augment
-    assert tomllib.loads(config.to_toml())["training"].get("augment") == augment
+@pytest.mark.parametrize("copies", ["none", "concat", "replace", None])
+def test_copies_are_the_methods_own_unless_given(copies):
+    config = Config(data=DATA, method=METHOD, training={} if copies is None else {"copies": copies})
+    assert config.training.copies == copies
+    assert tomllib.loads(config.to_toml())["training"].get("copies") == copies
+
+
+@pytest.mark.parametrize("kind", ["concat", "replace"])
+def test_what_version_0_1_called_augmentation_is_now_copies(kind):
+    with pytest.raises(ConfigError, match=f'training.copies = "{kind}"') as caught:
+        Config(data=DATA, method=METHOD, training={"augment": kind})
+    assert (caught.value.field, caught.value.value) == ("training.augment", kind)
 
 
 def test_a_config_cannot_be_changed():

@@ -217,10 +217,17 @@ class Training(_Section):
 
 
 class Participation(_Section):
-    """Who takes part in a round: a share of the clients (or a range it is drawn from), less those that drop out."""
+    """Who takes part in a round: a share of the clients (or a range it is drawn from), less those that drop out.
+
+    Attributes:
+      ratio: the share, or the two ends of its range.
+      dropout: how likely a selected client is to drop out.
+      collaborate: false for the control without collaboration: each client runs the method with a server of its own.
+    """
 
     ratio: Annotated[float | tuple[float, float], BeforeValidator(_ratio)] = 1.0
     dropout: float = Field(0.0, ge=0, lt=1)
+    collaborate: bool = True
 
 
 class Aggregation(_Section):
