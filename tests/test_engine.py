@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.data.augment import augment
+from fedjax_pfl.data.augment import add_copies, augment
 from fedjax_pfl.data.federated import client_data, pack
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
@@ -283,20 +283,25 @@ def recorder(kind):
         aggregate=lambda now, server, clients, uploads, cohort: (server, clients),
         predict=predict,
         personalize=lambda now, view, client, data: (digest(data), client),
-        augment=kind,
+        copies=kind,
     )
 
 
-@pytest.mark.parametrize(("kind", "where"), [("concat", "map"), ("replace", "sharded chunks")])
-def test_training_data_are_augmented_afresh_each_round_and_test_data_never(kind, where, federation, mesh):
+@pytest.mark.parametrize(
+    ("kind", "crop", "where"), [("concat", "none", "map"), ("replace", "crop_flip_reflect", "sharded chunks")]
+)
+def test_training_data_are_augmented_afresh_each_round_and_test_data_never(kind, crop, where, federation, mesh):
     placement = Placement() if where == "map" else Placement(mesh, 2)
-    engine = Engine(recorder(kind), 7, placement=placement)
+    engine = Engine(recorder(kind), 7, placement=placement, augment=crop)
 
     @jax.jit
     @jax.vmap
     def expected(key, client):
-        key = jax.random.fold_in(key, np.uint32(zlib.crc32(b"augment")))
-        return digest(augment(key, client_data(federation.x, federation.y, client), kind))
+        of_copies, of_crops = (
+            jax.random.fold_in(key, np.uint32(zlib.crc32(phase))) for phase in (b"augment", b"base augmentation")
+        )
+        data = add_copies(of_copies, client_data(federation.x, federation.y, client), kind)
+        return digest(augment(of_crops, data, crop, every="epoch"))
 
     def hits(sign):
         x = np.asarray(federation.x, np.float64).reshape(-1, 16)

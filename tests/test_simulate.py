@@ -59,6 +59,7 @@ def test_run_directory_holds_what_the_result_says(reference):
     assert sorted(path.name for path in out.iterdir()) == [
         "clients.csv",
         "config.toml",
+        "labels.csv",
         "metrics.jsonl",
         "partition.json",
         "summary.json",
@@ -73,6 +74,10 @@ def test_run_directory_holds_what_the_result_says(reference):
     rows = list(csv.DictReader((out / "clients.csv").read_text().splitlines()))
     assert [int(row["n_train"]) for row in rows] == result.partition["n_train"]
     np.testing.assert_allclose([float(row["post_accuracy"]) for row in rows], result.clients["post_accuracy"])
+    correct = np.zeros(len(rows))
+    for row in csv.DictReader((out / "labels.csv").read_text().splitlines()):
+        correct[int(row["client"])] += int(row["post_correct"])
+    np.testing.assert_allclose(correct / result.clients["n_test"], result.clients["post_accuracy"], rtol=1e-6)
 
 
 def test_summary_has_the_promised_fields(reference):

@@ -7,7 +7,17 @@ import pytest
 
 from fedjax_pfl import Config, load_config, simulate
 from fedjax_pfl.engine.scoring import Evaluation, Scored, Scores
-from fedjax_pfl.experiment.summary import figures_of, flat, line_of, mean_line, summarize, summary_of
+from fedjax_pfl.experiment.summary import (
+    figures_of,
+    flat,
+    label_accuracy,
+    label_table,
+    line_of,
+    majority_class,
+    mean_line,
+    summarize,
+    summary_of,
+)
 from tests.test_simulate import config
 
 COSTS = {"traffic": {"megabytes_total": 1.0}, "timing": {"seconds_per_round": 0.1}}
@@ -125,3 +135,44 @@ def test_a_diverged_run_scores_no_points_for_class_zero(tmp_path):
     assert result.summary["global"] == 0.0
     assert np.isnan(result.history["pre.loss"]).all()
     assert isinstance(wanted, Config)
+
+
+# --- Labels and controls ---------------------------------------------------------------------------------------------
+
+# Three clients, the last of which is new and never trains; class 2 is nobody's to be tested on.
+COUNTS = {
+    "n_train": [6, 3, 4],
+    "train_class_counts": [[4, 2, 0], [1, 1, 1], [0, 4, 0]],
+    "test_class_counts": [[3, 1, 0], [0, 4, 0], [1, 1, 0]],
+    "validation_class_counts": [[1, 0, 0], [0, 0, 2], [0, 0, 0]],
+}
+
+
+def test_a_row_for_each_label_that_a_client_is_scored_on():
+    nothing = Scores(*(np.zeros(3, np.float32) for _ in Scores._fields))
+    hits = np.float32([[2, 1, 0], [0, 3, 0], [1, 0, 0]])
+    of = Evaluation(Scored(nothing, None, hits), Scored(nothing, None, 0 * hits), None, {})
+    table = label_table(COUNTS, "test", of)
+    rows = list(zip(*(table[name].tolist() for name in ("client", "label", "n_train", "n_test")), strict=True))
+    assert rows == [(0, 0, 4, 3), (0, 1, 2, 1), (1, 1, 1, 4), (2, 0, 0, 1), (2, 1, 4, 1)]
+    assert table["pre_correct"].tolist() == [2, 1, 3, 1, 0]
+    assert table["post_correct"].tolist() == [0] * 5
+    # The two clients that train: class 0 two of three, class 1 four of five.
+    assert label_accuracy(table, 3, 1, 3) == {"pre": [pytest.approx(2 / 3), 0.8, None], "post": [0.0, 0.0, None]}
+    assert label_accuracy(table, 3, 0, 3)["pre"] == [0.75, pytest.approx(4 / 6), None]
+
+
+def test_the_majority_class_is_that_of_the_training_samples():
+    # Client 0 answers class 0: three of four; client 1, undecided, class 0 as well: none of four; client 2 class 1.
+    assert majority_class(COUNTS, "test", 1) == {"accuracy": 0.375, "weighted": 0.375}
+    assert majority_class(COUNTS, "test", 0) == {"accuracy": pytest.approx(1.25 / 3), "weighted": 0.4}
+    # A client that is not scored does not count.
+    assert majority_class(COUNTS, "validation", 0) == {"accuracy": 0.5, "weighted": pytest.approx(1 / 3)}
+
+
+def test_diagnostics_have_a_last_value_and_no_best():
+    found = []
+    for at, line in enumerate(lines(CURVE)):
+        found.append({**line, "diagnostics": {"alpha": [np.nan, 0.5, 0.25][at]}})
+    metrics = summary_of(found, {"headline": "pre"}, COSTS, new=0)["metrics"]
+    assert metrics["diagnostics.alpha"] == {"last": 0.25}
