@@ -5,6 +5,7 @@ values, so that one gather and one multiplication serve a batch in which every s
 ``vmap`` a branch per sample would run them all).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -135,7 +136,7 @@ def apply_transform(transform: Transform, x: UInt8[Array, "batch h w c"]) -> UIn
     return jax.vmap(one)(transform, x)
 
 
-_DRAWS = {
+_DRAWS: dict[str, Callable[[Key[Array, " batch"], UInt8[Array, "batch h w c"]], UInt8[Array, "batch h w c"]]] = {
     "crop_flip": crop_flip,
     "crop_flip_reflect": partial(crop_flip, reflect=True),
     "crop_flip_rotate": lambda keys, x: apply_transform(crop_flip_rotate(keys), x),

@@ -102,7 +102,7 @@ def _warmed_up(cold: Method, combine: Combine, rounds: int) -> Method:
         return jax.tree.map(lambda own, shared: jnp.where(client.own, own, shared), client.lower, view.lower.value)
 
     def local(now: Round, view: Shared, client: Personal, data: ClientData) -> Update:
-        lower, upper, info, _ = cold.local(now, view.upper, lower_of(view, client), data)
+        lower, upper, info, *_ = cold.local(now, view.upper, lower_of(view, client), data)
         warming = now.t < rounds
         return Update(Personal(lower, ~warming), Shared(upper, SentIf(warming, lower)), info)
 

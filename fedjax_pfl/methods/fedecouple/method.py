@@ -112,7 +112,7 @@ def fedecouple(
             return ce, mu * centre_loss(z, batch.y, batch.mask, anchors, reduction=anchor_reduction)
 
         def loss_under(head: Params) -> Loss[Params]:
-            return lambda extractor, batch, key: sum(parts(extractor, batch, head))
+            return lambda extractor, batch, key: jnp.add(*parts(extractor, batch, head))
 
         def part(number: int) -> Loss[Params]:
             return lambda extractor, batch, key: parts(extractor, batch, head)[number]

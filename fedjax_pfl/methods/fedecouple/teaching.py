@@ -61,7 +61,8 @@ class Teaching(NamedTuple):
         def loss(heads: Heads, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
             # No gradient of the distillation reaches the teacher, so that one sum serves Eq. 3 and Eq. 4.
-            return sum(parts(heads.personal, batch, heads.teacher))
+            ce, lesson, adapting = parts(heads.personal, batch, heads.teacher)
+            return ce + lesson + adapting
 
         def fixed_teacher_loss(personal: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             return loss(Heads(personal, heads.teacher), batch, key)
