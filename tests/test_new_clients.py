@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from functools import partial
 
 import chex
@@ -17,6 +18,7 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.experiment.build import divide
+from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
 from tests.conftest import TRAIN_SIZES, WITH_EMITTERS
 from tests.reference import MLP, at, client_key, held, to_numpy
@@ -66,6 +68,22 @@ def test_their_scores_against_plain_loops(model, trainer, federation):
         w, _ = mlp.train(to_numpy(run.state.server), client_key(KEY, 3, i), 3, held(federation.train, i), trainer)
         expected = mlp.scores(w, held(federation.test, i))
         np.testing.assert_allclose([float(values[i]) for values in scores.test], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pmi", ["eval", "every"])
+def test_pfedcspcs_new_clients_start_from_the_global_model(pmi, model_with_projection, trainer, federation, mesh):
+    """Their scores are those of FedAvg with the same global model: adapted before PRE, or by the call of local."""
+    parts = {"calibrate": False, "kappa": 0.0, "kp_weight": 0.0, "clusters": 1, "repeats": 1}
+    engine = Engine(METHODS["pfedcspc"](model_with_projection, trainer, pmi=pmi, **parts), N, new=NEW)
+    run = jit(engine.init)(KEY, federation)
+    run = jit(engine.rounds)(KEY, run, at(0), at(3), jnp.array(True), federation)
+    plain = replace(engine, method=METHODS["fedavg"](model_with_projection, trainer))
+    same = run._replace(state=State(run.state.server.params, ()))
+    trained = jit(plain.post)(KEY, at(3), same, federation)
+    expected = trained if pmi == "eval" else jit(plain.pre)(KEY, at(3), same.state, federation), trained
+    found = jit(replace(engine, placement=Placement(mesh, 2)).score)(KEY, at(3), run, federation)
+    scores = [(of_it.test, of_fedavg.test) for of_it, of_fedavg in zip(found[:2], expected, strict=True)]
+    chex.assert_trees_all_close(*zip(*jax.tree.map(lambda leaf: leaf[OLD:], scores), strict=True), rtol=1e-5)
 
 
 def config(**tables):

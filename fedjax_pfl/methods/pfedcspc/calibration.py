@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Round
+from fedjax_pfl.method import Diagnostics, Round
 from fedjax_pfl.methods.pfedcspc.contrast import augmented_contrast, weighted_contrast
 from fedjax_pfl.methods.pfedcspc.corpus import augment_prototypes, gather
 from fedjax_pfl.methods.pfedcspc.initial import project
@@ -35,6 +36,7 @@ class Calibrator:
       epochs_per_drop: passes after which the learning rate is a tenth of what it was, within a round.
       batch_size: prototypes per step.
       weight_decay: L2 coefficient.
+      diagnose: whether the pull of the contrastive losses is measured, for the record.
     """
 
     eta: Scalar
@@ -47,6 +49,12 @@ class Calibrator:
     epochs_per_drop: int
     batch_size: int
     weight_decay: Scalar
+    diagnose: bool
+
+    @property
+    def says(self) -> tuple[str, ...]:
+        """Names of the diagnostics of a call."""
+        return ("gradient_ratio_eta",) if self.diagnose and not is_off(self.eta) else ()
 
     def __call__(
         self,
@@ -56,8 +64,8 @@ class Calibrator:
         u: Float[Array, "K C M d"],
         valid: Bool[Array, "K C M"],
         ids: Int[Array, " K"],
-    ) -> Params:
-        """The global model with H and F retrained; E_g is frozen.
+    ) -> tuple[Params, Diagnostics]:
+        """The global model with H and F retrained; all else is frozen.
 
         Args:
           now: the round, and the server's key in it.
@@ -66,17 +74,23 @@ class Calibrator:
           u: the prototypes of K clients, M places per class.
           valid: which of these hold one.
           ids: of the clients.
+
+        Returns:
+          The model, and how strongly eta times both contrastive losses pull beside the cross-entropy before the first
+          step (`Trainer.gradient_ratios`).
         """
-        train = Trainer(batch_size=self.batch_size, weight_decay=self.weight_decay)
+        train = Trainer(batch_size=self.batch_size, weight_decay=self.weight_decay, diagnose=self.diagnose)
         corpus = gather(u, valid, ids)
         rows = jnp.arange(len(corpus.y), dtype=jnp.int32)
         data = ClientData(rows, corpus.y, rows, corpus.count, jnp.sum(valid, axis=(0, 2), dtype=jnp.float32))
 
-        def loss(trained: tuple[Params, Params], batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
+        def loss(
+            trained: tuple[Params, Params], batch: Batch, key: Key[Array, ""], *, labels: float = 1.0, eta: Scalar
+        ) -> Float[Array, ""]:
             projection, head = trained
             z = project(model, projection, corpus.u[batch.x])
-            total = cross_entropy(model.classify(head, z), batch.y, batch.mask)
-            if is_off(self.eta):
+            total = labels * cross_entropy(model.classify(head, z), batch.y, batch.mask)
+            if is_off(eta):
                 return total
             contrast = weighted_contrast(z, batch.y, corpus.client[batch.x], batch.mask, temperature=self.temperature)
             if self.augmented > 0:
@@ -84,7 +98,7 @@ class Calibrator:
                 positive, negative = (project(model, projection, u) for u in (samples.positive, samples.negative))
                 mask = batch.mask * samples.exists
                 contrast += augmented_contrast(z, positive, negative, mask, margin=self.margin)
-            return total + self.eta * contrast
+            return total + eta * contrast
 
         lr = self.lr * 0.1 ** sum((now.t >= drop).astype(jnp.float32) for drop in self.lr_drops)
 
@@ -92,9 +106,11 @@ class Calibrator:
             epochs = jnp.minimum(self.epochs_per_drop, self.epochs - number * self.epochs_per_drop)
             rate = lr * 0.1 ** number.astype(jnp.float32)
             turn = Round(jax.random.fold_in(now.key, number), now.t)
-            return train(turn, loss, trained, data, epochs=epochs, lr=rate)[0]
+            return train(turn, partial(loss, eta=self.eta), trained, data, epochs=epochs, lr=rate)[0]
 
         heads = params["extractor"]["projection"], params["head"]
         drops = math.ceil(self.epochs / self.epochs_per_drop)
         projection, head = lax.fori_loop(0, drops, epochs_at_one_rate, heads)
-        return {"extractor": {**params["extractor"], "projection": projection}, "head": head}
+        terms = {} if is_off(self.eta) else {"eta": partial(loss, labels=0.0, eta=self.eta)}
+        said = train.gradient_ratios(now, partial(loss, eta=0.0), terms, heads, data)
+        return {**params, "extractor": {**params["extractor"], "projection": projection}, "head": head}, said

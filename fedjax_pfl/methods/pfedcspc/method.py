@@ -1,58 +1,32 @@
 """pFedCSPC: personal encoders for the clients, and a global model that the server calibrates on all prototypes."""
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Key, PyTree
 
-from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Logits, Method, PerClass, Round, Samples, TrainInfo, Update
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.method import (
+    Calibration,
+    Cohort,
+    Logits,
+    Method,
+    PerClass,
+    Round,
+    Samples,
+    TrainInfo,
+    Update,
+)
 from fedjax_pfl.methods.pfedcspc.cluster import mean_over_clients
 from fedjax_pfl.methods.pfedcspc.initial import project
 from fedjax_pfl.methods.pfedcspc.parts import Parts
+from fedjax_pfl.methods.pfedcspc.state import Client, Server, Upload, View, with_encoder
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine
-from fedjax_pfl.ops.losses import label_loss, proximal
 from fedjax_pfl.ops.prototypes import Prototypes, update_prototypes
 from fedjax_pfl.ops.training import Trainer
-
-
-class Server(NamedTuple):
-    """Shared: the global model (E_g, H, F), H and F calibrated, and what the server knows of the classes.
-
-    Attributes:
-      params: the global model.
-      prototypes: u_g, in the space of the encoders; None if no module needs them.
-      exemplars: e, in the space of the calibrated projections; likewise.
-    """
-
-    params: Params
-    prototypes: Prototypes | None
-    exemplars: Prototypes | None
-
-
-class View(NamedTuple):
-    """What is sent down to all: H, F, the prototypes u_g if they guide training, and E_g unless each gets its own."""
-
-    encoder: Params | None
-    projection: Params
-    head: Params
-    prototypes: PerClass | None
-
-
-class Client(NamedTuple):
-    """Personal: the encoder of m_k, which the server combines from the participants' encoders."""
-
-    inbox: Params
-
-
-class Upload(NamedTuple):
-    """What is sent up: the trained model, and the prototypes U_k of the classes held with a flag per cluster."""
-
-    params: Params
-    prototypes: PerClass | None
+from fedjax_pfl.ops.tree import take_rows
 
 
 def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> Method:
@@ -64,81 +38,88 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
     if model.projection is None:
         raise ValueError("it needs a model with a projection head, such as cnn_proj or resnet18_proj")
     encode, _, dim = model.projection
-    align, cluster, initial, calibrate, knowledge, mu = parts
+    client_loss, cluster, initial, calibrate, knowledge = parts
     starts_personal = initial is not None and initial.when == "every"
     adapts = initial is not None and initial.when == "eval"
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, PyTree]:
-        del clients
-        params: Params = model.init(key)
-        client = () if initial is None else Client(params["extractor"]["encoder"])
+        params = client_loss.with_classifier(key, model, model.init(key))
+        encoder = params["extractor"]["encoder"]
+        client = Client(encoder) if starts_personal else ()
+        said = {name: jnp.array(jnp.nan, jnp.float32) for name in parts.says}
         if cluster is None:
-            return Server(params, None, None), client
-        return Server(params, Prototypes.none(model.classes, dim), Prototypes.none(model.classes, model.dim)), client
+            return Server(params, None, None, None, said), client
+        known = None if initial is None else initial.start(encoder, clients, (model.classes, cluster.places, dim))
+        u_g, e = (Prototypes.none(model.classes, width) for width in (dim, model.dim))
+        return Server(params, u_g, e, known, said), client
 
     def broadcast(server: Server) -> View:
-        extractor, u = server.params["extractor"], server.prototypes
-        encoder = None if starts_personal else extractor["encoder"]
-        sent = None if align is None or u is None else PerClass(u.valid, u.mean)
-        return View(encoder, extractor["projection"], server.params["head"], sent)
+        params, u = server.params, server.prototypes
+        sent = None if client_loss.align is None or u is None else PerClass(u.valid, u.mean)
+        return View(with_encoder(params, None) if starts_personal else params, sent, server.scored)
 
-    def join(encoder: Params, view: View) -> Params:
-        return {"extractor": {"encoder": encoder, "projection": view.projection}, "head": view.head}
+    def dispatch(now: Round, server: Server, clients: PyTree, cohort: Cohort) -> Params:
+        """m_k for training, from the newest encoders, whenever client k took part."""
+        assert server.known is not None
+        return take_rows(server.known.encoders, cohort.ids)
 
-    def personal(view: View, client: PyTree, params: Params) -> tuple[View, PyTree]:
-        """(view, client) from which ``predict`` takes this model."""
-        encoder, projection = params["extractor"]["encoder"], params["extractor"]["projection"]
-        view = view._replace(projection=projection, head=params["head"])
-        return (view._replace(encoder=encoder), client) if initial is None else (view, Client(encoder))
+    def model_of(view: View, client: PyTree) -> Params:
+        return with_encoder(view.params, client.inbox) if starts_personal else view.params
+
+    def as_scored(view: View, client: PyTree, params: Params) -> tuple[View, PyTree]:
+        """(view, client) that have this model."""
+        if not starts_personal:
+            return view._replace(params=params), client
+        return view._replace(params=with_encoder(params, None)), Client(params["extractor"]["encoder"])
 
     def adapt(now: Round, view: View, start: Params, data: ClientData) -> tuple[Params, TrainInfo]:
         """Local training on L_base + kappa L_align (Eqs. 5-7, 18)."""
-
-        def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
-            f = encode(params["extractor"], batch.x, batch.mask)
-            z = project(model, params["extractor"]["projection"], f)
-            total = label_loss(model, z, model.classify(params["head"], z), batch)
-            if mu is not None:
-                total += proximal(params, start, mu)
-            if align is None or view.prototypes is None:
-                return total
-            u = Prototypes(view.prototypes.rows, view.prototypes.held)
-            return total + align.weight * align(f, batch.y, batch.mask, u)
-
-        return train(now, loss, start, data)
+        return train(now, client_loss.on(model, start, view.prototypes), start, data)
 
     def local(now: Round, view: View, client: PyTree, data: ClientData) -> Update:
-        start = join(client.inbox if starts_personal else view.encoder, view)
+        start = model_of(view, client)
         params, info = adapt(now, view, start, data)
         prototypes = None if cluster is None else cluster.of(now.key, partial(encode, params["extractor"]), data)
-        return Update(client, Upload(params, prototypes), info, post=personal(view, client, params))
+        said = train.gradient_ratios(now, *client_loss.apart(model, start, view.prototypes), start, data)
+        return Update(client, Upload(params, prototypes), info, as_scored(view, client, params), said)
 
     def aggregate(
         now: Round, server: Server, clients: PyTree, uploads: Upload, cohort: Cohort
     ) -> tuple[Server, PyTree]:
         params = combine(uploads.params, cohort.weight)
-        u_g, e, sent = server.prototypes, server.exemplars, uploads.prototypes
-        if cluster is None or u_g is None or e is None or sent is None:
+        u_g, e, known, said = server.prototypes, server.exemplars, server.known, server.said
+        if cluster is None or u_g is None or e is None or uploads.prototypes is None:
             return server._replace(params=params), clients
-        u, valid = cluster.received(sent)
-        if initial is not None:
-            weights = initial.weights(model, uploads.params, u, valid, cohort.weight > 0)
-            encoders = uploads.params["extractor"]["encoder"]
-            clients = Client(jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1), encoders))
+        sent = cluster.received(uploads.prototypes)
+        if initial is not None and known is not None:
+            known, of_initial = initial.update(
+                model, known, uploads.params, sent, cohort, params["extractor"]["encoder"]
+            )
+            said = said | of_initial
         if calibrate is not None:
-            params = calibrate(now, model, params, u, valid, cohort.ids)
-        u_g = update_prototypes(u_g, mean_over_clients(u, valid))
-        e = update_prototypes(e, mean_over_clients(project(model, params["extractor"]["projection"], u), valid))
-        return Server(params, prototypes=u_g, exemplars=e), clients
+            params, of_calibration = calibrate(now, model, params, sent.u, sent.valid, cohort.ids)
+            said = said | of_calibration
+        z = project(model, params["extractor"]["projection"], sent.u)
+        u_g = update_prototypes(u_g, mean_over_clients(sent.u, sent.valid))
+        e = update_prototypes(e, mean_over_clients(z, sent.valid))
+        return Server(params, u_g, e, known, said), clients
 
     def predict(view: View, client: PyTree, x: Samples) -> Logits:
-        return model.apply(join(view.encoder if initial is None else client.inbox, view), x)
+        return model.apply(model_of(view, client), x)
 
     def personalize(now: Round, view: View, client: PyTree, data: ClientData) -> tuple[View, PyTree]:
+        """m_k, after local adaptation."""
         if not adapts:
             return view, client
-        return personal(view, client, adapt(now, view, join(client.inbox, view), data)[0])
+        start = view.params
+        if view.scored is not None:
+            start = with_encoder(start, jax.tree.map(lambda leaf: leaf[data.id], view.scored))
+        return as_scored(view, client, adapt(now, view, start, data)[0])
+
+    def send_along(now: Round, server: Server, uploads: PyTree, cohort: Cohort) -> Server:
+        """Before scores are taken: what training has no use for, and a round does not send."""
+        assert server.known is not None
+        return server._replace(scored=server.known.encoders)
 
     def global_predict(server: Server, x: Samples) -> Logits:
         z = model.features(server.params["extractor"], x)
@@ -146,5 +127,15 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         return logits if knowledge is None or server.exemplars is None else knowledge(z, logits, server.exemplars)
 
     return Method(
-        init, local, aggregate, predict, broadcast, personalize, global_predict, headline="pre" if adapts else "post"
+        init,
+        local,
+        aggregate,
+        predict,
+        broadcast,
+        personalize,
+        global_predict,
+        headline="pre" if adapts else "post",
+        dispatch=dispatch if starts_personal else None,
+        calibrate=Calibration(lambda now, view, client, data: (), send_along) if adapts else None,
+        diagnose=lambda server: server.said,
     )

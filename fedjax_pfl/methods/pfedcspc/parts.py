@@ -3,28 +3,30 @@
 from typing import NamedTuple
 
 from fedjax_pfl.methods.pfedcspc.calibration import Calibrator
+from fedjax_pfl.methods.pfedcspc.client_loss import ClientLoss
 from fedjax_pfl.methods.pfedcspc.cluster import ClusterPrototypes
 from fedjax_pfl.methods.pfedcspc.initial import InitialModels
 from fedjax_pfl.methods.pfedcspc.knowledge import KnowledgePrediction
-from fedjax_pfl.methods.pfedcspc.relations import Alignment
-from fedjax_pfl.ops.training import Scalar
 
 
 class Parts(NamedTuple):
-    """Each is None where it is off.
+    """Each but the first is None where it is off.
 
     Attributes:
-      align: PTA, what the global prototypes add to the client's loss.
+      loss: what a client minimises, with PTA in it.
       cluster: CPM, a client's prototypes; None if no module needs any.
       initial: PMI, personal initial models.
       calibrate: CA and PA, the server's training.
       knowledge: KP, the global model's prediction.
-      mu: strength of FedProx's term.
     """
 
-    align: Alignment | None
+    loss: ClientLoss
     cluster: ClusterPrototypes | None
     initial: InitialModels | None
     calibrate: Calibrator | None
     knowledge: KnowledgePrediction | None
-    mu: Scalar | None
+
+    @property
+    def says(self) -> tuple[str, ...]:
+        """Names of what the server has to say for the record."""
+        return tuple(name for part in (self.initial, self.calibrate) if part is not None for name in part.says)

@@ -18,14 +18,14 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.experiment.build import DataShape, make_engine
-from fedjax_pfl.method import Cohort, PerClass
+from fedjax_pfl.method import Cohort, PerClass, State
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.methods.pfedcspc import pfedcspc
 from fedjax_pfl.methods.pfedcspc.corpus import Corpus, augment_prototypes
 from fedjax_pfl.methods.pfedcspc.kmeans import kmeans, sample_means
-from fedjax_pfl.methods.pfedcspc.method import Upload
+from fedjax_pfl.methods.pfedcspc.state import Upload
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import Trainer, phase_key
 from tests.conftest import CLASSES, WITH_EMITTERS
@@ -125,8 +125,7 @@ def test_without_its_modules_it_is_its_base_bit_for_bit(base, who, play, model, 
         method.predict(method.broadcast(found.state.server), (), federation.x),
         plain.predict(expected.state.server, (), federation.x),
     )
-    assert not jax.tree.leaves(found.state.clients)
-    assert found.state.server.prototypes is found.state.server.exemplars is None
+    assert not jax.tree.leaves((found.state.clients, found.state.server[1:]))
     bytes_of = [survey(e, KEY, federation)[1].sent_bytes(found.traffic) for e in (engine, other)]
     assert bytes_of[0] == bytes_of[1]
     if base == "fedavg":
@@ -142,6 +141,7 @@ SPECIFIED = {
     "eta": 0.1,
     "pmi": "eval",
     "tau_p": 0.5,
+    "pmi_weight": "loss",
     "calibrate": True,
     "clusters": 3,
     "repeats": 5,
@@ -154,8 +154,9 @@ SPECIFIED = {
     "edge": "abs",
     "base": "fedavg",
     "mu": 0.01,
+    "encoder_ce": 0.0,
     "server_lr": 0.01,
-    "server_lr_drops": (40,),
+    "server_lr_drops": (6, 41),
     "server_epochs": 100,
     "server_epochs_per_drop": 30,
     "server_batch_size": 100,
@@ -185,6 +186,8 @@ CASES = {
             "eta": 0.5,
             "pmi": "every",
             "tau_p": 0.05,
+            "pmi_weight": "count",
+            "encoder_ce": 0.6,
             "clusters": 2,
             "repeats": 2,
             "share": 0.6,
@@ -197,8 +200,8 @@ CASES = {
             **SERVER,
         },
     ),
-    "personal models for evaluation, on FedProx": Case(
-        EVERYONE,
+    "personal models for evaluation, on FedProx, some": Case(
+        SOME,
         False,
         {
             "kappa": 0.3,
@@ -216,7 +219,7 @@ CASES = {
         },
     ),
     "without calibration and personal models": Case(
-        SOME,
+        EVERYONE,
         False,
         {"kappa": 0.8, "pmi": "off", "calibrate": False, "clusters": 2, "repeats": 1, "edge": "squared"},
     ),
@@ -261,6 +264,8 @@ def client_loss(hyper, w, start, u, valid, x, y, real):
     if hyper.base == "fedprox":
         pairs = zip(jax.tree.leaves(w), jax.tree.leaves(start), strict=True)
         total += hyper.mu / 2 * sum(jnp.sum((a - b) ** 2) for a, b in pairs)
+    if hyper.encoder_ce:
+        total += hyper.encoder_ce * mean_of(entropies(linear(w["encoder_head"], f), y), real)
     known, own = real & valid[y], u[y]
     number = jnp.maximum(jnp.sum(real.astype(jnp.int32)), 1)  # they stand first, and the last is followed by the first
     second, third = ((jnp.arange(WIDTH) + shift) % number for shift in (1, 2))
@@ -311,7 +316,6 @@ class Reference:
         self.x = np.asarray(255 - federation.x if case.augmented else federation.x)
         self.y, self.rows = np.asarray(federation.y), [held(federation.train, i) for i in range(N)]
         self.by_client = jax.jit(jax.value_and_grad(partial(client_loss, self.hyper)))
-        self.by_server = jax.jit(jax.grad(partial(server_loss, self.hyper)))
         hyper = self.hyper
 
         @jax.jit
@@ -352,29 +356,37 @@ class Reference:
         found = {c: means[c][exists[c] > 0].reshape(-1, f.shape[1]) for c in range(CLASSES)}
         return {c: points for c, points in found.items() if len(points)}
 
-    def initialization(self, uploads):
-        """Client -> its weights p_k^{k'}, in the order of ``uploads``: client -> (w, prototypes)."""
+    def initialization(self, prototypes, models):
+        """Client -> its weights p_k^{k'}, in the order of ``models``, for all that ever sent ``prototypes``."""
         found = {}
-        for k, (_, u) in uploads.items():
-            y = np.concatenate([np.full(len(points), c) for c, points in u.items()])
-            points = np.concatenate(list(u.values()))
-            losses = [entropy_under(w, points, y) for w, _ in uploads.values()]
+        for k, u in prototypes.items():
+            counts = [np.sum(self.y[self.rows[k]] == c) for c in u]
+            emphasis = {"loss": [len(points) for points in u.values()], "class": np.ones(len(u)), "count": counts}
+            losses = []
+            for w in models:
+                of_class = [entropy_under(w, points, np.full(len(points), c)) for c, points in u.items()]
+                losses.append(np.average(of_class, weights=emphasis[self.hyper.pmi_weight]))
             found[k] = softmax(-np.array(losses) / self.hyper.tau_p)
         return found
+
+    def batch_of(self, key, corpus, positions):
+        """Prototypes in a step of the server, with their augmented samples, as `server_loss` takes them."""
+        width = min(self.hyper.server_batch_size, int(corpus.count))
+        rows, real = np.zeros(width, int), np.arange(width) < len(positions)
+        rows[: len(positions)] = positions
+        drawn = self.augment(key, corpus, jnp.int32(rows)) if self.hyper.augmented else (None, None, np.ones(width))
+        positive, negative, exists = drawn
+        return *(leaf[rows] for leaf in (corpus.u, corpus.y, corpus.client)), real, positive, negative, exists > 0
 
     def calibrated(self, key, t, w, uploads):
         """The averaged model with H and F retrained."""
         hyper, corpus, pairs = self.hyper, *corpus_of(uploads)
-        width = min(hyper.server_batch_size, len(corpus.y))
         heads = {"projection": w["extractor"]["projection"], "head": w["head"]}
+        gradient = jax.jit(jax.grad(partial(server_loss, hyper)))
 
         def step(key, positions):
-            rows, real = np.zeros(width, int), np.arange(width) < len(positions)
-            rows[: len(positions)] = positions
-            drawn = self.augment(key, corpus, jnp.int32(rows)) if hyper.augmented else (None, None, np.ones(width))
-            positive, negative, exists = drawn
-            batch = [leaf[rows] for leaf in (corpus.u, corpus.y, corpus.client)]
-            return lambda heads: to_numpy(self.by_server(heads, *batch, real, positive, negative, exists > 0))
+            batch = self.batch_of(key, corpus, positions)
+            return lambda heads: to_numpy(gradient(heads, *batch))
 
         for number in range(-(-hyper.server_epochs // hyper.server_epochs_per_drop)):
             epochs = min(hyper.server_epochs_per_drop, hyper.server_epochs - number * hyper.server_epochs_per_drop)
@@ -387,7 +399,7 @@ class Reference:
                     steps.append(step(jax.random.fold_in(key_steps, j), next(order)))
             rate = hyper.server_lr / 10 ** (sum(t >= drop for drop in hyper.server_lr_drops) + number)
             heads = sgd(heads, steps, lr=rate, weight_decay=hyper.server_weight_decay)
-        return {"extractor": {**w["extractor"], "projection": heads["projection"]}, "head": heads["head"]}
+        return {**w, "extractor": {**w["extractor"], "projection": heads["projection"]}, "head": heads["head"]}
 
 
 def entropy_under(w, points, y):
@@ -436,7 +448,7 @@ class Round(NamedTuple):
     starts: dict  # client -> what it trained from
     uploads: dict  # client -> (w, prototypes)
     loss: float
-    weights: dict | None  # client -> weights of its initial model
+    weights: dict  # client -> weights of its initial model, if it ever sent prototypes
     averaged: dict
     params: dict
 
@@ -468,16 +480,16 @@ def both(request, model, trainer, federation):
     # Nothing may be read from the prototypes of classes that have none.
     prototypes = start.state.server.prototypes._replace(mean=jnp.full((CLASSES, model.projection.dim), 9.0))
     after = start._replace(state=start.state._replace(server=start.state.server._replace(prototypes=prototypes)))
+    newest = {}
     for t in range(ROUNDS):
         before, after = after, one_round(KEY, at(t), after, jnp.array(True), federation)
         present, selected = cohort(engine, t, federation)
         params, known = to_numpy(before.state.server.params), tuple(before.state.server.prototypes)
         starts, uploads, losses = {}, {}, []
         for i in present:
-            encoder = params["extractor"]["encoder"]
+            starts[i] = params
             if hyper.pmi == "every":
-                encoder = to_numpy(client(before.state.clients.inbox, i))
-            starts[i] = {**params, "extractor": {**params["extractor"], "encoder": encoder}}
+                starts[i] = with_encoder(params, client(before.state.server.known.encoders, i))
             key = client_key(KEY, t, i)
             w, loss = reference.adapted(key, t, starts[i], known, i)
             uploads[i] = w, reference.prototypes(key, w, i)
@@ -485,11 +497,16 @@ def both(request, model, trainer, federation):
         averaged = weighted_mean([w for w, _ in uploads.values()], [len(reference.rows[i]) for i in uploads])
         key = round_keys(KEY, at(t)).aggregate
         params = reference.calibrated(key, t, averaged, uploads) if hyper.calibrate else averaged
-        weights = None if hyper.pmi == "off" else reference.initialization(uploads)
+        newest |= {i: u for i, (_, u) in uploads.items()}
+        weights = {} if hyper.pmi == "off" else reference.initialization(newest, [w for w, _ in uploads.values()])
         rounds.append(
             Round(t, before, after, present, selected, starts, uploads, np.mean(losses), weights, averaged, params)
         )
     return Both(case, engine, reference, rounds)
+
+
+def with_encoder(w, encoder):
+    return {**w, "extractor": {**w["extractor"], "encoder": to_numpy(encoder)}}
 
 
 def test_the_global_model_is_the_calibrated_mean(both):
@@ -516,18 +533,39 @@ def test_prototypes_and_exemplars_are_means_over_the_holders(both):
         same(new.exemplars.valid, valid)
 
 
-def test_personal_encoders_are_combined_for_the_participants_alone(both):
+def test_encoders_are_combined_anew_for_all_that_ever_took_part(both):
+    """By their newest prototypes, from the participants' encoders; the others have the averaged one."""
     for each in both.rounds:
         if both.case.hyper.pmi == "off":
-            assert not jax.tree.leaves(each.after.state.clients)
+            assert each.after.state.server.known is None
             continue
         encoders = [w["extractor"]["encoder"] for w, _ in each.uploads.values()]
         for i in range(N):
-            found = client(each.after.state.clients.inbox, i)
-            if i in each.present:
-                jax.tree.map(near, found, weighted_mean(encoders, each.weights[i]))
-            else:
-                jax.tree.map(same, found, client(each.before.state.clients.inbox, i))
+            expected = each.averaged["extractor"]["encoder"]
+            if i in each.weights:
+                expected = weighted_mean(encoders, each.weights[i])
+            jax.tree.map(near, client(each.after.state.server.known.encoders, i), expected)
+
+
+def test_a_client_keeps_what_it_trained_from_and_nothing_where_training_starts_from_the_global_model(both):
+    for each in both.rounds:
+        if both.case.hyper.pmi != "every":
+            assert not jax.tree.leaves(each.after.state.clients)
+            continue
+        for i in range(N):
+            server, clients = each.before.state
+            rows = server.known.encoders if i in each.present else clients.inbox
+            jax.tree.map(same, client(each.after.state.clients.inbox, i), client(rows, i))
+
+
+def test_the_server_says_how_much_a_participant_has_of_its_own(both):
+    for each in both.rounds:
+        own = [(p[each.present.index(i)], 1 / np.sum(p**2)) for i, p in each.weights.items() if i in each.present]
+        expected = dict(zip(("p_kk", "effective_clients"), np.mean(own, axis=0), strict=True)) if own else {}
+        said = both.engine.method.diagnose(each.after.state.server)
+        assert said.keys() == expected.keys()
+        for name, value in expected.items():
+            near(said[name], value)
 
 
 def test_scores_after_training_are_those_of_the_uploaded_model(both, federation):
@@ -539,12 +577,11 @@ def test_scores_after_training_are_those_of_the_uploaded_model(both, federation)
 
 def test_before_training_a_client_has_its_encoder_under_the_newest_heads(both, federation):
     """Adapted first, where the personal initial model is for evaluation only."""
-    hyper, end, net = both.case.hyper, both.rounds[-1].after.state, Net(federation.x, federation.y)
-    params, known = to_numpy(end.server.params), tuple(end.server.prototypes)
-    pre = jax.jit(both.engine.pre)(KEY, at(ROUNDS), end, federation)
+    hyper, end, net = both.case.hyper, both.rounds[-1].after, Net(federation.x, federation.y)
+    params, known = to_numpy(end.state.server.params), tuple(end.state.server.prototypes)
+    pre = jax.jit(both.engine.score)(KEY, at(ROUNDS), end, federation).pre
     for i in range(N):
-        encoder = params["extractor"]["encoder"] if hyper.pmi == "off" else to_numpy(client(end.clients.inbox, i))
-        w = {**params, "extractor": {**params["extractor"], "encoder": encoder}}
+        w = params if hyper.pmi == "off" else with_encoder(params, client(end.state.server.known.encoders, i))
         if hyper.pmi == "eval":
             w, _ = both.reference.adapted(client_key(KEY, ROUNDS, i), ROUNDS, w, known, i)
         near([float(leaf[i]) for leaf in pre.test], net.scores(w, held(federation.test, i)))
@@ -553,13 +590,22 @@ def test_before_training_a_client_has_its_encoder_under_the_newest_heads(both, f
 def test_round_zero_starts_from_one_common_model(both, model):
     params = model.init(jax.random.split(KEY, 3)[0])
     server, clients = both.rounds[0].before.state
+    second = server.params.get("encoder_head")
+    assert (second is not None) == (both.case.hyper.encoder_ce > 0)
+    if second is not None:  # as PyTorch draws a linear layer of eight inputs
+        drawn = np.concatenate([second["kernel"], second["bias"][None]])
+        assert drawn.shape == (8 + 1, CLASSES)
+        assert len(np.unique(drawn)) == drawn.size
+        assert 0.5 / np.sqrt(8) < np.abs(drawn).max() < 1 / np.sqrt(8)
+        params = {**params, "encoder_head": second}
     jax.tree.map(same, server.params, params)
     assert not server.prototypes.valid.any()
     assert not server.exemplars.valid.any()
     for start in both.rounds[0].starts.values():
         jax.tree.map(near, start, params)
-    for leaf in jax.tree.leaves(clients):
-        same(leaf, np.broadcast_to(leaf[0], leaf.shape))
+    personal = ([server.known.encoders] if server.known else []) + ([clients.inbox] if clients else [])
+    for rows in personal:
+        jax.tree.map(lambda leaf, one: same(leaf, [one] * N), rows, params["extractor"]["encoder"])
 
 
 def test_calibrated_heads_know_the_prototypes_better_than_averaged_ones(both):
@@ -589,21 +635,69 @@ def test_some_rounds_lack_clients_and_classes(both, federation):
     assert 2 in cohorts[2], "and a client that holds them"
 
 
+def norm_of(tree):
+    return np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
+
+
+def test_it_records_how_strongly_each_term_pulls(both, model, trainer, federation):
+    """Where local training starts, as means over the participants, and where that of the server starts; on a batch."""
+    hyper, reference, each = both.case.hyper, both.reference, both.rounds[-1]
+    if not hyper.encoder_ce:
+        return  # the other case has all terms
+    method = with_negatives(pfedcspc(model, replace(trainer, diagnose=True), **both.case.options))
+    unknown = {f"gradient_ratio_{name}": jnp.array(jnp.nan) for name in ("kappa", "encoder_ce")}
+    engine, (server, clients) = replace(both.engine, method=method, diagnostics=tuple(unknown)), each.before.state
+    server = server._replace(said={**server.said, "gradient_ratio_eta": jnp.array(jnp.nan)})
+    before = each.before._replace(state=State(server, clients), diagnostics=unknown)
+    after = jax.jit(engine.round)(KEY, at(each.t), before, jnp.array(False), federation)
+
+    def pulls(loss, *names):
+        """batch -> ||grad of the loss with a term - without|| / ||without||; the loss is linear in each coefficient."""
+        none = {**vars(hyper), "kappa": 0.0, "encoder_ce": 0.0, "eta": 0.0}
+        each_of = [{}, *({name: getattr(hyper, name)} for name in names)]
+        gradients = [jax.jit(jax.grad(partial(loss, SimpleNamespace(**{**none, **one})))) for one in each_of]
+
+        def shares(batch):
+            without, *others = (to_numpy(gradient(*batch)) for gradient in gradients)
+            return [norm_of(jax.tree.map(np.subtract, other, without)) / norm_of(without) for other in others]
+
+        return shares
+
+    of_clients, shares = pulls(client_loss, "kappa", "encoder_ce"), []
+    for i in each.present:
+        order = batches(client_key(KEY, each.t, i), len(reference.rows[i]), epochs=1, batch_size=4, phase="diagnostics")
+        rows = reference.rows[i][next(order)]
+        padded, real = np.resize(rows, WIDTH), np.arange(WIDTH) < len(rows)
+        start = each.starts[i]
+        shares.append(of_clients((start, start, *server.prototypes, reference.x[padded], reference.y[padded], real)))
+    expected = np.mean(shares, axis=0)
+    assert expected.min() > 1e-3
+    np.testing.assert_allclose([after.diagnostics[name] for name in unknown], expected, rtol=1e-3)
+    key, (corpus, number) = round_keys(KEY, at(each.t)).aggregate, corpus_of(each.uploads)
+    options = {"epochs": 1, "batch_size": hyper.server_batch_size}
+    positions = next(batches(key, number, **options, phase="diagnostics"))
+    key_epoch = jax.random.fold_in(jax.random.fold_in(key, np.uint32(zlib.crc32(b"diagnostics"))), 0)
+    batch = reference.batch_of(jax.random.fold_in(jax.random.split(key_epoch)[1], 0), corpus, positions)
+    heads = {"projection": each.averaged["extractor"]["projection"], "head": each.averaged["head"]}
+    found = engine.method.diagnose(after.state.server)["gradient_ratio_eta"]
+    np.testing.assert_allclose(found, pulls(server_loss, "eta")((heads, *batch))[0], rtol=1e-3)
+
+
 def test_bytes_are_a_hand_count(both, federation):
-    """A personal encoder is a download of its own; class rows count where there is a prototype."""
+    """One encoder goes down, the client's own or the global one; class rows count where there is a prototype."""
     hyper, shapes = both.case.hyper, survey(both.engine, KEY, federation)[1]
     encoder, projection, head, dim = 16 * 8 + 8, 8 * 8 + 8 + 8 * 6 + 6, 6 * 3 + 3, 8
-    own = {"every": encoder, "eval": 2 * encoder, "off": encoder}[hyper.pmi]
-    assert count(shapes.down) == own + projection + head + CLASSES * (dim + 1)
+    parameters = encoder + projection + head + (8 * 3 + 3 if hyper.encoder_ce else 0)
+    assert count(shapes.down) == parameters + CLASSES * (dim + 1)
     places = hyper.clusters * hyper.repeats
-    parameters = encoder + projection + head
     assert count(shapes.up) == parameters + CLASSES * (places * dim + hyper.clusters + 1)
+    held_as = 4 if hyper.pmi_weight == "count" else 1  # samples per class, or a flag
     classes, total = np.count_nonzero(federation.train.class_counts, axis=1), 0
     for each in both.rounds:
         known = int(each.before.state.server.prototypes.valid.sum())
-        total += each.selected * (4 * (own + projection + head + known * dim) + CLASSES)
+        total += each.selected * (4 * (parameters + known * dim) + CLASSES)
         for i in each.present:
-            total += 4 * parameters + CLASSES + classes[i] * (4 * places * dim + hyper.clusters)
+            total += 4 * parameters + CLASSES * held_as + classes[i] * (4 * places * dim + hyper.clusters)
     traffic = both.rounds[-1].after.traffic
     assert shapes.sent_bytes(traffic) == total < shapes.dense_bytes(traffic)
 
@@ -644,13 +738,13 @@ REPEATS = 2
 
 @pytest.fixture(scope="module")
 def aggregate(model, trainer):
-    """(u, exists, held, tau_p) -> uploads, and what comes out; client k's encoder has a bias of 1 at k, else 0."""
+    """(u, exists, held, tau_p, pmi_weight) -> uploads, and the server; row k's encoder has a bias of 1 at k, else 0."""
+    method = partial(pfedcspc, model, trainer, calibrate=False, clusters=2, repeats=REPEATS)
 
-    @jax.jit
-    def aggregate(uploads, tau_p, server):
-        method = pfedcspc(model, trainer, calibrate=False, clusters=2, repeats=REPEATS, tau_p=tau_p)
+    @partial(jax.jit, static_argnames="pmi_weight")
+    def aggregate(uploads, tau_p, server, pmi_weight):
         cohort = Cohort(jnp.array(IDS), jnp.array(ROW_WEIGHTS), N, N)
-        return method.aggregate(now(KEY, 1), server, None, uploads, cohort)
+        return method(tau_p=tau_p, pmi_weight=pmi_weight).aggregate(now(KEY, 1), server, (), uploads, cohort)[0]
 
     params = jax.jit(jax.vmap(model.init))(jax.random.split(jax.random.key(3), len(IDS)))
     params = jax.tree.map(lambda leaf: 3 * leaf, params)
@@ -658,12 +752,12 @@ def aggregate(model, trainer):
     params["extractor"]["encoder"] = jax.tree.map(jnp.zeros_like, params["extractor"]["encoder"])
     params["extractor"]["encoder"]["hidden_layer"]["bias"] = bias
     params = jax.tree.map(lambda leaf: jnp.where(PRESENT.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0.0), params)
-    old = pfedcspc(model, trainer).init(KEY, N)[0]
+    old = method().init(KEY, N)[0]
     old = old._replace(prototypes=Prototypes(old.prototypes.mean + 5, jnp.array([True, True, False])))
 
-    def call(u, exists, held, tau_p=0.5):
+    def call(u, exists, held, tau_p=0.5, pmi_weight="loss"):
         uploads = Upload(params, PerClass(jnp.array(held), (jnp.float32(u), jnp.array(exists, bool))))
-        return uploads, *aggregate(uploads, jnp.float32(tau_p), old)
+        return uploads, aggregate(uploads, jnp.float32(tau_p), old, pmi_weight)
 
     return call
 
@@ -675,22 +769,35 @@ def uploaded(model):
     return np.where(EXISTS[..., None, None], u, 0)
 
 
-def test_an_initial_model_favours_the_heads_that_know_the_clients_prototypes(aggregate, uploaded):
+def encoder_weights(server):
+    """The weight of each row's encoder, for all N clients; no encoder but these is in the sum."""
+    same(server.known.encoders["hidden_layer"]["kernel"], 0)
+    return np.asarray(server.known.encoders["hidden_layer"]["bias"])[:, : len(IDS)]
+
+
+# What the prototypes of a class count for, [rows, classes]: what the client holds differs from what it sends.
+SAMPLES = np.where(EXISTS.any(axis=2), [[9, 0, 1], [0, 0, 0], [4, 0, 0], [2, 0, 30], [0, 0, 0]], 0)
+EMPHASIS = {"loss": EXISTS.sum(axis=2), "class": EXISTS.any(axis=2), "count": SAMPLES}
+
+
+@pytest.mark.parametrize("pmi_weight", EMPHASIS)
+def test_an_initial_model_favours_the_heads_that_know_the_clients_prototypes(aggregate, uploaded, pmi_weight):
     """Weights add up to 1 over the participants, the lowest loss has the largest, and tau_p says by how much."""
-    held = EXISTS.any(axis=2)
-    weights = {}
+    held = SAMPLES.astype(np.float32) if pmi_weight == "count" else EXISTS.any(axis=2)
+    weights, rows = {}, np.array(IDS)[PRESENT]
     for tau_p in (0.01, 0.5, 1e4):
-        uploads, _, clients = aggregate(uploaded, EXISTS, held, tau_p)
-        weights[tau_p] = np.asarray(clients.inbox["hidden_layer"]["bias"])[PRESENT, : len(IDS)]
+        uploads, server = aggregate(uploaded, EXISTS, held, tau_p, pmi_weight)
+        weights[tau_p] = encoder_weights(server)[rows]
         assert np.all(weights[tau_p] >= 0)
         near(weights[tau_p].sum(axis=1), 1)
         same(weights[tau_p][:, ~PRESENT], 0)
-        same(clients.inbox["hidden_layer"]["kernel"], 0)
     losses = np.empty((len(IDS), len(IDS)))
     for k, other in np.argwhere(np.outer(PRESENT, PRESENT)):
-        y, *_ = np.nonzero(EXISTS[k])
-        points, w = uploaded[k][EXISTS[k] > 0], client(to_numpy(uploads.params), other)
-        losses[k, other] = entropy_under(w, points.reshape(-1, points.shape[-1]), np.repeat(y, REPEATS))
+        w, of_class = client(to_numpy(uploads.params), other), np.zeros(CLASSES)
+        for c in np.flatnonzero(EXISTS[k].any(axis=1)):
+            points = uploaded[k, c][EXISTS[k, c] > 0].reshape(-1, uploaded.shape[-1])
+            of_class[c] = entropy_under(w, points, np.full(len(points), c))
+        losses[k, other] = np.average(of_class, weights=EMPHASIS[pmi_weight][k])
     losses = losses[PRESENT][:, PRESENT]
     order = np.argsort(losses, axis=1)
     assert len(set(order[:, 0])) > 1, "not one client whose heads are best for all"
@@ -700,9 +807,17 @@ def test_an_initial_model_favours_the_heads_that_know_the_clients_prototypes(agg
     np.testing.assert_allclose(weights[1e4][:, PRESENT], 1 / 3, atol=1e-3)
 
 
+def test_clients_that_never_took_part_have_the_averaged_encoder(aggregate, uploaded):
+    server = aggregate(uploaded, EXISTS, EXISTS.any(axis=2))[1]
+    others = np.setdiff1d(np.arange(N), np.array(IDS)[PRESENT])
+    assert len(others) == N - PRESENT.sum()
+    near(encoder_weights(server)[others], [np.array(ROW_WEIGHTS) / np.sum(ROW_WEIGHTS)] * len(others))
+    assert not server.known.valid[others].any()
+
+
 def test_a_class_that_nobody_holds_keeps_its_prototype_and_nothing_else_is_read(aggregate, uploaded):
     held = EXISTS.any(axis=2)
-    _, server, clients = aggregate(uploaded, EXISTS, held)
+    _, server = aggregate(uploaded, EXISTS, held)
     same(server.prototypes.mean[1], 5)
     same(server.prototypes.valid, True)
     same(server.exemplars.valid, [True, False, True])
@@ -711,8 +826,8 @@ def test_a_class_that_nobody_holds_keeps_its_prototype_and_nothing_else_is_read(
     # Rows that are not sent, and groups without samples.
     junk = np.where(EXISTS[..., None, None], uploaded, 50.0)
     claimed = np.where(held[..., None], EXISTS, 1)
-    _, *found = aggregate(junk, claimed, held)
-    jax.tree.map(same, found, [server, clients])
+    _, found = aggregate(junk, claimed, held)
+    jax.tree.map(same, *(each._replace(known=each.known._replace(u=None)) for each in (found, server)))
 
 
 NORMS = {
