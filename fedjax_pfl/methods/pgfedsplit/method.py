@@ -1,5 +1,6 @@
 """PGFedSplit (Algorithms 1, 2): heads combined now and then, and trained on features drawn around global prototypes."""
 
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
@@ -8,15 +9,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Logits, Method, PerClass, Round, Samples, SentIf, Static, Update
+from fedjax_pfl.method import Cohort, Diagnostics, Logits, Method, PerClass, Round, Samples, SentIf, Static, Update
 from fedjax_pfl.methods.pgfedsplit.gaussians import Covariance, Gaussians, Scale, add_synthetic, update_gaussians
-from fedjax_pfl.methods.pgfedsplit.mixture import RESOLUTION, mix_heads
+from fedjax_pfl.methods.pgfedsplit.mixture import mix_heads, next_interval
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.heads import train_head
 from fedjax_pfl.ops.losses import label_loss, masked_mean
 from fedjax_pfl.ops.prototypes import Prototypes, Reduction, centre_loss, class_sums_under
-from fedjax_pfl.ops.training import Trainer, cache_features, is_off
+from fedjax_pfl.ops.training import Scalar, Trainer, cache_features, is_off
 
 
 class Server(NamedTuple):
@@ -84,8 +85,10 @@ def pgfedsplit(
     """PGFedSplit: the extractor is averaged in every round, the heads once per interval, which adapts itself.
 
     Shared: theta, prototypes, their dispersion. Personal: phi_i. Headline: PRE, the aggregated extractor under phi_i.
-    ``training.epochs`` is E, of the head phase and of the extractor phase. The paper states neither beta, which was
-    chosen on validation samples (benchmarks/README.md), nor the bounds of the interval.
+    ``training.epochs`` is E, of the head phase and of the extractor phase. The paper states neither beta, chosen on
+    validation samples (benchmarks/README.md), nor the bounds of tau, which feeds back on itself: a longer interval, a
+    larger Delta, a smaller alpha, a longer interval. Recorded: tau, and alpha, the mean at the last synchronisation (0
+    before it). Traffic counts what the selected clients receive, where Algorithm 1 broadcasts to all.
 
     Args:
       model: extractor and head.
@@ -93,7 +96,7 @@ def pgfedsplit(
       combine: how the server averages extractors and heads.
       lam: lambda, weight of the pull to the prototypes (Eq. 14).
       r: share of synthetic features in what a head is trained on (Eq. 17); 0 for none (without GAU).
-      beta: weight of alpha^2 times the divergence of the two heads, per round since the last mixture (Eq. 13).
+      beta: weight of alpha^2 times the heads' divergence, per round since the last mixture (Eq. 13).
       temperature: T_KD of that divergence.
       alpha: share of the client's own head in the mixture (Eq. 8); None: the minimiser of Eq. 13, for each client.
       interval: tau in round 0.
@@ -101,9 +104,8 @@ def pgfedsplit(
       interval_min: smallest tau.
       interval_max: largest tau.
       covariance: what is sent and used of Sigma_k.
-      scale: gamma_ik, the scale of a class's synthetic features, from the client's label shares: each by the largest,
-        as it is, by their mean, or 1.
-      reduction: the pull as mean over the features, or as the paper's sum, at the edge of divergence with its lambda.
+      scale: gamma_ik, from the client's label shares: each by the largest, as it is, by their mean, or 1.
+      reduction: the pull as mean over the K features, lambda / K of the paper's (512 in `cnn2`), or as the paper's sum.
 
     Raises:
       ValueError: the interval is not within its bounds.
@@ -113,6 +115,7 @@ def pgfedsplit(
     """
     if not interval_min <= interval <= interval_max:
         raise ValueError(f"the interval of {interval} rounds is not within {interval_min} ... {interval_max}")
+    bounds = (interval_min, interval_max) if adaptive else (interval, interval)
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
         del clients
@@ -141,40 +144,37 @@ def pgfedsplit(
         )
         head = train_head(now, model, train, head, mixed)
 
-        def loss(extractor: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
+        def loss(theta: Params, batch: Batch, key: Key[Array, ""], *, ce: float = 1.0, pull: Scalar = lam) -> Array:
             del key
-            z = model.features(extractor, batch.x, batch.mask)
-            ce = label_loss(model, z, model.classify(head, z), batch)
-            return ce if is_off(lam) else ce + lam * centre_loss(z, batch.y, batch.mask, targets, reduction=reduction)
+            z = model.features(theta, batch.x, batch.mask)
+            total = ce * label_loss(model, z, model.classify(head, z), batch)
+            apart = 0.0 if is_off(pull) else centre_loss(z, batch.y, batch.mask, targets, reduction=reduction)
+            return total + pull * apart
 
         extractor, info = train(now, loss, view.extractor, data)
+        said = train.gradient_ratios(now, partial(loss, pull=0.0), {"lam": partial(loss, ce=0.0)}, view.extractor, data)
         per_class = PerClass(data.class_counts, class_sums_under(model, extractor, data))
         upload = Upload(extractor, head, per_class, SentIf(view.head.sent, coefficient))
         client = Client(head, jnp.where(view.head.sent, now.t, client.adapted))
-        return Update(client, upload, info, post=(view._replace(extractor=extractor), client))
+        return Update(client, upload, info, (view._replace(extractor=extractor), client), said)
 
     def aggregate(
         now: Round, server: Server, clients: Client, uploads: Upload, cohort: Cohort
     ) -> tuple[Server, Client]:
         del now
         present = (cohort.weight > 0).astype(jnp.float32)
-        interval, previous = next_interval(server, masked_mean(uploads.alpha.value, present))
+        mean = jnp.where(server.head.sent, masked_mean(uploads.alpha.value, present), server.alpha)
+        interval = next_interval(server.interval, mean - server.alpha, bounds)
         due = server.counter + 1 >= interval
         extractor, head = combine(uploads.extractor, cohort.weight), combine(uploads.head, cohort.weight)
         gaussians = update_gaussians(server.gaussians, uploads.per_class, cohort.ids)
         counter = jnp.where(due, 0, server.counter + 1)
-        return Server(extractor, gaussians, SentIf(due, head), interval, counter, previous), clients
-
-    def next_interval(server: Server, mean_alpha: Float[Array, ""]) -> tuple[Int[Array, ""], Float[Array, ""]]:
-        """Adaptive period adjustment, after a round in which the heads were mixed: (tau, alpha_prev)."""
-        if not adaptive:
-            return server.interval, server.alpha
-        rise = mean_alpha - server.alpha
-        change = (rise < -RESOLUTION).astype(jnp.int32) - (rise > RESOLUTION).astype(jnp.int32)
-        tau, sent = jnp.clip(server.interval + change, interval_min, interval_max), server.head.sent
-        return jnp.where(sent, tau, server.interval), jnp.where(sent, mean_alpha, server.alpha)
+        return Server(extractor, gaussians, SentIf(due, head), interval, counter, mean), clients
 
     def predict(view: View, client: Client, x: Samples) -> Logits:
         return model.apply({"extractor": view.extractor, "head": client.head}, x)
 
-    return Method(init, local, aggregate, predict, broadcast=broadcast)
+    def diagnose(server: Server) -> Diagnostics:
+        return {"alpha": server.alpha, "interval": server.interval.astype(jnp.float32)}
+
+    return Method(init, local, aggregate, predict, broadcast=broadcast, diagnose=diagnose)

@@ -1,4 +1,4 @@
-"""The mixture of a client's own head and the received one (PGFedSplit, Eqs. 8, 13)."""
+"""The mixture of a client's own head and the received one, and when the next is due (PGFedSplit, Eqs. 8, 10, 13)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,6 @@ from jaxtyping import Array, Float, Int
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.distill import distillation
-from fedjax_pfl.ops.losses import masked_mean
 from fedjax_pfl.ops.training import Scalar
 
 BISECTIONS = 20
@@ -54,7 +53,8 @@ def mixing_coefficient(
     """The alpha in [0, 1] that minimises ce(alpha own + (1 - alpha) received) + penalty alpha^2 (Eq. 13), to 2^-20.
 
     The objective is convex: its slope has one sign change, which is bisected. Where it is flat, as between equal heads,
-    the client keeps its own.
+    the client keeps its own. The slope takes the logits relative to the truth's, whose own part is then 0: as
+    (softmax - truth) times the logits it would be lost in single precision where both heads are sure of the truth.
 
     Args:
       own: logits of phi_i.
@@ -64,11 +64,12 @@ def mixing_coefficient(
       penalty: beta Delta_i mean KL(p_i || p_g).
     """
     apart = own - received
-    truth = jax.nn.one_hot(y, own.shape[1])
+    ahead = apart - jnp.take_along_axis(apart, y[:, None], axis=1)
+    share = mask / jnp.maximum(jnp.sum(mask), 1.0)
 
     def slope(alpha: Float[Array, ""]) -> Float[Array, ""]:
-        surprise = jax.nn.softmax(received + alpha * apart) - truth
-        return masked_mean(jnp.sum(surprise * apart, axis=1), mask) + 2 * penalty * alpha
+        rises = jnp.sum(jax.nn.softmax(received + alpha * apart) * ahead, axis=1)
+        return jnp.sum(share * rises) + 2 * penalty * alpha
 
     def halve(_: Int[Array, ""], bounds: tuple) -> tuple:
         low, high = bounds
@@ -77,3 +78,15 @@ def mixing_coefficient(
         return jnp.where(falling, middle, low), jnp.where(falling, high, middle)
 
     return lax.fori_loop(0, BISECTIONS, halve, (jnp.zeros(()), jnp.ones(())))[1]
+
+
+def next_interval(interval: Int[Array, ""], rise: Float[Array, ""], bounds: tuple[int, int]) -> Int[Array, ""]:
+    """Adaptive period adjustment (Eq. 10): tau, a round shorter where the mean alpha has risen, longer where it fell.
+
+    Args:
+      interval: the last tau, rounds.
+      rise: the mean alpha of this synchronisation less that of the one before; 0 in rounds without one.
+      bounds: tau_min and tau_max; the same twice for a fixed interval.
+    """
+    change = (rise < -RESOLUTION).astype(jnp.int32) - (rise > RESOLUTION).astype(jnp.int32)
+    return jnp.clip(interval + change, *bounds)

@@ -34,6 +34,7 @@ from tests.conftest import CLASSES
 from tests.reference import (
     MLP,
     at,
+    batches,
     class_means,
     client,
     client_key,
@@ -76,9 +77,10 @@ class Schedule(NamedTuple):
 def after_a_round(schedule, alphas, *, low=1, high=20, adaptive=True):
     """Lines 13 to 27 of Algorithm 1; ``alphas`` are the participants', of no meaning in a round without a head."""
     interval, counter, previous, sent = schedule
-    if sent and adaptive:
+    if sent:
         mean = np.mean(alphas)
-        interval = min(max(interval - (mean > previous) + (mean < previous), low), high)
+        if adaptive:
+            interval = min(max(interval - (mean > previous) + (mean < previous), low), high)
         previous = mean
     due = counter + 1 >= interval
     return Schedule(interval, 0 if due else counter + 1, previous, due)
@@ -211,7 +213,12 @@ def recording(method, cohort_size):
         new, clients = method.aggregate(now, server.server, clients, uploads, cohort)
         return Recorded(new, cohort.ids, uploads.alpha.value), clients
 
-    return method._replace(init=init, aggregate=aggregate, broadcast=lambda server: method.broadcast(server.server))
+    return method._replace(
+        init=init,
+        aggregate=aggregate,
+        broadcast=lambda server: method.broadcast(server.server),
+        diagnose=lambda server: method.diagnose(server.server),
+    )
 
 
 BASE = {"lam": 0.7, "r": 0.5, "beta": 0.1, "temperature": 1.0}
@@ -469,6 +476,28 @@ def test_the_coefficient_is_the_best_on_a_grid():
     assert {penalty for penalty, alpha in best if 0.1 < alpha < 0.9} == {0.0, 0.05, 2.0}, "and inside"
 
 
+def mean_loss(alpha, own, received, y):
+    """The cross-entropy as log(1 + ...) of the logits relative to the truth's, which keeps its digits near 0."""
+    logits = alpha * own + (1 - alpha) * received
+    behind = np.exp(logits - np.take_along_axis(logits, y[:, None], axis=1))
+    return np.mean(np.log1p(np.sum(np.where(np.eye(logits.shape[1])[y] > 0, 0.0, behind), axis=1)))
+
+
+@pytest.mark.parametrize("margin", [1, 5, 15, 20, 25, 50])
+def test_the_coefficient_is_as_exact_where_both_heads_are_sure(margin):
+    """By this margin both are right, up to noise; against the least mean loss in float64."""
+    rng = np.random.default_rng(margin)
+    y = rng.integers(0, 5, (6, 30))
+    own, received = (np.float32(margin * np.eye(5)[y] + rng.normal(size=(6, 30, 5))) for _ in range(2))
+    expected = [
+        minimize_scalar(mean_loss, args=each, bounds=(0, 1), method="bounded", options={"xatol": 1e-9}).x
+        for each in zip(np.float64(own), np.float64(received), y, strict=True)
+    ]
+    assert all(0.1 < alpha < 0.9 for alpha in expected)
+    found = coefficients(own, received, jnp.int32(y), jnp.ones((6, 30)), jnp.zeros(6))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+
+
 def test_equal_heads_leave_the_clients_own():
     own, _, y, mask = heads(0)
     same = jnp.float32(own)
@@ -723,6 +752,52 @@ def test_the_order_of_the_clients_and_absent_rows_change_no_root(covariance):
     # As a chunk is filled up, or as a client drops out.
     filled = jax.tree.map(lambda leaf: jnp.concatenate([jnp.zeros_like(leaf[:2]), leaf]), upload)
     jax.tree.map(close, updated(old, filled, jnp.concatenate([jnp.array([7, 7]), ids])), expected)
+
+
+# --- What is recorded ------------------------------------------------------------------------------------------------
+
+
+def norm(tree):
+    return np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
+
+
+def test_the_pull_is_measured_beside_the_cross_entropy(model, trainer, federation):
+    """On the extractor as it is received, under the head as it was just trained, on one mini-batch."""
+    method = pgfedsplit(model, replace(trainer, diagnose=True), **BASE)
+    server, personal = method.init(KEY, N)
+    prototypes = np.random.default_rng(0).uniform(-1, 1, (CLASSES, model.dim)).astype(np.float32)
+    valid = np.array([True, False, True])
+    gaussians = server.gaussians._replace(prototypes=Prototypes(jnp.asarray(prototypes), jnp.asarray(valid)))
+    server = server._replace(gaussians=gaussians)
+
+    @jax.jit
+    def participate(row):
+        data = client_data(federation.x, federation.y, row)
+        return method.local(now(KEY, 3), method.broadcast(server), personal, data)
+
+    update = participate(client(federation.train, 2))
+    mlp, rows = MLP(federation.x, federation.y), held(federation.train, 2)
+    rows = rows[next(batches(KEY, len(rows), epochs=1, batch_size=trainer.batch_size, phase="diagnostics"))]
+    theta, phi = to_numpy((server.extractor, update.upload.head))
+    z, y = mlp.extract(theta, rows), mlp.y[rows]
+    ce = softmax_loss(linear(phi, z), y)[1] @ phi["kernel"].T
+    pull = BASE["lam"] * 2 * (z - prototypes[y]) * valid[y][:, None] / z.size
+    expected = norm(mlp.extract_gradient(theta, rows, pull)) / norm(mlp.extract_gradient(theta, rows, ce))
+    assert update.diagnostics.keys() == {"gradient_ratio_lam"}
+    near(update.diagnostics["gradient_ratio_lam"], expected)
+    assert expected > 0.01
+
+
+def test_the_mean_coefficient_and_the_interval_are_told_by_the_server(both):
+    """Of the last synchronisation, whether or not the interval follows them."""
+    for run in both.runs:
+        server = run.state.server.server
+        said = both.engine.method.diagnose(run.state.server)
+        assert {name: float(value) for name, value in said.items()} == {
+            "alpha": float(server.alpha),
+            "interval": float(server.interval),
+        }
+    assert float(both.runs[0].state.server.server.alpha) == 0 < float(both.runs[-1].state.server.server.alpha) <= 1
 
 
 # --- Bounds ----------------------------------------------------------------------------------------------------------
