@@ -12,7 +12,7 @@ from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.method import Cohort, Logits, Method, PerClass, Round, Samples, TrainInfo, Update
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.heads import train_head
-from fedjax_pfl.ops.losses import cross_entropy, label_loss
+from fedjax_pfl.ops.losses import label_loss
 from fedjax_pfl.ops.prototypes import (
     Prototypes,
     Reduction,
@@ -21,7 +21,7 @@ from fedjax_pfl.ops.prototypes import (
     class_sums_under,
     update_prototypes,
 )
-from fedjax_pfl.ops.training import Trainer, cache_features, is_off
+from fedjax_pfl.ops.training import Scalar, Trainer, cache_features, is_off
 
 
 class Server(NamedTuple):
@@ -32,9 +32,9 @@ class Server(NamedTuple):
 
 
 class View(NamedTuple):
-    """What is sent down."""
+    """What is sent down: phi_g, or None without fusion, and the GFR, of no class where lambda is 0."""
 
-    head: Params
+    head: Params | None
     representations: PerClass
 
 
@@ -51,7 +51,7 @@ def fedfcd(
     server_batch_size: Annotated[int, Ge(1)] = 10,
     reduction: Reduction = "mse",
 ) -> Method:
-    """FedFCD: no parameters are exchanged, only class means of features; two heads decide together.
+    """FedFCD: no client parameters are uploaded, only class means of features; two heads decide together.
 
     Shared: phi_g, GFR. Personal: theta_i, phi_i. Headline: PRE, with the newest phi_g; POST is with the received one.
     ``training.epochs`` counts passes over the extractor, then the head. The paper states no epochs or batch sizes.
@@ -79,11 +79,13 @@ def fedfcd(
         return Server(params["head"], Prototypes.none(model.classes, model.dim)), params
 
     def broadcast(server: Server) -> View:
-        return View(server.head, PerClass(server.representations.valid, server.representations.mean))
+        means, valid = server.representations
+        # By its value, so that lambda = 0 costs the same alone and beside other lambdas in one program.
+        return View(server.head if fusion else None, PerClass(valid & (jnp.asarray(lam) > 0), means))
 
-    def decide(view: View, head: Params, z: Float[Array, "batch K"], *, fused: bool = fusion) -> Logits:
+    def decide(view: View, head: Params, z: Float[Array, "batch K"]) -> Logits:
         own = model.classify(head, z)
-        return own + model.classify(view.head, z) if fused else own
+        return own if view.head is None else own + model.classify(view.head, z)
 
     def class_features(extractor: Params, data: ClientData) -> PerClass:
         return PerClass(data.class_counts > 0, (class_sums_under(model, extractor, data), data.class_counts))
@@ -94,32 +96,35 @@ def fedfcd(
 
     def local(now: Round, view: View, client: Params, data: ClientData) -> Update:
         targets = Prototypes(view.representations.rows, view.representations.held)
+        beside = view if train_extractor_on == "fused" else view._replace(head=None)
+        deciding = model._replace(classify=partial(decide, view))
 
-        def loss(theta: Params, batch: Batch, key: Key[Array, ""], *, phi: Params) -> Float[Array, ""]:
+        def loss(
+            theta: Params, batch: Batch, key: Key[Array, ""], *, phi: Params, ce: float = 1.0, pull: Scalar = lam
+        ) -> Float[Array, ""]:
             del key
             z = model.features(theta, batch.x, batch.mask)
-            ce = label_loss(model, z, decide(view, phi, z, fused=fusion and train_extractor_on == "fused"), batch)
-            return ce if is_off(lam) else ce + lam * centre_loss(z, batch.y, batch.mask, targets, reduction=reduction)
-
-        def head_loss(phi: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
-            return cross_entropy(decide(view, phi, batch.x), batch.y, batch.mask)
+            apart = 0.0 if is_off(pull) else centre_loss(z, batch.y, batch.mask, targets, reduction=reduction)
+            return ce * label_loss(model, z, decide(beside, phi, z), batch) + pull * apart
 
         def in_turns(number: Int[Array, ""], carry: tuple[Params, TrainInfo]) -> tuple[Params, TrainInfo]:
             (client, before), turn = carry, Round(jax.random.fold_in(now.key, number), now.t)
             loss_under = partial(loss, phi=client["head"])
             theta, info = train(turn, loss_under, client["extractor"], data, phase="extractor", epochs=1)
             features = cache_features(partial(model.features, theta), data)
-            phi, _ = train(turn, head_loss, client["head"], features, phase="head", epochs=1)
+            phi = train_head(turn, deciding, train, client["head"], features, epochs=1)
             return {"extractor": theta, "head": phi}, TrainInfo(before.loss + info.loss, before.steps + info.steps)
 
+        under = partial(loss, phi=client["head"])
+        alone = {"lam": partial(under, ce=0.0)}
+        said = train.gradient_ratios(now, partial(under, pull=0.0), alone, client["extractor"], data)
         if hierarchical:
             nothing = TrainInfo(jnp.zeros(()), jnp.zeros((), jnp.int32))
             client, (total, steps) = jax.lax.fori_loop(0, train.epochs, in_turns, (client, nothing))
             info = TrainInfo(total / max(1, train.epochs), steps)
         else:
             client, info = train(now, lambda w, *batch: loss(w["extractor"], *batch, phi=w["head"]), client, data)
-        return Update(client, class_features(client["extractor"], data), info, post=(view, client))
+        return Update(client, class_features(client["extractor"], data), info, post=(view, client), diagnostics=said)
 
     def aggregate(
         now: Round, server: Server, clients: Params, uploads: PerClass, cohort: Cohort
@@ -140,10 +145,6 @@ def _pairs(sums: Float[Array, "N C K"], counts: Float[Array, "N C"], ids: Int[Ar
     clients, classes = counts.shape
     means, held = jax.vmap(class_means)(sums, counts)
     rank = (ids[:, None] * classes + jnp.arange(classes)).reshape(-1)
-    return ClientData(
-        x=means.reshape(clients * classes, -1),
-        y=jnp.tile(jnp.arange(classes), clients),
-        index=jnp.argsort(jnp.where(held.reshape(-1), rank, jnp.iinfo(rank.dtype).max)),
-        count=jnp.sum(held, dtype=jnp.int32),
-        class_counts=jnp.sum(held, axis=0, dtype=jnp.float32),
-    )
+    index = jnp.argsort(jnp.where(held.reshape(-1), rank, jnp.iinfo(rank.dtype).max))
+    x, y = means.reshape(clients * classes, -1), jnp.tile(jnp.arange(classes), clients)
+    return ClientData(x, y, index, jnp.sum(held, dtype=jnp.int32), jnp.sum(held, axis=0, dtype=jnp.float32))

@@ -14,7 +14,7 @@ from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
-from fedjax_pfl.engine.traffic import count
+from fedjax_pfl.engine.traffic import count, traffic_of
 from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods.fedfcd import fedfcd
 from fedjax_pfl.ops.training import Trainer
@@ -22,6 +22,7 @@ from tests.conftest import CLASSES
 from tests.reference import (
     MLP,
     at,
+    batches,
     class_means,
     client,
     client_key,
@@ -290,8 +291,8 @@ def test_every_switch_is_numpys(changed, start, model, trainer, federation):
 
     @jax.jit
     def participate(key, view, own, row):
-        new, upload, info, post = method.local(now(key, 1), view, own, client_data(federation.x, federation.y, row))
-        return new, upload, info, method.predict(*post, federation.x)
+        update = method.local(now(key, 1), view, own, client_data(federation.x, federation.y, row))
+        return update.client, update.upload, update.info, method.predict(*update.trained, federation.x)
 
     head, (representations, valid) = start.state.server
     server = Server(to_numpy(head), to_numpy(representations), np.asarray(valid))
@@ -333,6 +334,52 @@ def test_bytes_are_a_hand_count_of_the_classes_held(some, shapes, model, federat
     assert count(shapes.up) == CLASSES * (model.dim + 1) + CLASSES, "no parameters"
     assert count(shapes.down) == CLASSES * (model.dim + 1) + CLASSES * model.dim + CLASSES
     check_bytes(shapes, some.run, some.expected, model, federation)
+
+
+@pytest.mark.parametrize(
+    ("changed", "heads", "classes"),
+    [({"lam": 0.0}, 1, 0), ({"fusion": False}, 0, 1), ({"lam": 0.0, "fusion": False}, 0, 0)],
+    ids=["no alignment", "no fusion", "neither"],
+)
+def test_what_a_variant_does_not_use_is_not_sent_down(changed, heads, classes, model, trainer, federation, start):
+    """By hand: the head, and K floats for each class that is known; with lambda as an input of the program, too."""
+    shapes = survey(Engine(fedfcd(model, trainer, **changed), N), KEY, federation)[1]
+    head = CLASSES * (model.dim + 1)
+    down = 4 * (heads * head + classes * CLASSES * model.dim) + CLASSES
+
+    @jax.jit
+    def sent(lam):
+        view = fedfcd(model, trainer, **{**changed, "lam": lam}).broadcast(start.state.server)
+        return traffic_of(at(5), view, at(0), ())
+
+    fixed = fedfcd(model, trainer, **changed).broadcast(start.state.server)
+    for traffic in (traffic_of(at(5), fixed, at(0), ()), sent(jnp.float32(changed.get("lam", 1.0)))):
+        assert shapes.sent_bytes(traffic) == 5 * down
+
+
+def test_the_pull_is_measured_beside_the_cross_entropy(model, trainer, federation, start):
+    """On the client's own model as it begins the round, on one mini-batch."""
+    method, own = fedfcd(model, replace(trainer, diagnose=True), lam=0.7), model.init(OTHER_KEY)
+    view = method.broadcast(start.state.server)
+
+    @jax.jit
+    def participate(row):
+        return method.local(now(KEY, 1), view, own, client_data(federation.x, federation.y, row)).diagnostics
+
+    found = participate(client(federation.train, 2))
+    mlp, rows = MLP(federation.x, federation.y), held(federation.train, 2)
+    rows = rows[next(batches(KEY, len(rows), epochs=1, batch_size=trainer.batch_size, phase="diagnostics"))]
+    head, (means, _) = to_numpy(start.state.server)
+    w = fused(to_numpy(own), head)
+    z, y = mlp.features(w, rows), mlp.y[rows]
+    ce = softmax_loss(linear(w["head"], z), y)[1] @ w["head"]["kernel"].T
+    lengths = [
+        np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(mlp.extract_gradient(w["extractor"], rows, d_z))))
+        for d_z in (0.7 * 2 * (z - means[y]) / z.size, ce)
+    ]
+    assert found.keys() == {"gradient_ratio_lam"}
+    near(found["gradient_ratio_lam"], lengths[0] / lengths[1])
+    assert lengths[0] > 0.01 * lengths[1]
 
 
 # --- Clients and server ----------------------------------------------------------------------------------------------
