@@ -5,12 +5,11 @@ are compared with the teacher's. What is learnt for this belongs to a client and
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.models.base import Params, initializers
 from fedjax_pfl.models.conv import conv2d
@@ -20,25 +19,6 @@ Maps = Sequence[Float[Array, "batch _ _ _"]]
 
 REDUCTION = 16  # of the channels, in the channel gate
 WINDOW = 7  # of the spatial gate, in pixels
-
-
-class Teacher(NamedTuple):
-    """What a client keeps for the distillation.
-
-    Attributes:
-      extractor: theta_i as the client left it in its last round.
-      exists: whether there was one, [].
-      distiller: psi_i, the weights of attention and fusion.
-    """
-
-    extractor: Params
-    exists: Bool[Array, ""]
-    distiller: Params
-
-    @classmethod
-    def none(cls, key: Key[Array, ""], extractor: Params, shapes: Sequence[tuple[int, int, int]]) -> "Teacher":
-        """That of a client before its first round, who teaches nothing; shapes as of :func:`init_distiller`."""
-        return cls(extractor, jnp.array(False), init_distiller(key, shapes))
 
 
 def init_distiller(key: Key[Array, ""], shapes: Sequence[tuple[int, int, int]]) -> Params:

@@ -1,5 +1,6 @@
 """FedCPD: FedRep whose extractor is taught by its own past, level by level, and drawn to class prototypes."""
 
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.method import Cohort, Logits, Method, PerClass, Round, Samples, Update
-from fedjax_pfl.methods.fedcpd.feature_distillation import Teacher, feature_distillation
+from fedjax_pfl.methods.fedcpd.teacher import Teacher, taught
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.heads import train_head
@@ -22,7 +23,7 @@ from fedjax_pfl.ops.prototypes import (
     prototype_contrast,
     update_prototypes,
 )
-from fedjax_pfl.ops.training import Trainer, cache_features, is_off, phase_key
+from fedjax_pfl.ops.training import Scalar, Trainer, cache_features, is_off, phase_key
 
 
 class Server(NamedTuple):
@@ -63,7 +64,7 @@ def fedcpd(
 
     Shared: theta, P. Personal: phi_i, the last theta_i, psi_i. Headline: PRE; its fall behind the POST of the round
     before is the paper's forgetting. With all coefficients 0 it is FedRep. ``training.epochs`` is the extractor's.
-    Clipping, where configured, takes theta and psi_i as one.
+    Clipping, where configured, takes theta and psi_i as one. In several epochs, a teacher's maps are kept (`taught`).
 
     Args:
       model: extractor and head; gamma > 0 asks for feature maps.
@@ -81,20 +82,20 @@ def fedcpd(
       ValueError: gamma > 0 and the model has no feature maps.
 
     Reference:
-      FedCPD. Its numbers are in benchmarks/papers/; it states neither the coefficients nor tau, which were chosen on
-      validation samples (benchmarks/README.md).
+      FedCPD. Its numbers are in benchmarks/papers/. It states neither the coefficients nor tau; alpha, beta and tau
+      were chosen on validation samples (benchmarks/README.md), and of gamma 0, 0.1 and 10 tried, 0.1 doing nothing.
     """
-    uses_prototypes, uses_teacher = not (is_off(alpha) and is_off(beta)), not is_off(gamma)
-    if uses_teacher and not model.maps:
+    weights: dict[str, Scalar] = {"alpha": alpha, "beta": beta, "gamma": gamma}
+    on = {name: weight for name, weight in weights.items() if not is_off(weight)}
+    if "gamma" in on and not model.maps:
         raise ValueError("its distillation (gamma > 0) needs a model with feature maps")
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
         del clients
         params: Params = model.init(key)
         shared, head = (params, None) if base == "fedavg" else ({"extractor": params["extractor"]}, params["head"])
-        prototypes = Prototypes.none(model.classes, model.dim) if uses_prototypes else None
-        key_distiller = phase_key(key, "distiller")
-        teacher = Teacher.none(key_distiller, params["extractor"], model.maps) if uses_teacher else None
+        prototypes = Prototypes.none(model.classes, model.dim) if on.keys() & {"alpha", "beta"} else None
+        teacher = Teacher.none(phase_key(key, "distiller"), params["extractor"], model.maps) if "gamma" in on else None
         return Server(shared, prototypes), Client(head, teacher)
 
     def broadcast(server: Server) -> View:
@@ -110,27 +111,29 @@ def fedcpd(
             features = cache_features(lambda x: model.features(view.params["extractor"], x), data)
             head = train_head(now, model, train, head, features, epochs=head_epochs)
         prototypes = None if view.per_class is None else Prototypes(view.per_class.rows, view.per_class.held)
+        psi = None if teacher is None else teacher.distiller
+        samples, look = taught(model, teacher, data, epochs=train.epochs)
 
-        def loss(trained: tuple[Params, Params | None], batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
+        def loss(
+            w: Params, batch: Batch, key: Key[Array, ""], *, psi: Params, ce: float = 1.0, on: dict[str, Scalar] = on
+        ) -> Float[Array, ""]:
             del key
-            params, psi = whole(trained[0], head), trained[1]
-            z, maps = model.features_and_maps(params["extractor"], batch.x, batch.mask)
-            total = label_loss(model, z, model.classify(params["head"], z), batch)
-            if prototypes is not None and not is_off(alpha):
-                total += alpha * centre_loss(z, batch.y, batch.mask, prototypes, reduction=reduction)
-            if prototypes is not None and not is_off(beta):
-                total += beta * prototype_contrast(z, batch.y, batch.mask, prototypes, temperature=tau)
-            if teacher is not None:
-                _, taught = model.features_and_maps(teacher.extractor, batch.x)
-                distance = feature_distillation(psi, maps, taught, batch.mask)
-                total += gamma * jnp.where(teacher.exists, distance, 0.0)
-            return total
+            params, (x, distance) = whole(w, head), look(batch)
+            z, maps = model.features_and_maps(params["extractor"], x, batch.mask)
+            total = ce * label_loss(model, z, model.classify(params["head"], z), batch)
+            if prototypes is not None and "alpha" in on:
+                total += on["alpha"] * centre_loss(z, batch.y, batch.mask, prototypes, reduction=reduction)
+            if prototypes is not None and "beta" in on:
+                total += on["beta"] * prototype_contrast(z, batch.y, batch.mask, prototypes, temperature=tau)
+            return total + on["gamma"] * distance(psi, maps) if "gamma" in on else total
 
-        (params, psi), info = train(now, loss, (view.params, None if teacher is None else teacher.distiller), data)
+        alone = {name: partial(loss, psi=psi, ce=0.0, on={name: weight}) for name, weight in on.items()}
+        said = train.gradient_ratios(now, partial(loss, psi=psi, on={}), alone, view.params, samples)
+        (params, psi), info = train(now, lambda w, *rest: loss(w[0], *rest, psi=w[1]), (view.params, psi), samples)
         theta = params["extractor"]
         client = Client(head, None if teacher is None else Teacher(theta, jnp.array(True), psi))
         per_class = None if prototypes is None else PerClass(data.class_counts, class_sums_under(model, theta, data))
-        return Update(client, View(params, per_class), info)
+        return Update(client, View(params, per_class), info, diagnostics=said)
 
     def aggregate(now: Round, server: Server, clients: Client, uploads: View, cohort: Cohort) -> tuple[Server, Client]:
         del now
@@ -143,8 +146,5 @@ def fedcpd(
     def predict(view: View, client: Client, x: Samples) -> Logits:
         return model.apply(whole(view.params, client.head), x)
 
-    def global_predict(server: Server, x: Samples) -> Logits:
-        return model.apply(server.params, x)
-
-    shared_model = global_predict if base == "fedavg" else None
+    shared_model = (lambda server, x: model.apply(server.params, x)) if base == "fedavg" else None
     return Method(init, local, aggregate, predict, broadcast=broadcast, global_predict=shared_model)

@@ -12,7 +12,8 @@ import pytest
 from scipy.special import softmax
 
 from fedjax_pfl import Config, ConfigError, simulate
-from fedjax_pfl.data.federated import Batch, client_data
+from fedjax_pfl.data.augment import crop_flip
+from fedjax_pfl.data.federated import Augmentation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
@@ -24,10 +25,12 @@ from fedjax_pfl.methods.fedcpd.feature_distillation import feature_distillation
 from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.ops.losses import cross_entropy
 from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, prototype_contrast
+from fedjax_pfl.ops.training import Trainer
 from tests.conftest import CLASSES, TRAIN_SIZES, WITH_EMITTERS
 from tests.reference import (
     MLP,
     at,
+    batches,
     class_means,
     client,
     client_key,
@@ -404,21 +407,23 @@ def test_every_participation_matches_a_plain_loop(taught, gradients, model_with_
 def test_any_terms_add_up_on_fedavg_and_the_teacher_stays_with_the_client(model_with_maps, federation):
     """By the loss of a batch, in a participation whose training just adds 1 to everything."""
     model, losses = model_with_maps, []
-    batch = Batch(federation.x[:8], federation.y[:8], jnp.ones(8))
     data = client_data(federation.x, federation.y, client(federation.train, 4))
+    eight = jnp.arange(8), jnp.ones(8, bool)
+    batch = data.take(*eight)
     params = jax.jit(model.init, compiler_options=WITH_EMITTERS)(KEY)
     prototypes = Prototypes(jnp.eye(CLASSES, model.dim), jnp.array([True, False, True]))
     subsets = list(product((0.0, 1.5), (0.0, 0.7), (0.0, GAMMA)))
 
-    def add_one(now, loss, trained, data):
-        losses.append(loss(trained, batch, now.key))
-        return jax.tree.map(lambda leaf: leaf + 1, trained), TrainInfo(losses[-1], now.t)
+    class AddOne(Trainer):
+        def __call__(self, now, loss, trained, data, **options):
+            losses.append(loss(trained, data.take(*eight), now.key))
+            return jax.tree.map(lambda leaf: leaf + 1, trained), TrainInfo(losses[-1], now.t)
 
     @partial(jax.jit, compiler_options=WITH_EMITTERS)
     def participate(teacher, exists):
         found = []
         for alpha, beta, gamma in subsets:
-            method = fedcpd(model, add_one, alpha=alpha, beta=beta, gamma=gamma, tau=TAU, base="fedavg")
+            method = fedcpd(model, AddOne(), alpha=alpha, beta=beta, gamma=gamma, tau=TAU, base="fedavg")
             server, personal = method.init(KEY, N)
             server = server._replace(params=params, prototypes=prototypes if alpha or beta else None)
             if gamma:
@@ -447,6 +452,117 @@ def test_any_terms_add_up_on_fedavg_and_the_teacher_stays_with_the_client(model_
             jax.tree.map(same, upload, more)
             if gamma:
                 jax.tree.map(same, tuple(teacher), (more["extractor"], True, distiller))
+
+
+@pytest.fixture(scope="module")
+def beginning(model_with_maps, trainer):
+    """(server, a client that has a teacher) before round 0; the teacher is what the client receives, times -1."""
+    method = fedcpd(model_with_maps, trainer, **TERMS, gamma=GAMMA)
+    server, personal = jax.jit(method.init, static_argnums=1)(KEY, N)
+    old = jax.tree.map(lambda leaf: -leaf, personal.teacher.extractor)
+    return server, personal._replace(teacher=personal.teacher._replace(extractor=old, exists=jnp.array(True)))
+
+
+def distilled(model, train, gamma, beginning, data):
+    """What a client makes of the distillation alone."""
+    method = fedcpd(model, train, alpha=0.0, beta=0.0, gamma=gamma, head_epochs=0)
+    server, personal = beginning
+    return method.local(now(KEY, 3), method.broadcast(server._replace(prototypes=None)), personal, data)
+
+
+def images_of(federation, i, draw=None, *, anew=True):
+    """The samples of a client, behind an augmentation if one is given."""
+    data = client_data(federation.x, federation.y, client(federation.train, i))
+    return data if draw is None else data._replace(augmentation=Augmentation(draw, jax.random.key(8), anew))
+
+
+def leave_alone(keys, x):
+    return x
+
+
+def test_a_teacher_that_looks_once_per_round_teaches_what_it_would_batch_by_batch(
+    model_with_maps, trainer, federation, beginning
+):
+    """An augmentation that leaves the images alone, anew in each epoch, is what keeps it from looking just once."""
+    play = jax.jit(partial(distilled, model_with_maps, trainer, GAMMA))
+    for i in (2, 1):  # 27 samples, of which the last batch holds 3, and a single one
+        once, by_batch = (play(beginning, images_of(federation, i, draw)) for draw in (None, leave_alone))
+        jax.tree.map(near, once, by_batch)
+
+
+@pytest.mark.parametrize(
+    ("draw", "anew", "epochs", "once"),
+    [(None, False, 2, True), (crop_flip, False, 2, True), (crop_flip, True, 2, False), (None, False, 1, False)],
+    ids=["as they are", "one draw", "a draw per epoch", "one epoch"],
+)
+def test_a_teacher_looks_at_all_images_first_where_they_come_again(
+    draw, anew, epochs, once, model_with_maps, trainer, federation, beginning
+):
+    """By the number of images in each of the teacher's looks: those that are not a pass of training."""
+    looks = []
+
+    def features_and_maps(theta, x, mask=None):
+        if mask is None:
+            looks.append(len(x))
+        return model_with_maps.features_and_maps(theta, x, mask)
+
+    watched = model_with_maps._replace(features_and_maps=features_and_maps)
+    data = images_of(federation, 2, draw, anew=anew)
+    jax.eval_shape(partial(distilled, watched, replace(trainer, epochs=epochs), GAMMA), beginning, data)
+    assert set(looks) == {data.capacity if once else trainer.batch_size}
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["one draw", "a draw per epoch"])
+def test_teacher_and_student_see_the_same_images(anew, model_with_maps, trainer, federation, beginning):
+    """A student that stays where its teacher is pays nothing for the distillation, whatever is drawn."""
+    server, personal = beginning
+    itself = personal.teacher._replace(extractor=server.params["extractor"])
+    play = jax.jit(partial(distilled, model_with_maps, replace(trainer, lr=0.0)))
+    data = images_of(federation, 2, crop_flip, anew=anew)
+    with_it, without = (
+        play(jnp.float32(gamma), (server, personal._replace(teacher=itself)), data).info.loss for gamma in (1000.0, 0.0)
+    )
+    np.testing.assert_allclose(with_it, without, rtol=1e-6)
+
+
+class Measuring(Trainer):
+    """Trains nothing, which spares most of the compilation."""
+
+    def __call__(self, now, loss, params, data, **options):
+        return params, TrainInfo(jnp.zeros(()), now.t)
+
+
+def test_the_terms_are_measured_beside_the_cross_entropy(model_with_maps, trainer, federation, beginning):
+    """On the extractor as it is received, on one mini-batch."""
+    model, data, (server, personal) = model_with_maps, images_of(federation, 2), beginning
+    method = fedcpd(model, Measuring(batch_size=trainer.batch_size, diagnose=True), **TERMS, gamma=GAMMA)
+    server = server._replace(prototypes=Prototypes(jnp.eye(CLASSES, model.dim), jnp.array([True, False, True])))
+    update = jax.jit(method.local)(now(KEY, 3), method.broadcast(server), personal, data)
+    size = trainer.batch_size
+    first = next(batches(KEY, TRAIN_SIZES[2], epochs=1, batch_size=size, phase="diagnostics"))
+    batch = data.take(jnp.asarray(first), jnp.ones(size, bool))
+
+    @jax.jit
+    def lengths(theta, head, teacher):
+        z, back = jax.vjp(lambda theta: model.features_and_maps(theta, batch.x), theta)
+        _, targets = model.features_and_maps(teacher.extractor, batch.x)
+        terms = {
+            "ce": lambda z, maps: cross_entropy(model.classify(head, z), batch.y, batch.mask),
+            "alpha": lambda z, maps: centre_loss(z, batch.y, batch.mask, server.prototypes),
+            "beta": lambda z, maps: prototype_contrast(z, batch.y, batch.mask, server.prototypes, temperature=TAU),
+            "gamma": lambda z, maps: feature_distillation(teacher.distiller, maps, targets, batch.mask),
+        }
+        gradients = {name: back(jax.grad(lambda out, term=term: term(*out))(z)) for name, term in terms.items()}
+        return {
+            name: jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient)))
+            for name, gradient in gradients.items()
+        }
+
+    length = lengths(server.params["extractor"], personal.head, personal.teacher)
+    weights = {"alpha": TERMS["alpha"], "beta": TERMS["beta"], "gamma": GAMMA}
+    expected = {f"gradient_ratio_{name}": weight * length[name] / length["ce"] for name, weight in weights.items()}
+    jax.tree.map(near, update.diagnostics, expected)
+    assert min(expected.values()) > 0.01
 
 
 @pytest.mark.parametrize("base", ["fedrep", "fedavg"])
