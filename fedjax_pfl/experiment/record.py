@@ -32,7 +32,7 @@ _EVENTS = "tensorboard"
 
 
 class RunDirectory:
-    """Writes ``config.toml``, ``partition.json``, ``metrics.jsonl``, tables of clients and labels, and ``summary.json``.
+    """Writes ``config.toml``, ``partition.json``, ``metrics.jsonl``, tables of clients and labels, ``summary.json``.
 
     If wanted, the metrics also go to a TensorBoard event file, in the folder ``tensorboard``.
 
