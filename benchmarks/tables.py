@@ -24,11 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from scipy import stats
 
 from fedjax_pfl import Config, ConfigError, load_config
-from fedjax_pfl.experiment.build import cores
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.engine.work import client_work
+from fedjax_pfl.experiment.build import cores, divide, make_engine, shape_of
 from fedjax_pfl.experiment.executors import Finished
 from fedjax_pfl.experiment.record import write_atomically
 from fedjax_pfl.experiment.statistics import bootstrap_over_clients, paired_difference
@@ -45,7 +48,8 @@ HEADLINES = {
 POINT = "at the point that the paper reports: PRE, after aggregation, or POST, after local training"
 SEEDS = "mean over seeds ± sample standard deviation"
 LEGEND = (
-    "Columns PRE and POST: {clients}the last round. MB: all clients, up and down. Behind {reference}: its figure minus "
+    "Columns PRE and POST: {clients}the last round. Passes: a participant's work in a round, in passes over its "
+    "samples, forward and backward. MB: all clients, up and down. Behind {reference}: its figure minus "
     "the row's, mean of the paired differences in points with a 95 % interval over seeds; over clients: 95 % interval, "
     "after the last round, when the clients of each run are drawn anew. p: two-sided paired t-test over seeds."
 )
@@ -64,7 +68,8 @@ COLUMNS = {
         ("accuracy",),
         "mean",
         f"Accuracy in %, unweighted mean over clients, {SEEDS}. Ours, the worst 10 % of clients and, where shown, the "
-        f"standard deviation over clients are {{round}}, {POINT}.",
+        f"standard deviation over clients are {{round}}, {POINT}. By samples: the mean "
+        "that counts every test sample alike, PFLlib's.",
     ),
     "global": Columns(
         ("global",),
@@ -171,7 +176,7 @@ def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *without_folder(arguments)])
     missing = fill(table, cells, options, command, lambda: write_atomically(path, to_json(table, cells)))
     text = markdown(table, cells, missing, reference)
     write_atomically(path.with_suffix(".md"), text)
@@ -199,6 +204,16 @@ def parser(paper: Path) -> argparse.ArgumentParser:
     changes: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "SECTION.KEY=VALUE"}
     parser.add_argument("--set", **changes, help="wins over all overrides")
     return parser
+
+
+def without_folder(arguments: Sequence[str]) -> list[str]:
+    """A command line as it is recorded: where runs were kept is nobody else's business, and changes no figure."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and not argument.startswith(("--work", "--checkpoint-every")):
+            kept.append(argument)
+        skip = not skip and argument in ("--work", "--checkpoint-every")
+    return kept
 
 
 def read_table(path: Path, name: str) -> Table:
@@ -280,10 +295,11 @@ def fill(
             for place in places:
                 say(keys[place], "missing", outcome)
             continue
+        passes = gradient_passes(wanted[keys[places[0]]])
         for key, result in zip((keys[place] for place in places), outcome, strict=True):
             asked = {**dict(zip(("setting", "row", "seed"), key, strict=True)), "set": options.set, "command": command}
             resolved = {"overrides": cell_overrides(table, key, options), "config": wanted[key].model_dump(mode="json")}
-            cells[key] = asked | resolved | measures(result)
+            cells[key] = asked | resolved | measures(result) | {"gradient_passes": passes}
             say(key, "done")
         save()
     return missing
@@ -346,6 +362,25 @@ def measures(result: Finished) -> Cell:
             "seconds": curve("seconds", 3),
         },
     }
+
+
+def gradient_passes(config: Config) -> float:
+    """A participant's work in a round: how often it could have passed over its samples, forward and backward, instead.
+
+    Counted in operations of products and convolutions, of a client with the mean number of samples.
+    """
+    dataset = load(config.data.source)
+    federation, _ = divide(config, dataset)
+    plain = {
+        "method.name": "fedavg",
+        "training.epochs": 1,
+        "training.copies": "none",
+        "participation.collaborate": True,
+    }
+    both = config, config.replace({**plain, "aggregation.rule": "mean", "run.diagnostics": False})
+    engines = [make_engine(each, shape_of(dataset)) for each in both]
+    work, one_pass = (client_work(engine, jax.random.key(0), federation).flops for engine in engines)
+    return round(work / one_pass, 3)
 
 
 def curve_of(cell: Cell, name: str, point: str) -> np.ndarray:
@@ -433,12 +468,17 @@ def comparison(table: Table, setting: Setting, lines: Sequence[Line], reference:
         row |= {point.upper(): line.show(point) for point in POINTS}
         if table.columns == "accuracy":
             row["worst 10 %"] = line.show("worst_10_percent")
+            row["by samples"] = line.show("weighted_best" if table.headline == "best" else "weighted")
+        passes = {cell["gradient_passes"] for cell in line.cells.values() if "gradient_passes" in cell}
+        row["passes"] = f"{max(passes):.1f}" if passes else NONE
         row |= {"MB": line.show("megabytes", 1, 1), "s per round": line.show("seconds_per_round", 1, 3)}
         behind = None if base is None or line is base else base
         row |= lead(table, behind, line)
         rows.append(row)
     shown = [
-        name for name in rows[0] if name not in ("behind", "over clients") or any(row[name] != NONE for row in rows)
+        name
+        for name in rows[0]
+        if name not in ("passes", "behind", "over clients") or any(row[name] != NONE for row in rows)
     ]
     parts = [
         grid(shown, [[row[name] for name in shown] for row in rows]),

@@ -119,7 +119,8 @@ class Fake:
             point: {
                 "last": curve[-1],
                 "best": curve.max(),
-                "weighted_last": curve[-1],
+                "weighted_last": curve[-1] - 0.01,
+                "weighted_best": curve.max() - 0.02,
                 "worst_10_percent": curve[-1] / 2,
                 "std_clients": curve[-1] / 10,
             }
@@ -179,6 +180,7 @@ def each_by(simulate):
 def fake(monkeypatch):
     simulator = Fake()
     monkeypatch.setattr(tables, "run_configs", each_by(simulator))
+    monkeypatch.setattr(tables, "gradient_passes", lambda config: 2.5)
     return simulator
 
 
@@ -209,6 +211,11 @@ def rows(text, label):
     return [line.strip("| ").split(" | ") for line in lines]
 
 
+def test_the_recorded_command_does_not_say_where_runs_were_kept():
+    given = "table1 --work /home/me/runs --seeds 0,1 --checkpoint-every 5 --rounds 2 --work=/tmp/x --name mine"
+    assert tables.without_folder(given.split()) == ["table1", "--seeds", "0,1", "--rounds", "2", "--name", "mine"]
+
+
 def test_figures_agree_with_those_computed_by_hand(paper, fake, capsys):
     call(paper, "table1 --settings three --seeds 0,1,2")
     text = markdown()
@@ -219,10 +226,34 @@ def test_figures_agree_with_those_computed_by_hand(paper, fake, capsys):
     # lie apart by the same in all rows, so that drawing them anew changes no difference.
     local, fedavg, fedprox = (rows(text, label)[0] for label in ("Local", "FedAvg", "FedProx"))
     behind = ["+5.00 [-2.45, +12.45]", "[+5.00, +5.00]", "0.102"]
-    assert local == ["Local", "50", "63.00 ± 3.61", "43.00", "63.00", "31.50", "3.0", "0.250", *behind]
+    assert local == ["Local", "50", "63.00 ± 3.61", "43.00", "63.00", "31.50", "62.00", "2.5", "3.0", "0.250", *behind]
     behind = ["+46.00 [+39.43, +52.57]", "[+46.00, +46.00]", "0.0011"]
-    assert fedavg == ["FedAvg", "60.5", "22.00 ± 2.65", "22.00", "22.00", "11.00", "3.0", "0.250", *behind]
-    assert fedprox == ["FedProx", "70", "**68.00 ± 2.65**", "68.00", "68.00", "34.00", "3.0", "0.250", *"———"]
+    assert fedavg == [
+        "FedAvg",
+        "60.5",
+        "22.00 ± 2.65",
+        "22.00",
+        "22.00",
+        "11.00",
+        "21.00",
+        "2.5",
+        "3.0",
+        "0.250",
+        *behind,
+    ]
+    assert fedprox == [
+        "FedProx",
+        "70",
+        "**68.00 ± 2.65**",
+        "68.00",
+        "68.00",
+        "34.00",
+        "67.00",
+        "2.5",
+        "3.0",
+        "0.250",
+        *"———",
+    ]
     # 0.25, 0.75 and 1.25 of seeds 0, 1, 2.
     assert "has most training samples of: 75.00 ± 50.00 %, by samples 12.50 ± 0.00 %." in text
     assert "FedProx against the best other row, Local: p = 0.102." in text
@@ -382,6 +413,7 @@ def test_a_table_may_compare_global_and_local_figures_and_their_harmonic_mean(sc
         "ours: HM",
         "PRE",
         "POST",
+        "passes",
         "MB",
         "s per round",
         "behind",
@@ -448,7 +480,7 @@ def test_a_table_may_compare_one_figure_alone(scores, fake, columns, shown):
     fedprox, local = (rows(text, label)[0] for label in ("FedProx", "Local"))
     assert fedprox[1:4] == ["63.5", f"**{shown[0]}**", "65.00"]
     assert local[1:3] == ["—", shown[1]]
-    assert "| method | paper (%) | ours (%) | PRE | POST | MB |" in text
+    assert "| method | paper (%) | ours (%) | PRE | POST | passes | MB |" in text
 
 
 def test_a_target_is_one_of_the_figure_that_rows_are_ranked_by(scores, fake):
@@ -531,7 +563,7 @@ def test_missing_data_is_reported_and_the_rest_is_run(paper, fake, monkeypatch, 
     monkeypatch.setattr(tables, "run_configs", each_by(simulate))
     call(paper, "table1 --settings three")
     assert list(cells()) == [("three", "local", 0), ("three", "fedprox", 0)]
-    assert rows(markdown(), "FedAvg") == [["FedAvg", "60.5", *"—————————"], ["FedAvg", *"——————"]]
+    assert rows(markdown(), "FedAvg") == [["FedAvg", "60.5", *"———————————"], ["FedAvg", *"——————"]]
     reason = "data.source = 'npz:no.npz' is not usable: no such file"
     assert f"Missing: FedAvg (0): {reason}." in markdown()
     assert f"three fedavg seed 0: missing, {reason}" in capsys.readouterr().err
@@ -619,6 +651,9 @@ def test_a_real_run_fills_the_table(paper):
     assert cell["curve"]["megabytes"][-1] == pytest.approx(cell["megabytes_total"], abs=1e-3)
     assert 0 < cell["timing"]["compile_seconds"] < cell["curve"]["seconds"][0] < cell["curve"]["seconds"][1]
     assert cell["global"] == pytest.approx(cell["personal"]["pre"]["weighted_last"], abs=1e-6)
+    assert [cells()["three", name, 1]["gradient_passes"] for name in ("local", "fedavg")] == [
+        cell["config"]["training"]["epochs"]
+    ] * 2
     assert cell["curve"]["global"][-1] == pytest.approx(cell["global"], abs=1e-6)
     for point, name in itertools.product(("pre", "post"), ("i_local", "hm")):
         curve = tables.curve_of(cell, name.removeprefix("i_"), point)

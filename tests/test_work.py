@@ -1,0 +1,83 @@
+"""What a client computes in a round, against counts by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.work import Work, _walk, client_work
+from fedjax_pfl.methods import METHODS
+from tests.conftest import CLASSES, TRAIN_SIZES
+
+N, PIXELS, HIDDEN, BATCH, EPOCHS = len(TRAIN_SIZES), 16, 8, 4, 2
+MEAN = round(np.mean(TRAIN_SIZES))
+STEPS = -(-MEAN // BATCH)
+# A product of [m, k] and [k, n] takes 2 m k n operations; backward a layer has two, the first one only its kernel's.
+FEATURES, HEAD = 2 * BATCH * PIXELS * HIDDEN, 2 * BATCH * HIDDEN * CLASSES
+PASS = STEPS * (2 * FEATURES + 3 * HEAD)
+
+
+def work(method, model, trainer, federation, **hyper):
+    return client_work(Engine(METHODS[method](model, trainer, **hyper), N), jax.random.key(0), federation)
+
+
+def test_fedavg_takes_the_products_of_its_epochs(model, trainer, federation):
+    assert work("fedavg", model, trainer, federation) == Work(EPOCHS * PASS, True)
+
+
+def test_ditto_trains_two_models(model, trainer, federation):
+    assert work("ditto", model, trainer, federation) == Work(2 * EPOCHS * PASS, True)
+
+
+def test_fedrep_sees_features_once_for_all_epochs_of_the_head(model, trainer, federation):
+    found = work("fedrep", model, trainer, federation, head_epochs=3)
+    # Features of all positions of the list in blocks; the head's kernel alone; then the extractor under a fixed head.
+    blocks = 2 * max(TRAIN_SIZES) * PIXELS * HIDDEN
+    assert found == Work(blocks + 3 * STEPS * 2 * HEAD + EPOCHS * STEPS * (2 * FEATURES + 2 * HEAD), True)
+
+
+def count(fn, *args, known):
+    traced = jax.make_jaxpr(fn)(*args)
+    return _walk(traced.jaxpr, traced.consts, known)[0]
+
+
+def test_convolutions_are_counted_with_their_windows():
+    x, kernel = jnp.zeros((2, 9, 9, 3)), jnp.zeros((5, 5, 3, 7))
+
+    def convolve(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    assert count(convolve, x, kernel, known=[None, None]) == Work(2 * (2 * 5 * 5 * 7) * (5 * 5 * 3), True)
+
+
+def test_loops_nest_and_branches_take_the_one_that_is_known():
+    product = 2 * 2**3
+
+    def rounds(n, which, x):
+        def outer(i, x):
+            return lax.fori_loop(0, n * 3, lambda j, x: x @ x, x)
+
+        x = lax.fori_loop(1, n, outer, x)
+        x, _ = lax.scan(lambda x, _: (x @ x, None), x, None, length=5)
+        return lax.switch(which, [lambda x: x, lambda x: x @ x @ x], x)
+
+    args = jnp.int32(0), jnp.int32(0), jnp.zeros((2, 2))
+    four, zero, one = np.int32(4), np.int32(0), np.int32(1)
+    assert count(rounds, *args, known=[four, zero, None]) == Work((3 * 12 + 5) * product, True)
+    assert count(rounds, *args, known=[four, one, None]) == Work((3 * 12 + 7) * product, True)
+    assert count(rounds, *args, known=[four, None, None]) == Work((3 * 12 + 7) * product, True)
+    assert count(rounds, *args, known=[zero, zero, None]) == Work(5 * product, True)
+
+
+def test_a_loop_that_its_numbers_end_counts_one_step_and_says_so():
+    def until_small(x):
+        return lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x @ x, x)
+
+    assert count(until_small, jnp.zeros((2, 2)), known=[None]) == Work(2 * 2**3, False)
+
+
+@pytest.mark.parametrize("name", ["fedala", "pgfedsplit"])
+def test_methods_that_stop_when_they_have_converged_are_not_counted_whole(name, model, trainer, federation):
+    assert not work(name, model, trainer, federation).whole
