@@ -1,5 +1,6 @@
 """Two CPU devices, strict dtypes, checked array annotations, a compilation cache, and one tiny federation."""
 
+import gc
 import os
 import platform
 import tempfile
@@ -72,6 +73,12 @@ def pytest_collection_modifyitems(items):
         if group == "test_conformance.py" and hasattr(item, "callspec"):
             group += f"-{item.callspec.params.get('name')}"
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_finish():
+    """What has been imported stays: Python need not look through it again and again for garbage of traces."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 CLASSES = 3
