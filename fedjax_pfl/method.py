@@ -119,7 +119,7 @@ class Update(NamedTuple):
       client: its new personal state.
       upload: what it sends up.
       info: loss and number of steps.
-      post: the (view, client) that ``predict`` is given in a POST evaluation, the model right after local training;
+      post: the (view, client) that ``personal`` is given in a POST evaluation, the model right after local training;
         (upload, client) unless given, which serves methods whose upload is the trained view.
       diagnostics: of this client; the mean over the participants of a round is recorded. None for none.
     """
@@ -164,10 +164,17 @@ class Aggregate(Protocol):
 
 
 @runtime_checkable
-class Predict(Protocol):
-    """view, client, x -> logits [batch, classes]; sees inputs only, never labels."""
+class Personal(Protocol):
+    """view, client -> the parameters of the client's model."""
 
-    def __call__(self, view: PyTree, client: PyTree, x: Samples, /) -> Logits: ...  # noqa: D102
+    def __call__(self, view: PyTree, client: PyTree, /) -> PyTree: ...  # noqa: D102
+
+
+@runtime_checkable
+class Predict(Protocol):
+    """params, x -> logits [batch, classes] of such a model; sees inputs only, never labels."""
+
+    def __call__(self, params: PyTree, x: Samples, /) -> Logits: ...  # noqa: D102
 
 
 @runtime_checkable
@@ -179,7 +186,7 @@ class Broadcast(Protocol):
 
 @runtime_checkable
 class Personalize(Protocol):
-    """now, view, client, data -> (view, client): what ``predict`` is given in a PRE evaluation, after aggregation.
+    """now, view, client, data -> (view, client): what ``personal`` is given in a PRE evaluation, after aggregation.
 
     Fine-tuning, or a meta step. Sees training data only; the result is never fed back into training.
     """
@@ -257,7 +264,9 @@ class Method(NamedTuple):
       init: the state before round 0.
       local: a participant's work in a round.
       aggregate: the server's work; the only function, with ``dispatch``, that sees a client axis.
-      predict: the personal model.
+      personal: the parameters of a client's model: ``{"extractor": theta, "head": phi}``, as a model's ``init`` returns
+        them, with whatever else ``predict`` needs.
+      predict: what such a model answers; ``model.apply``, unless it is more than an extractor with one head.
       broadcast: what is sent down; all of the server's state unless given.
       personalize: what comes before a PRE evaluation; nothing unless given.
       global_predict: the global model, where the method has one.
@@ -275,6 +284,7 @@ class Method(NamedTuple):
     init: Init
     local: Local
     aggregate: Aggregate
+    personal: Personal
     predict: Predict
     broadcast: Broadcast = broadcast_all
     personalize: Personalize = personalize_nothing

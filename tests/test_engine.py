@@ -15,7 +15,7 @@ from fedjax_pfl.data.federated import client_data, pack
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
-from fedjax_pfl.engine.round import Engine, round_keys
+from fedjax_pfl.engine.round import Engine, mean_cosine, round_keys
 from fedjax_pfl.engine.scoring import Scores
 from fedjax_pfl.experiment.summary import summarize
 from fedjax_pfl.method import Calibration, Method, PerClass, SentIf, TrainInfo, Update, part_of
@@ -35,7 +35,7 @@ T = 2000
 
 def cohorts(participation, placement=None):
     """Rows of [T, K] ids and [T] numbers of selected clients, over many rounds."""
-    engine = Engine(Method(None, None, None, None), len(SIZES), participation, placement or Placement())
+    engine = Engine(Method(None, None, None, None, None), len(SIZES), participation, placement or Placement())
     select = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), SIZES)))
     return jax.tree.map(np.asarray, select(jnp.arange(T)))
 
@@ -271,16 +271,31 @@ def digest(data):
     return jnp.sum(jnp.where(data.valid > 0, jnp.sum(x, axis=(1, 2, 3)), 0))
 
 
+def test_the_mean_cosine_of_two_updates_is_that_of_all_pairs():
+    rng = np.random.default_rng(2)
+    updates = {"a": rng.normal(size=(5, 3, 2)).astype(np.float32), "b": rng.normal(size=(5, 4)).astype(np.float32)}
+    present = np.array([True, True, False, True, True])
+    flat = np.concatenate([updates["a"].reshape(5, -1), updates["b"]], axis=1)[present]
+    unit = flat / np.linalg.norm(flat, axis=1, keepdims=True)
+    pairs = [unit[i] @ unit[j] for i in range(4) for j in range(i)]
+    on_device = jax.tree.map(jnp.asarray, updates)
+    assert float(mean_cosine(on_device, jnp.asarray(present))) == pytest.approx(np.mean(pairs), abs=1e-6)
+    assert np.isnan(float(mean_cosine(on_device, jnp.array([False, False, True, False, False]))))
+    opposite = {"a": jnp.array([[1.0, 2.0], [-2.0, -4.0]])}
+    assert float(mean_cosine(opposite, jnp.array([True, True]))) == pytest.approx(-1.0)
+
+
 def recorder(kind):
     """Clients keep a digest of their training data; where ``personalize`` sees other data, all answers are turned."""
 
-    def predict(view, client, x):
-        return jnp.where(view == client, 1.0, -1.0) * (x.reshape(len(x), -1).astype(jnp.float32) @ MATRIX)
+    def predict(sign, x):
+        return sign * (x.reshape(len(x), -1).astype(jnp.float32) @ MATRIX)
 
     return Method(
         init=lambda key, clients: ((), jnp.array(0, jnp.int32)),
         local=lambda now, view, client, data: Update(digest(data), (), NOTHING, post=(digest(data), digest(data))),
         aggregate=lambda now, server, clients, uploads, cohort: (server, clients),
+        personal=lambda view, client: jnp.where(view == client, 1.0, -1.0),
         predict=predict,
         personalize=lambda now, view, client, data: (digest(data), client),
         copies=kind,
@@ -348,7 +363,8 @@ def test_clients_know_who_they_are_and_hold_their_validation_samples(where, fede
         init=lambda key, clients: ({"total": jnp.int32(clients), "trainers": jnp.int32(0)}, zeros),
         local=lambda now, view, client, data: Update(seen(data), (), NOTHING, post=(view, client)),
         aggregate=aggregate,
-        predict=lambda view, client, x: one_answer(client["id"] + client["validation"], x),
+        personal=lambda view, client: client["id"] + client["validation"],
+        predict=one_answer,
         personalize=lambda now, view, client, data: (view, seen(data)),
     )
     engine = Engine(method, 7, placement=Placement() if where == "map" else Placement(mesh, 2), new=2)
@@ -417,7 +433,8 @@ def test_the_server_writes_to_each_client_before_it_works(where, federation, mes
         init=lambda key, clients: (jnp.int32(clients), Folder(jnp.int32(0), note)),
         local=local,
         aggregate=lambda now, server, clients, uploads, cohort: (server + 1, clients),
-        predict=lambda view, client, x: one_answer(client.inbox["filed"] + client.inbox["t"], x),
+        personal=lambda view, client: client.inbox["filed"] + client.inbox["t"],
+        predict=one_answer,
         dispatch=dispatch,
     )
     placement = Placement() if where == "map" else Placement(mesh, 2)
@@ -451,7 +468,8 @@ def test_scores_see_the_calibrated_server_and_training_does_not(federation):
         init=lambda key, clients: (jnp.int32(clients), ()),
         local=lambda now, view, client, data: Update((), (), NOTHING, post=(view, client)),
         aggregate=lambda now, server, clients, uploads, cohort: (server + 1, clients),
-        predict=lambda view, client, x: one_answer(view, x),
+        personal=lambda view, client: view,
+        predict=one_answer,
         global_predict=one_answer,
     )
     right = np.asarray(federation.test.class_counts)
@@ -489,7 +507,8 @@ def chatter(classes):
         init=lambda key, clients: (jnp.zeros(classes), ()),
         local=local,
         aggregate=lambda now, server, clients, uploads, cohort: (server + jnp.sum(uploads["part"].held, 0), clients),
-        predict=lambda view, client, x: jnp.zeros((len(x), classes)),
+        personal=lambda view, client: (),
+        predict=lambda params, x: jnp.zeros((len(x), classes)),
         broadcast=lambda known: (
             PerClass(known > 0, [jnp.zeros((classes, 2))]),
             SentIf(jnp.all(known > 0), jnp.zeros(5)),

@@ -491,3 +491,15 @@ def test_programs_are_compiled_with_the_precision_that_the_config_has(monkeypatc
     monkeypatch.setattr("fedjax_pfl.experiment.programs._compile", compile_nothing)
     with pytest.raises(SeenError, match=f"^{precision}$"):
         simulate(config(run={} if precision == "float32" else {"precision": precision}))
+
+
+def test_diagnostics_arrive_in_the_history_and_move_no_number():
+    """FedPer's clients send back the extractor that they got, and so have updates to compare."""
+    plain = config("fedper", data={"clients": 2}, training={"rounds": 2}, run={"eval_every": 1})
+    found, expected = simulate(plain.replace({"run.diagnostics": True})), simulate(plain)
+    cosine = found.history["diagnostics.update_cosine"]
+    assert cosine.shape == (2,)
+    assert (np.abs(cosine) < 1).all()
+    assert cosine[0] != cosine[1]
+    assert "diagnostics.update_cosine" not in expected.history
+    np.testing.assert_allclose(found.history["pre.loss"], expected.history["pre.loss"], rtol=1e-5)

@@ -39,13 +39,14 @@ def witness(model, train, *, gain: float = 1.0):
         server = {**server, "pixel": weighted_mean(uploads, cohort.weight), "t": now.t}
         return server, {**clients, "inbox": {"id": cohort.ids, "weight": cohort.weight}}
 
-    def predict(view, client, x):
+    def predict(client, x):
         return jnp.broadcast_to(client["draw"] * jnp.arange(model.classes, dtype=jnp.float32), (len(x), model.classes))
 
     return Method(
         init,
         local,
         aggregate,
+        lambda view, client: client,
         predict,
         broadcast=lambda server: server["pixel"],
         setup=setup,

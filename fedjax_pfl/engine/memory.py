@@ -74,8 +74,8 @@ def survey(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[Memor
     training = peak_bytes(traced.jaxpr)
 
     def scores(view: PyTree, client: PyTree, x: Array, y: Array, test: Clients) -> Scores:
-        held = client_data(x, y, test)
-        return scores_of(tally(lambda images: method.predict(view, client, images), held), held.class_counts)
+        held, params = client_data(x, y, test), method.personal(view, client)
+        return scores_of(tally(lambda images: method.predict(params, images), held), held.class_counts)
 
     scoring = peak_bytes(jax.make_jaxpr(scores)(*update.trained, data.x, data.y, test).jaxpr)
     # Old and new rows of the cohort, and their uploads before and after absent ones are zeroed.

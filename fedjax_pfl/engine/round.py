@@ -4,6 +4,7 @@ A round selects a cohort, gathers its rows of the state, maps ``method.local`` o
 combine the uploads, and scatters the rows back.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from fedjax_pfl.data.augment import Augment, add_copies, augment
 from fedjax_pfl.data.federated import ClientData, Clients, Federation, client_data
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement, map_clients
-from fedjax_pfl.engine.scoring import Evaluation, Scored, Scores, Tally, scores_of, tally
+from fedjax_pfl.engine.scoring import BATCH, Answers, Evaluation, Scored, Scores, Tally, scores_of, tally
 from fedjax_pfl.engine.traffic import Traffic, traffic_of
 from fedjax_pfl.method import (
     Cohort,
@@ -51,6 +52,29 @@ class Run(NamedTuple):
     diagnostics: Diagnostics
 
 
+UPDATE_COSINE = "update_cosine"
+"""The diagnostic that the engine adds to those of a method, where an upload has the form of what was sent down."""
+
+
+def mean_cosine(updates: PyTree, present: Bool[Array, " K"]) -> Float[Array, ""]:
+    """How far participants pull in one direction: the mean cosine of two of their updates, over all pairs.
+
+    Args:
+      updates: upload - view; every leaf has K rows.
+      present: which rows count.
+
+    Returns:
+      1 where all are parallel, around 0 where they have nothing in common; NaN for fewer than two.
+    """
+    leaves = [leaf.reshape(len(present), -1) for leaf in jax.tree.leaves(updates)]
+    length = jnp.sqrt(sum(jnp.sum(leaf**2, axis=1) for leaf in leaves))
+    unit = jnp.where(present & (length > 0), 1.0 / jnp.where(length > 0, length, 1.0), 0.0)
+    # |sum of K unit vectors|^2 = K + the cosines of all K (K - 1) ordered pairs.
+    total = sum(jnp.sum(jnp.sum(unit[:, None] * leaf, axis=0) ** 2) for leaf in leaves)
+    count = jnp.sum((unit > 0).astype(jnp.float32))
+    return jnp.where(count > 1, (total - count) / jnp.maximum(count * (count - 1), 1.0), jnp.nan)
+
+
 class RoundKeys(NamedTuple):
     """The randomness of a round; a client's is ``fold_in(clients, id)`` (rule R12)."""
 
@@ -78,7 +102,8 @@ class Engine:
       validate: whether the clients' validation samples are scored beside the test samples.
       augment: what is done to the clients' training images, on top of the method's own copies.
       augment_every: whether each epoch draws anew, or all passes of a round see the same images.
-      diagnostics: names of what is recorded of `Update.diagnostics`.
+      diagnostics: names of what is recorded of `Update.diagnostics`, and `UPDATE_COSINE` if it is wanted.
+      features: the model's, theta, x -> z, where `answers` shall have them.
     """
 
     method: Method
@@ -90,6 +115,7 @@ class Engine:
     augment: Augment = "none"
     augment_every: Literal["epoch", "round"] = "epoch"
     diagnostics: tuple[str, ...] = ()
+    features: Callable[..., Float[Array, "batch dim"]] | None = None
 
     @property
     def trainers(self) -> int:
@@ -185,7 +211,10 @@ class Engine:
         def mean(values: Float[Array, " K"]) -> Float[Array, ""]:
             return jnp.sum(jnp.where(present, values, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
 
-        said = {name: mean((update.diagnostics or {})[name]) for name in self.diagnostics}
+        of_clients = update.diagnostics or {}
+        said = {name: mean(of_clients[name]) for name in self.diagnostics if name in of_clients}
+        if UPDATE_COSINE in self.diagnostics:
+            said[UPDATE_COSINE] = mean_cosine(jax.tree.map(jnp.subtract, uploads, view), present)
         loss, said = jax.tree.map(
             lambda new, old: jnp.where(count > 0, new, old), (mean(update.info.loss), said), (run.loss, run.diagnostics)
         )
@@ -229,6 +258,32 @@ class Engine:
         """PRE scores of all clients after t rounds: the newest shared parameters, personalised; every leaf [N]."""
         keys = round_keys(key, t)
         return self._score_all(self.method.personalize, keys.clients, keys.aggregate, t, state, data)
+
+    def answers(
+        self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation, who: Sequence[int]
+    ) -> Answers:
+        """What some clients' PRE models after t rounds make of the samples that they are scored on.
+
+        Args:
+          key: the randomness of the whole run.
+          t: rounds done.
+          state: what they left.
+          data: the federation.
+          who: the clients, in ascending order; the rows of the result.
+        """
+
+        def of(view: PyTree, client: PyTree, x: Array, y: Array, scored: tuple[Clients, Clients | None]) -> Answers:
+            params, samples = self.method.personal(view, client), client_data(x, y, scored[0])
+            logits = samples.map(lambda x, _: self.method.predict(params, x), batch_size=BATCH)
+            if (features := self.features) is None:
+                return Answers(logits, None)
+            return Answers(logits, samples.map(lambda x, _: features(params["extractor"], x), batch_size=BATCH))
+
+        state, keys = self._calibrated(key, t, state, data), round_keys(key, t)
+        personal = self.method.personalize, keys.clients, keys.aggregate
+        ids, found = self._of_models(of, *personal, t, state, data, jnp.asarray(who, jnp.int32))
+        rows = jnp.argsort(ids)[: len(who)]
+        return jax.tree.map(lambda leaf: leaf[rows], found)
 
     def post(self, key: Key[Array, ""], t: Int[Array, ""], run: Run, data: Federation) -> Scored:
         """POST scores of all clients after t rounds; every leaf [N].
@@ -323,9 +378,11 @@ class Engine:
     ) -> Scored:
         """Scores one client's model on its rows of `_scored`."""
 
+        params = self.method.personal(view, client)
+
         def on(samples: Clients) -> tuple[Scores, Tally]:
             data = client_data(x, y, samples)
-            counted = tally(lambda images: self.method.predict(view, client, images), data)
+            counted = tally(lambda images: self.method.predict(params, images), data)
             return scores_of(counted, data.class_counts), counted
 
         (test, counted), validation = on(scored[0]), scored[1]
@@ -341,22 +398,41 @@ class Engine:
         data: Federation,
     ) -> Scored:
         """Scores every client with the (view, client) pair that ``personalize`` gives; every leaf [N]."""
-        ids = self._order(jnp.arange(self.clients), data.train.count)
+        everyone = jnp.arange(self.clients)
+        ids, scores = self._of_models(self._score_model, personalize, key, key_server, t, state, data, everyone)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros((self.clients, *leaf.shape[1:]), leaf.dtype), scores)
+        return put_rows(nothing, ids, scores)
+
+    def _of_models(
+        self,
+        what: Callable[..., Any],
+        personalize: Personalize,
+        key: Key[Array, ""],
+        key_server: Key[Array, ""],
+        t: Int[Array, ""],
+        state: State,
+        data: Federation,
+        ids: Int[Array, " K"],
+    ) -> tuple[Int[Array, " rows"], Any]:
+        """``what(view, client, x, y, samples)`` of each client with the pair that ``personalize`` gives.
+
+        Returns:
+          The clients in the engine's order, N where a row is absent, and what was found of them.
+        """
+        ids = self._order(ids, data.train.count)
         rows = state.clients, data.train, data.validation, self._scored(data)
         _, (clients, train, validation, scored) = self._gather(ids, rows)
         cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
         clients = self._dispatch(key_server, t, state.server, clients, cohort)
 
-        def one(shared: tuple, row: tuple) -> Scored:
+        def one(shared: tuple, row: tuple) -> Any:
             (key, t, view, x, y), (client_id, client, train, validation, scored) = shared, row
             key = jax.random.fold_in(key, client_id)
             held = self._training_data(key, client_id, x, y, train, validation)
-            return self._score_model(*personalize(Round(key, t), view, client, held), x, y, scored)
+            return what(*personalize(Round(key, t), view, client, held), x, y, scored)
 
         shared = key, t, self.method.broadcast(state.server), data.x, data.y
-        scores = map_clients(one, shared, (ids, clients, train, validation, scored), self.placement)
-        nothing = jax.tree.map(lambda leaf: jnp.zeros((self.clients, *leaf.shape[1:]), leaf.dtype), scores)
-        return put_rows(nothing, ids, scores)
+        return ids, map_clients(one, shared, (ids, clients, train, validation, scored), self.placement)
 
     def _dispatch(
         self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, clients: PyTree, cohort: Cohort

@@ -63,6 +63,18 @@ class Evaluation(NamedTuple):
     diagnostics: Diagnostics
 
 
+class Answers(NamedTuple):
+    """What the models of some clients make of the samples that these are scored on, at the positions of their lists.
+
+    Attributes:
+      logits: [clients, capacity, classes]; anything at the padding.
+      features: z, likewise; None where they are not wanted.
+    """
+
+    logits: Float[Array, "clients capacity classes"]
+    features: Float[Array, "clients capacity dim"] | None
+
+
 class Tally(NamedTuple):
     """What is counted on test samples; the tallies of parts of a test set add up to that of the whole.
 

@@ -72,6 +72,17 @@ class Exchange(NamedTuple):
         """All that a client sends in a round."""
         return self.upload
 
+    @property
+    def comes_back(self) -> bool:
+        """Whether an upload is what was sent down, trained: numbers of the same form."""
+
+        def form(tree: PyTree) -> tuple:
+            leaves, structure = jax.tree.flatten(tree)
+            return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+        numbers = [leaf for leaf in jax.tree.leaves(self.upload) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        return bool(numbers) and len(numbers) == len(form(self.upload)[1]) and form(self.view) == form(self.upload)
+
     def dense_bytes(self, traffic: Traffic) -> int:
         """Bytes exchanged if all parts were always sent whole."""
         return int(traffic.down) * size(self.down) + int(traffic.up) * size(self.up)

@@ -173,6 +173,7 @@ def make_engine(
         validate=spec.validation_share > 0 and spec.evaluate_on == "test",
         augment=config.training.augment,
         augment_every=config.training.augment_every,
+        features=model.features if "features" in config.run.export else None,
     )
 
 

@@ -253,8 +253,13 @@ class Run(_Section):
         others are faster where the hardware has them. On a CPU it changes nothing.
       out: the run directory; nothing is written without.
       diagnostics: record how strongly each term of a method's loss pulls beside the cross-entropy
-        (``diagnostics.gradient_ratio_...``), from one mini-batch per client and round; costs compilation time, and may
-        move the last bits of the numbers.
+        (``diagnostics.gradient_ratio_...``), from one mini-batch per client and round, and the mean cosine of two
+        clients' updates (``diagnostics.update_cosine``) for methods that send back what they got; costs compilation
+        time, and may move the last bits of the numbers.
+      export: what is kept of the personal models after the last round, the ones that PRE scores, on the samples that
+        they are scored on: ``features``, the input of the last layer, and ``predictions``, with the logits. It goes to
+        ``export.npz``, and to ``Result.exported``.
+      export_clients: whose; all clients' unless given.
       tensorboard: write the metrics to TensorBoard event files in the run directory, too (needs the package).
       compilation_cache: folder of compiled programs, or ``off``.
     """
@@ -267,6 +272,8 @@ class Run(_Section):
     precision: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"
     out: str | None = Field(None, min_length=1)
     diagnostics: bool = False
+    export: list[Literal["features", "predictions"]] = Field(default_factory=list)
+    export_clients: list[int] | None = Field(None, min_length=1)
     tensorboard: bool = False
     compilation_cache: str | None = None
 
@@ -295,6 +302,17 @@ class Config(_Section):
     participation: Participation = Participation()
     aggregation: Aggregation = Aggregation()
     run: Run = Run()
+
+    @model_validator(mode="after")
+    def _exports_are_of_clients(self) -> "Config":
+        who, clients = self.run.export_clients, self.data.clients
+        if who is not None:
+            if not self.run.export:
+                raise ConfigError("run.export_clients", who, "nothing unless run.export says what is kept of them")
+            if not all(0 <= client < clients for client in who) or sorted(set(who)) != who:
+                allowed = f"clients from 0 to {clients - 1}, each once and in ascending order"
+                raise ConfigError("run.export_clients", who, allowed)
+        return self
 
     def __init__(self, *, protocol: str | None = None, **tables: Any):
         if protocol is not None:

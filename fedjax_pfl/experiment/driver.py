@@ -74,6 +74,7 @@ class Result:
       clients: column -> array [N], as in ``clients.csv``.
       labels: column -> array, as in ``labels.csv``: a row per client and label that it is scored on.
       partition: the content of ``partition.json``.
+      exported: column -> array, as in ``export.npz``: what ``run.export`` asks for; nothing unless it does.
       state: server and client state after the last round.
       config: the resolved config.
     """
@@ -83,6 +84,7 @@ class Result:
     clients: dict[str, np.ndarray]
     labels: dict[str, np.ndarray]
     partition: dict[str, Any]
+    exported: dict[str, np.ndarray]
     state: State
     config: Config
 
@@ -216,15 +218,16 @@ def drive(
         "seconds_per_round": round_seconds / rounds,
         "total_seconds": (time.perf_counter() - began) / runs,
     }
-    results = []
-    for run, state in enumerate(program.each(states)):
+    results, ended = [], program.each(states)
+    for run, (state, exported) in enumerate(zip(ended, program.export(ended, t), strict=True)):
         config, manifest = configs[run], program.manifests[run]
         labels = label_table(manifest, config.data.evaluate_on, scores[run])
         summary = _summary(program, config, dataset.name, manifest, lines[run], labels, state.traffic, timing)
         clients = client_table(manifest, config.data.evaluate_on, scores[run], program.engine.new)
-        results.append(Result(summary, history_of(lines[run]), clients, labels, manifest, state.state, config))
+        history = history_of(lines[run])
+        results.append(Result(summary, history, clients, labels, manifest, exported, state.state, config))
     for place, result in zip(places, results, strict=True):
-        place.finish(result.clients, result.labels, result.summary)
+        place.finish(result.clients, result.labels, result.exported, result.summary)
     return results
 
 

@@ -25,8 +25,8 @@ from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation
 from fedjax_pfl.engine.memory import Memory, release_freed, survey
 from fedjax_pfl.engine.placement import Placement, map_clients
-from fedjax_pfl.engine.round import Engine, Run
-from fedjax_pfl.engine.scoring import Evaluation
+from fedjax_pfl.engine.round import UPDATE_COSINE, Engine, Run
+from fedjax_pfl.engine.scoring import Answers, Evaluation
 from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.experiment.build import (
     DataShape,
@@ -40,6 +40,7 @@ from fedjax_pfl.experiment.build import (
 )
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import put_everywhere, to_host
+from fedjax_pfl.experiment.export import export_of
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
@@ -51,7 +52,18 @@ _KEPT = 8
 _NOT_COMPILED = {
     "training": ("rounds",),
     "data": ("source", "partition", "split", "test_part_share", "test_share", "samples_per_client", "seed"),
-    "run": ("seed", "eval_every", "checkpoint_every", "out", "tensorboard", "compilation_cache", "placement", "chunk"),
+    "run": (
+        "seed",
+        "eval_every",
+        "checkpoint_every",
+        "out",
+        "tensorboard",
+        "compilation_cache",
+        "placement",
+        "chunk",
+        "export",
+        "export_clients",
+    ),
 }
 
 
@@ -175,6 +187,33 @@ class Program:
         found = [self._ready.score(shared, row, state) for row, state in zip(self.rows, states, strict=True)]
         return self.each(found)
 
+    def export(self, states: Sequence[Run], t: int) -> list[dict[str, np.ndarray]]:
+        """What ``run.export`` asks for after t rounds, of each run; nothing where it asks for nothing.
+
+        Args:
+          states: of the runs, from the host.
+          t: rounds done.
+        """
+        config, data = self.configs[0], self.data
+        what, who = config.run.export, config.run.export_clients or range(config.data.clients)
+        if not what:
+            return [{} for _ in self.configs]
+
+        def answers(row: Row, state: State, x: Array, y: Array) -> Answers:
+            _, key = jax.random.wrap_key_data(row.keys)
+            engine = make_engine(config, data, row.inputs)
+            return engine.answers(key, jnp.int32(t), state, Federation(x, y, *row.clients), who)
+
+        # One run after the other on one device: it is a single pass over some clients' samples.
+        program, (x, y), rows = jax.jit(answers), to_host(self.samples), to_host(self.rows)
+        if self.over == "runs":
+            rows = [jax.tree.map(lambda leaf, run=run: leaf[run], rows[0]) for run in range(len(self.configs))]
+        with jax.default_matmul_precision(config.run.precision):
+            found = [program(row, state.state, x, y) for row, state in zip(rows, states, strict=True)]
+        return [
+            export_of(to_host(answers), row.clients[2], y, who, what) for answers, row in zip(found, rows, strict=True)
+        ]
+
     def each(self, groups: list[PyTree]) -> list[Any]:
         """States, or parts of them, as a list with one entry for each run, on the host."""
         if self.over == "clients":
@@ -224,7 +263,10 @@ def lay_out(configs: Sequence[Config], dataset: Dataset) -> Program:
     samples = federations[0][:2]
     engine = make_engine(first, data)
     memory, exchange = survey(engine, jax.random.key(0), federations[0])
-    engine = replace(engine, diagnostics=exchange.diagnostics)
+    names = exchange.diagnostics
+    if first.run.diagnostics and exchange.comes_back:
+        names += (UPDATE_COSINE,)
+    engine = replace(engine, diagnostics=names)
     over, runs_on, engine = _place(first, len(configs), memory, engine)
     if over == "runs":
         layout = _rows_sharding(runs_on)
@@ -279,7 +321,7 @@ def _compile(program: Program) -> _Compiled:
         key_init, key_rounds = jax.random.wrap_key_data(row.keys)
         federation = Federation(shared.x, shared.y, *row.clients)
         engine = make_engine(config, data, row.inputs, clients_on)
-        return replace(engine, diagnostics=program.exchange.diagnostics), key_init, key_rounds, federation
+        return replace(engine, diagnostics=program.engine.diagnostics), key_init, key_rounds, federation
 
     def init(shared: _Shared, row: Row) -> Run:
         engine, key, _, federation = of(row, shared)

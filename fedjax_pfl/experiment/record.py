@@ -25,14 +25,16 @@ _FREE = (
     "run.out",
     "run.tensorboard",
     "run.compilation_cache",
+    "run.export",
+    "run.export_clients",
 )
-_FILES = ("config.toml", "partition.json", "metrics.jsonl", "clients.csv", "labels.csv", "summary.json")
+_FILES = ("config.toml", "partition.json", "metrics.jsonl", "clients.csv", "labels.csv", "export.npz", "summary.json")
 _CHECKPOINTS = "checkpoints"
 _EVENTS = "tensorboard"
 
 
 class RunDirectory:
-    """Writes ``config.toml``, ``partition.json``, ``metrics.jsonl``, tables of clients and labels, ``summary.json``.
+    """Writes ``config.toml``, ``partition.json``, ``metrics.jsonl``, tables of clients and labels, exports, summary.
 
     If wanted, the metrics also go to a TensorBoard event file, in the folder ``tensorboard``.
 
@@ -103,7 +105,7 @@ class RunDirectory:
         """
         metrics = "".join(json.dumps(without_nan(line)) + "\n" for line in lines)
         with self._usable():
-            for name in ("summary.json", "clients.csv", "labels.csv"):
+            for name in ("summary.json", "clients.csv", "labels.csv", "export.npz"):
                 (self.path / name).unlink(missing_ok=True)
             write_atomically(self.path / "config.toml", config)
             write_atomically(self.path / "metrics.jsonl", metrics)
@@ -116,13 +118,21 @@ class RunDirectory:
         if self._events:
             self._events.append(metrics)
 
-    def finish(self, clients: dict[str, np.ndarray], labels: dict[str, np.ndarray], summary: dict[str, Any]) -> None:
-        """Writes the tables of clients and labels and, last of all, the summary: a directory with one is complete."""
+    def finish(
+        self,
+        clients: dict[str, np.ndarray],
+        labels: dict[str, np.ndarray],
+        exported: dict[str, np.ndarray],
+        summary: dict[str, Any],
+    ) -> None:
+        """Writes tables, exports and, last of all, the summary: a directory with one is complete."""
         for name, table in (("clients.csv", clients), ("labels.csv", labels)):
             with (self.path / name).open("w", encoding="utf-8", newline="") as file:
                 writer = csv.writer(file)
                 writer.writerow(table)
                 writer.writerows(zip(*(column.tolist() for column in table.values()), strict=True))
+        if exported:
+            np.savez_compressed(self.path / "export.npz", **exported)  # type: ignore[arg-type]  # its allow_pickle
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     @contextmanager

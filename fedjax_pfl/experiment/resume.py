@@ -110,10 +110,16 @@ class RunPlace:
         if self.checkpoints is not None and is_first():
             self.checkpoints.save(run, saved)
 
-    def finish(self, clients: dict[str, np.ndarray], labels: dict[str, np.ndarray], summary: dict[str, Any]) -> None:
+    def finish(
+        self,
+        clients: dict[str, np.ndarray],
+        labels: dict[str, np.ndarray],
+        exported: dict[str, np.ndarray],
+        summary: dict[str, Any],
+    ) -> None:
         """Records the end."""
         if self._record is not None and is_first():
-            self._record.finish(clients, labels, summary)
+            self._record.finish(clients, labels, exported, summary)
 
 
 def _check_resumable(saved: Saved, config: Config, partition: str, directory: str) -> None:

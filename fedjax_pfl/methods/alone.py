@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Setup, Update
+from fedjax_pfl.method import Cohort, Method, Round, Setup, Update
 from fedjax_pfl.ops.training import phase_key
 
 
@@ -75,17 +75,18 @@ def alone(method: Method) -> Method:
         own = dispatched(now, Alone(server, client.client), data)
         return method.personalize(now, method.broadcast(server), own, data)
 
-    def predict(view: PyTree, client: PyTree, x: Samples) -> Logits:
+    def personal(view: PyTree, client: PyTree) -> PyTree:
         if isinstance(client, Alone):  # as the client is kept, where nothing was personalised
             view, client = method.broadcast(client.server), client.client
-        return method.predict(view, client, x)
+        return method.personal(view, client)
 
     own_setup: Setup | None = None if method.setup is None else setup
     return Method(
         init,
         local,
         aggregate,
-        predict,
+        personal,
+        method.predict,
         personalize=personalize,
         headline=method.headline,
         copies=method.copies,

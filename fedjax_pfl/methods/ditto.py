@@ -6,7 +6,7 @@ from annotated_types import Ge
 from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Logits, Method, Round, Samples, Update
+from fedjax_pfl.method import Method, Round, Update
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
@@ -55,8 +55,8 @@ def ditto(
         personal, _ = train(now, loss, client, data, epochs=personal_epochs)
         return branch._replace(client=personal)
 
-    def predict(view: Params, client: Params, x: Samples) -> Logits:
+    def personal(view: Params, client: Params) -> Params:
         del view
-        return model.apply(client, x)
+        return client
 
-    return base._replace(init=init, local=local, predict=predict, headline="post")
+    return base._replace(init=init, local=local, personal=personal, headline="post")

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Key, PyTree
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
+from fedjax_pfl.method import Cohort, Method, Round, Update
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import supervised
@@ -39,8 +39,8 @@ def fedavg(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Me
         del now, server
         return combine(uploads, cohort.weight), clients
 
-    def predict(view: Params, client: PyTree, x: Samples) -> Logits:
+    def personal(view: Params, client: PyTree) -> Params:
         del client
-        return model.apply(view, x)
+        return view
 
-    return Method(init, local, aggregate, predict, global_predict=model.apply)
+    return Method(init, local, aggregate, personal, model.apply, global_predict=model.apply)

@@ -6,7 +6,7 @@ from annotated_types import Ge, Gt
 from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
+from fedjax_pfl.method import Cohort, Method, Round, Update
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.finetune import Scope, finetune
@@ -63,8 +63,8 @@ def fedbabu(
         del now
         return {**server, "extractor": combine(uploads, cohort.weight)}, clients
 
-    def predict(view: Params, client: Params, x: Samples) -> Logits:
-        return model.apply({"extractor": view, "head": client}, x)
+    def personal(view: Params, client: Params) -> Params:
+        return {"extractor": view, "head": client}
 
     def personalize(now: Round, view: Params, client: Params, data: ClientData) -> tuple[Params, Params]:
         params = {"extractor": view, "head": client}
@@ -72,6 +72,4 @@ def fedbabu(
         params = finetune(now, model, train, params, data, epochs=epochs, lr=lr, scope=scope)
         return params["extractor"], params["head"]
 
-    return Method(
-        init, local, aggregate, predict, broadcast=broadcast, personalize=personalize, global_predict=model.apply
-    )
+    return Method(init, local, aggregate, personal, model.apply, broadcast, personalize, global_predict=model.apply)

@@ -83,9 +83,9 @@ def fedfcd(
         # By its value, so that lambda = 0 costs the same alone and beside other lambdas in one program.
         return View(server.head if fusion else None, PerClass(valid & (jnp.asarray(lam) > 0), means))
 
-    def decide(view: View, head: Params, z: Float[Array, "batch K"]) -> Logits:
+    def decide(shared: Params | None, head: Params, z: Float[Array, "batch K"]) -> Logits:
         own = model.classify(head, z)
-        return own if view.head is None else own + model.classify(view.head, z)
+        return own if shared is None else own + model.classify(shared, z)
 
     def class_features(extractor: Params, data: ClientData) -> PerClass:
         return PerClass(data.class_counts > 0, (class_sums_under(model, extractor, data), data.class_counts))
@@ -96,8 +96,8 @@ def fedfcd(
 
     def local(now: Round, view: View, client: Params, data: ClientData) -> Update:
         targets = Prototypes(view.representations.rows, view.representations.held)
-        beside = view if train_extractor_on == "fused" else view._replace(head=None)
-        deciding = model._replace(classify=partial(decide, view))
+        beside = view.head if train_extractor_on == "fused" else None
+        deciding = model._replace(classify=partial(decide, view.head))
 
         def loss(
             theta: Params, batch: Batch, key: Key[Array, ""], *, phi: Params, ce: float = 1.0, pull: Scalar = lam
@@ -115,9 +115,8 @@ def fedfcd(
             phi = train_head(turn, deciding, train, client["head"], features, epochs=1)
             return {"extractor": theta, "head": phi}, TrainInfo(before.loss + info.loss, before.steps + info.steps)
 
-        under = partial(loss, phi=client["head"])
-        alone = {"lam": partial(under, ce=0.0)}
-        said = train.gradient_ratios(now, partial(under, pull=0.0), alone, client["extractor"], data)
+        under, theta = partial(loss, phi=client["head"]), client["extractor"]
+        said = train.gradient_ratios(now, partial(under, pull=0.0), {"lam": partial(under, ce=0.0)}, theta, data)
         if hierarchical:
             nothing = TrainInfo(jnp.zeros(()), jnp.zeros((), jnp.int32))
             client, (total, steps) = jax.lax.fori_loop(0, train.epochs, in_turns, (client, nothing))
@@ -134,10 +133,10 @@ def fedfcd(
         new = class_means(jnp.sum(sums, axis=0), jnp.sum(counts, axis=0))
         return Server(head, update_prototypes(server.representations, new)), clients
 
-    def predict(view: View, client: Params, x: Samples) -> Logits:
-        return decide(view, client["head"], model.features(client["extractor"], x))
+    def predict(params: Params, x: Samples) -> Logits:
+        return decide(params["shared"], params["head"], model.features(params["extractor"], x))
 
-    return Method(init, local, aggregate, predict, broadcast=broadcast, setup=setup)
+    return Method(init, local, aggregate, lambda view, w: {**w, "shared": view.head}, predict, broadcast, setup=setup)
 
 
 def _pairs(sums: Float[Array, "N C K"], counts: Float[Array, "N C"], ids: Int[Array, " N"]) -> ClientData:

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
+from fedjax_pfl.method import Cohort, Method, Round, Update
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import supervised
@@ -40,7 +40,7 @@ def fedper(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Me
         del now, server
         return combine(uploads, cohort.weight), clients
 
-    def predict(view: Params, client: Params, x: Samples) -> Logits:
-        return model.apply({"extractor": view, "head": client}, x)
+    def personal(view: Params, client: Params) -> Params:
+        return {"extractor": view, "head": client}
 
-    return Method(init, local, aggregate, predict)
+    return Method(init, local, aggregate, personal, model.apply)

@@ -8,7 +8,7 @@ from annotated_types import Ge
 from jaxtyping import Array, Bool, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, SentIf, Update
+from fedjax_pfl.method import Cohort, Method, Round, SentIf, Update
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.layers import join_layers, last_layers, split_layers
@@ -66,10 +66,10 @@ def lg_fedavg(
         del now, server
         return combine(uploads, cohort.weight), clients
 
-    def predict(view: Params, client: Params, x: Samples) -> Logits:
-        return model.apply(join_layers(client, view), x)
+    def personal(view: Params, client: Params) -> Params:
+        return join_layers(client, view)
 
-    cold = Method(init, local, aggregate, predict)
+    cold = Method(init, local, aggregate, personal, model.apply)
     return _warmed_up(cold, combine, warmup_rounds) if warmup_rounds > 0 else cold
 
 
@@ -114,7 +114,7 @@ def _warmed_up(cold: Method, combine: Combine, rounds: int) -> Method:
         lower = jax.tree.map(lambda new, old: jnp.where(warming, new, old), lower, server.lower.value)
         return Shared(upper, SentIf(warming, lower)), clients
 
-    def predict(view: Shared, client: Personal, x: Samples) -> Logits:
-        return cold.predict(view.upper, lower_of(view, client), x)
+    def personal(view: Shared, client: Personal) -> Params:
+        return cold.personal(view.upper, lower_of(view, client))
 
-    return Method(init, local, aggregate, predict)
+    return Method(init, local, aggregate, personal, cold.predict)

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Key, PyTree
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
+from fedjax_pfl.method import Cohort, Method, Round, Update
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.training import Trainer
@@ -38,8 +38,8 @@ def local(model: Model, train: Trainer) -> Method:
         del now, uploads, cohort
         return server, clients
 
-    def predict(view: PyTree, client: Params, x: Samples) -> Logits:
+    def personal(view: PyTree, client: Params) -> Params:
         del view
-        return model.apply(client, x)
+        return client
 
-    return Method(init, local, aggregate, predict, headline="post")
+    return Method(init, local, aggregate, personal, model.apply, headline="post")

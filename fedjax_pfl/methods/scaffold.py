@@ -88,14 +88,14 @@ def scaffold(
         params = jax.tree.map_with_path(step, server.params, change)
         return Shared(params, jax.tree.map(lambda c, change: c + share * change, server.control, control)), clients
 
-    def predict(view: Shared, client: Params, x: Samples) -> Logits:
+    def personal(view: Shared, client: Params) -> Params:
         del client
-        return model.apply(view.params, x)
+        return view.params
 
     def global_predict(server: Shared, x: Samples) -> Logits:
         return model.apply(server.params, x)
 
-    return Method(init, local, aggregate, predict, global_predict=global_predict)
+    return Method(init, local, aggregate, personal, model.apply, global_predict=global_predict)
 
 
 def _gradients(steps: Int[Array, ""], momentum: Scalar) -> Float[Array, ""]:

@@ -200,7 +200,7 @@ def test_rounds_are_numpys(rounds, changed, play, model, trainer, federation):
     mlp = MLP(federation.x, federation.y)
     rows = [held(federation.train, i) for i in range(N)]
     server, clients = compare(before, after, rounds, mlp, lambda t, i: rows[i], federation, trainer, changed)
-    pre = method.predict(after.state.server, client(after.state.clients, 2), federation.x)
+    pre = method.predict(method.personal(after.state.server, client(after.state.clients, 2)), federation.x)
     w = {"extractor": server["extractor"], "head": clients[2]["head"]}
     near(pre, mlp.logits(w, np.arange(len(mlp.y))))
 
@@ -365,7 +365,7 @@ def test_before_its_first_participation_a_client_has_what_it_receives(model, tra
         method = fedecouple(model, trainer, head_epochs=2, first=first)
         state = Client(own, seen)
         update = method.local(now(KEY, 3), received, state, data)
-        return update.upload, update.client, method.predict(received, state, x)
+        return update.upload, update.client, method.predict(method.personal(received, state), x)
 
     started = method_start(model, trainer, "received"), method_start(model, trainer, "initial")
     assert [bool(start.seen) for start in started] == [False, True]
@@ -453,7 +453,7 @@ def test_with_everything_off_it_is_fedrep_that_also_averages_heads(play, model, 
         both = {"extractor": extractor, "head": head}
         return Update(Client(both, jnp.array(True)), both, info)
 
-    expected = rep._replace(init=method.init, local=local, predict=method.predict)
+    expected = rep._replace(init=method.init, local=local, personal=method.personal)
     (_, found), (_, expected) = play(method, 3), play(expected, 3)
     jax.tree.map(close, (found.state, found.post, found.loss), (expected.state, expected.post, expected.loss))
 

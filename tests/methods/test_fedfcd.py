@@ -292,7 +292,7 @@ def test_every_switch_is_numpys(changed, start, model, trainer, federation):
     @jax.jit
     def participate(key, view, own, row):
         update = method.local(now(key, 1), view, own, client_data(federation.x, federation.y, row))
-        return update.client, update.upload, update.info, method.predict(*update.trained, federation.x)
+        return update.client, update.upload, update.info, method.predict(method.personal(*update.trained), federation.x)
 
     head, (representations, valid) = start.state.server
     server = Server(to_numpy(head), to_numpy(representations), np.asarray(valid))

@@ -184,7 +184,8 @@ def test_rounds_are_numpys(both, federation):
 
 def test_the_model_before_training_is_the_shared_extractor_under_the_combined_head(both, federation):
     view = both.engine.method.broadcast(both.end.state.server)
-    found = both.engine.method.predict(view, client(both.end.state.clients, 2), federation.x)
+    method = both.engine.method
+    found = method.predict(method.personal(view, client(both.end.state.clients, 2)), federation.x)
     w, rows = {"extractor": both.server.extractor, "head": both.heads[2]}, np.arange(len(federation.y))
     near(found, MLP(federation.x, federation.y).logits(w, rows))
 

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt
 from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Logits, Method, PerClass, Round, Samples, Update
+from fedjax_pfl.method import Cohort, Method, PerClass, Round, Update
 from fedjax_pfl.methods.fedcpd.teacher import Teacher, taught
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
@@ -143,8 +143,8 @@ def fedcpd(
             prototypes = update_prototypes(prototypes, class_means(sums, counts))
         return Server(combine(uploads.params, cohort.weight), prototypes), clients
 
-    def predict(view: View, client: Client, x: Samples) -> Logits:
-        return model.apply(whole(view.params, client.head), x)
+    def personal(view: View, client: Client) -> Params:
+        return whole(view.params, client.head)
 
     shared_model = (lambda server, x: model.apply(server.params, x)) if base == "fedavg" else None
-    return Method(init, local, aggregate, predict, broadcast=broadcast, global_predict=shared_model)
+    return Method(init, local, aggregate, personal, model.apply, broadcast=broadcast, global_predict=shared_model)

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le
 from jaxtyping import Array, Bool, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
+from fedjax_pfl.method import Cohort, Method, Round, Update
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedecouple.teaching import Heads, Teacher, Teaching
 from fedjax_pfl.models.base import Model, Params
@@ -136,9 +136,9 @@ def fedecouple(
             return mean, clients
         return combine(uploads, cosine_weights(uploads, mean, cohort.weight > 0)), clients
 
-    def predict(view: Params, client: Client, x: Samples) -> Logits:
-        return model.apply({"extractor": view["extractor"], "head": own(view, client)["head"]}, x)
+    def personal(view: Params, client: Client) -> Params:
+        return {"extractor": view["extractor"], "head": own(view, client)["head"]}
 
     return fedavg(model, train, combine)._replace(
-        init=init, local=local, aggregate=aggregate, predict=predict, headline="post", copies="concat"
+        init=init, local=local, aggregate=aggregate, personal=personal, headline="post", copies="concat"
     )

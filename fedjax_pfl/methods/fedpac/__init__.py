@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt
 from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Logits, Method, PerClass, Round, Samples, Update
+from fedjax_pfl.method import Cohort, Method, PerClass, Round, Update
 from fedjax_pfl.methods.fedpac.collaboration import head_weights, statistics
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
@@ -127,7 +127,7 @@ def fedpac(
         heads = jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1), uploads.head)
         return Server(combine(uploads.extractor, cohort.weight), prototypes), Client(heads)
 
-    def predict(view: View, client: Client, x: Samples) -> Logits:
-        return model.apply({"extractor": view.extractor, "head": client.inbox}, x)
+    def personal(view: View, client: Client) -> Params:
+        return {"extractor": view.extractor, "head": client.inbox}
 
-    return Method(init, local, aggregate, predict, broadcast=broadcast)
+    return Method(init, local, aggregate, personal, model.apply, broadcast=broadcast)

@@ -63,7 +63,7 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         assert server.known is not None
         return take_rows(server.known.encoders, cohort.ids)
 
-    def model_of(view: View, client: PyTree) -> Params:
+    def personal(view: View, client: PyTree) -> Params:
         return with_encoder(view.params, client.inbox) if starts_personal else view.params
 
     def as_scored(view: View, client: PyTree, params: Params) -> tuple[View, PyTree]:
@@ -77,7 +77,7 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         return train(now, client_loss.on(model, start, view.prototypes), start, data)
 
     def local(now: Round, view: View, client: PyTree, data: ClientData) -> Update:
-        start = model_of(view, client)
+        start = personal(view, client)
         params, info = adapt(now, view, start, data)
         prototypes = None if cluster is None else cluster.of(now.key, partial(encode, params["extractor"]), data)
         said = train.gradient_ratios(now, *client_loss.apart(model, start, view.prototypes), start, data)
@@ -104,9 +104,6 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         e = update_prototypes(e, mean_over_clients(z, sent.valid))
         return Server(params, u_g, e, known, said), clients
 
-    def predict(view: View, client: PyTree, x: Samples) -> Logits:
-        return model.apply(model_of(view, client), x)
-
     def personalize(now: Round, view: View, client: PyTree, data: ClientData) -> tuple[View, PyTree]:
         """m_k, after local adaptation."""
         if not adapts:
@@ -130,7 +127,8 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         init,
         local,
         aggregate,
-        predict,
+        personal,
+        model.apply,
         broadcast,
         personalize,
         global_predict,

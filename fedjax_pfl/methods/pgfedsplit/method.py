@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Diagnostics, Logits, Method, PerClass, Round, Samples, SentIf, Static, Update
+from fedjax_pfl.method import Cohort, Diagnostics, Method, PerClass, Round, SentIf, Static, Update
 from fedjax_pfl.methods.pgfedsplit.gaussians import Covariance, Gaussians, Scale, add_synthetic, update_gaussians
 from fedjax_pfl.methods.pgfedsplit.mixture import mix_heads, next_interval
 from fedjax_pfl.models.base import Model, Params
@@ -171,10 +171,10 @@ def pgfedsplit(
         counter = jnp.where(due, 0, server.counter + 1)
         return Server(extractor, gaussians, SentIf(due, head), interval, counter, mean), clients
 
-    def predict(view: View, client: Client, x: Samples) -> Logits:
-        return model.apply({"extractor": view.extractor, "head": client.head}, x)
+    def personal(view: View, client: Client) -> Params:
+        return {"extractor": view.extractor, "head": client.head}
 
     def diagnose(server: Server) -> Diagnostics:
         return {"alpha": server.alpha, "interval": server.interval.astype(jnp.float32)}
 
-    return Method(init, local, aggregate, predict, broadcast=broadcast, diagnose=diagnose)
+    return Method(init, local, aggregate, personal, model.apply, broadcast=broadcast, diagnose=diagnose)

@@ -95,8 +95,8 @@ def test_without_its_terms_it_is_fedrep_bit_for_bit(who, play, model, trainer, f
     jax.tree.map(same, (found.post, found.loss), (expected.post, expected.loss))
     view = method.broadcast(server)
     for i in range(N):  # PRE
-        logits = rep.predict(expected.state.server, client(expected.state.clients, i), federation.x)
-        same(method.predict(view, client(clients, i), federation.x), logits)
+        logits = rep.predict(rep.personal(expected.state.server, client(expected.state.clients, i)), federation.x)
+        same(method.predict(method.personal(view, client(clients, i)), federation.x), logits)
     assert server.prototypes is None
     assert clients.teacher is None
     assert not np.allclose(expected.state.server["hidden_layer"]["bias"], start.state.server["hidden_layer"]["bias"])
@@ -109,7 +109,8 @@ def test_without_its_terms_and_on_fedavg_it_is_fedavg_bit_for_bit(play, model, t
     jax.tree.map(same, (found.post, found.loss, found.traffic), (expected.post, expected.loss, expected.traffic))
     logits = avg.global_predict(expected.state.server, federation.x)
     same(method.global_predict(found.state.server, federation.x), logits)
-    same(method.predict(method.broadcast(found.state.server), client(found.state.clients, 2), federation.x), logits)
+    params = method.personal(method.broadcast(found.state.server), client(found.state.clients, 2))
+    same(method.predict(params, federation.x), logits)
     assert not jax.tree.leaves(found.state.clients)
 
 
@@ -240,7 +241,8 @@ def test_rounds_are_numpys(both, federation):
 
 def test_the_model_before_training_is_what_is_shared_under_what_is_personal(both, federation):
     server, clients = both.end.state
-    found = both.engine.method.predict(both.engine.method.broadcast(server), client(clients, 4), federation.x)
+    method = both.engine.method
+    found = method.predict(method.personal(method.broadcast(server), client(clients, 4)), federation.x)
     w, rows = {"head": both.heads[4], **both.server.params}, np.arange(len(federation.y))
     near(found, MLP(federation.x, federation.y).logits(w, rows))
 

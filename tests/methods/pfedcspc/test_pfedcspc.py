@@ -122,8 +122,8 @@ def test_without_its_modules_it_is_its_base_bit_for_bit(base, who, play, model, 
         plain.global_predict(expected.state.server, federation.x),
     )
     same(
-        method.predict(method.broadcast(found.state.server), (), federation.x),
-        plain.predict(expected.state.server, (), federation.x),
+        method.predict(method.personal(method.broadcast(found.state.server), ()), federation.x),
+        plain.predict(plain.personal(expected.state.server, ()), federation.x),
     )
     assert not jax.tree.leaves((found.state.clients, found.state.server[1:]))
     bytes_of = [survey(e, KEY, federation)[1].sent_bytes(found.traffic) for e in (engine, other)]

@@ -325,7 +325,7 @@ def expected_alphas(both):
 def test_the_model_before_training_is_the_shared_extractor_under_the_clients_head(both, federation):
     state, method = both.runs[ROUNDS].state, both.engine.method
     for i in (2, 6):
-        found = method.predict(method.broadcast(state.server), client(state.clients, i), federation.x)
+        found = method.predict(method.personal(method.broadcast(state.server), client(state.clients, i)), federation.x)
         w, rows = {"extractor": both.server.extractor, "head": both.personal[i][0]}, np.arange(len(federation.y))
         near(found, MLP(federation.x, federation.y).logits(w, rows))
 

@@ -1,0 +1,40 @@
+"""What is kept of personal models beside their scores: ``run.export``."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from fedjax_pfl.data.federated import Clients
+from fedjax_pfl.engine.scoring import Answers
+
+
+def export_of(
+    answers: Answers, scored: Clients, labels: Int[np.ndarray, " samples"], who: Sequence[int], what: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """One row per sample that one of these clients is scored on, as in ``export.npz``.
+
+    Args:
+      answers: of the clients' models, on the host.
+      scored: which samples each of all clients is scored on.
+      labels: of all samples of the data set.
+      who: the clients, the rows of ``answers``.
+      what: ``predictions``, ``features`` or both.
+
+    Returns:
+      ``client``; ``sample``, its row in the data set; ``label``; then ``prediction``, -1 of a model that has diverged,
+      and ``logits`` [rows, classes]; ``features`` [rows, dim].
+    """
+    chosen = np.asarray(who, np.int64)
+    count = np.asarray(scored.count)[chosen]
+    held = np.arange(scored.index.shape[1]) < count[:, None]
+    sample = np.asarray(scored.index)[chosen][held].astype(np.int64)
+    table = {"client": np.repeat(chosen, count), "sample": sample, "label": np.asarray(labels)[sample]}
+    if "predictions" in what:
+        logits = np.asarray(answers.logits)[held]
+        answered = np.isfinite(logits).all(axis=1)
+        table["prediction"] = np.where(answered, logits.argmax(axis=1), -1)
+        table["logits"] = logits
+    if answers.features is not None:
+        table["features"] = np.asarray(answers.features)[held]
+    return table
