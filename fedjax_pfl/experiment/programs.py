@@ -51,7 +51,16 @@ _KEPT = 8
 # What no program depends on, but through shapes: samples, number of rounds and seed are inputs.
 _NOT_COMPILED = {
     "training": ("rounds",),
-    "data": ("source", "partition", "split", "test_part_share", "test_share", "samples_per_client", "seed"),
+    "data": (
+        "source",
+        "partition",
+        "split",
+        "test_classes",
+        "test_part_share",
+        "test_share",
+        "samples_per_client",
+        "seed",
+    ),
     "run": (
         "seed",
         "eval_every",
