@@ -210,7 +210,6 @@ def test_other_seeds_and_numbers_of_the_same_shapes_compile_nothing(reference, m
     data = {"seed": 0}
     monkeypatch.setattr("fedjax_pfl.experiment.programs.ThreadPoolExecutor", lambda **_: pytest.fail("compiled"))
     other = simulate(config(data=data, training={"lr": 0.3, "rounds": 2}, run={"seed": 5, "eval_every": 1}))
-    assert other.summary["timing"]["compile_seconds"] < 0.1
     again = simulate(config(data=data))
     assert numbers(again.summary) == numbers(reference[0].summary)
     assert other.history["train_loss"][-1] != again.history["train_loss"][0]

@@ -1,10 +1,12 @@
 """How a server combines what its clients upload."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 
@@ -62,44 +64,71 @@ def cosine_weights(
     return similarity / jnp.maximum(jnp.sum(similarity), 1e-12)
 
 
+class _Pivoting(NamedTuple):
+    free: Bool[Array, " K"]  # the coordinates that may be positive
+    x: Float[Array, " K"]  # the solution if these may be negative, too, and all others are 0
+    wrong: Bool[Array, " K"]  # which of them should be exchanged
+    fewest: Int[Array, ""]  # the smallest number of wrong ones so far
+    chances: Int[Array, ""]  # how often all may be exchanged without there being fewer afterwards
+    step: Int[Array, ""]
+
+
 def simplex_qp(
-    q: Float[Array, "K K"], present: Bool[Array, " K"], *, sweeps: int = 300, most: int = 10, gap: float = 1e-4
+    q: Float[Array, "K K"], present: Bool[Array, " K"], *, most: int = 100, tolerance: float = 1e-5
 ) -> Float[Array, " K"]:
     """The a that minimises a' Q a over the simplex; 0 for the absent.
 
     Minimising (1/2) x' Q x - 1' x over x >= 0 and dividing x by its sum is the same problem without the equality
-    constraint, and cyclic coordinate descent solves it, in blocks of sweeps. It stops when the optimality conditions
-    hold: no slope (Qa)_j is below the level a' Q a by more than a share of it. For FedPAC's Q one block is enough with
-    50 clients (error below 1e-6 in float32) and mostly with 100; a nearly singular Q takes more, or all of them.
+    constraint. Block principal pivoting solves it (Portugal, Judice and Vicente, 1994; Kim and Park, 2011): all
+    coordinates that are negative, or 0 where a positive one would be better, change sides at once, and only the last
+    of them where that has not helped for a while. A step is a Cholesky factor of Q among the free coordinates, with
+    one refinement; 6 to 13 of them are exact up to rounding for FedPAC's Q with 20 to 500 clients. The problems of
+    many clients advance together.
 
     Args:
       q: symmetric and positive semidefinite.
       present: the coordinates that may differ from 0; with none, all weights are 0.
-      sweeps: passes over the coordinates in a block.
-      most: blocks after which it stops in any case.
-      gap: the share of the level.
+      most: steps after which it stops in any case.
+      tolerance: how much of a slope, relative to what it is at 0, counts as rounding.
     """
     clients = len(present)
-    trace = jnp.sum(jnp.where(present, jnp.diagonal(q), 0.0))
-    q = q * (jnp.sum(present).astype(q.dtype) / jnp.maximum(trace, 1e-30))
+    diagonal = jnp.diagonal(q)
     # A flat direction (zero variance, zero bias) is as good as weight gets, but must not become infinite.
-    q = q + jnp.diag(jnp.where(jnp.diagonal(q) > 1e-8, 0.0, 1e-8))
+    floor = 1e-8 * jnp.sum(jnp.where(present, diagonal, 0.0)) / jnp.maximum(jnp.sum(present), 1).astype(q.dtype)
+    diagonal = jnp.maximum(diagonal, jnp.maximum(floor, 1e-30))
+    scale = jnp.where(present, lax.rsqrt(diagonal), 0.0)
+    scale = scale / jnp.maximum(jnp.max(scale), 1e-30)
+    # With a diagonal of 1, up to a common factor, which the weights do not see.
+    ends = jnp.eye(clients, dtype=q.dtype)
+    unit = jnp.where(ends > 0, 1.0, q * lax.rsqrt(diagonal)[:, None] * lax.rsqrt(diagonal))
 
-    def coordinate(step: Int[Array, ""], x: Float[Array, " K"]) -> Float[Array, " K"]:
-        j = step % clients
-        others = jnp.dot(q[j], x, precision=lax.Precision.HIGHEST) - q[j, j] * x[j]
-        return x.at[j].set(jnp.where(present[j], jnp.maximum(0.0, (1.0 - others) / q[j, j]), 0.0))
+    def solution(free: Bool[Array, " K"]) -> tuple[Float[Array, " K"], Bool[Array, " K"]]:
+        held = free.astype(q.dtype)
+        # What is added to the diagonal keeps a singular matrix factorable; the refinement takes it back.
+        among = jnp.where(ends > 0, 1.0 + 1e-5, unit * held[:, None] * held)
+        factor = jnp.linalg.cholesky(among), True
+        x = held * cho_solve(factor, scale * held)
+        x += held * cho_solve(factor, (scale - _times(unit, x)) * held)
+        uphill = _times(unit, x) - scale
+        return x, jnp.where(free, x < 0, present & (uphill < -tolerance * scale))
 
-    def unsolved(carry: tuple[Int[Array, ""], Float[Array, " K"]]) -> Bool[Array, ""]:
-        block, x = carry
-        slope = jnp.matmul(q, x, precision=lax.Precision.HIGHEST)
-        level = jnp.sum(x * slope) / jnp.maximum(jnp.sum(x), 1e-30)
-        lowest = jnp.min(jnp.where(present, slope, jnp.inf))
-        return (block == 0) | ((block < most) & (lowest < (1.0 - gap) * level))
+    def unsolved(at: _Pivoting) -> Bool[Array, ""]:
+        return jnp.any(at.wrong) & (at.step < most)
 
-    def descend(carry: tuple[Int[Array, ""], Float[Array, " K"]]) -> tuple[Int[Array, ""], Float[Array, " K"]]:
-        block, x = carry
-        return block + 1, lax.fori_loop(0, sweeps * clients, coordinate, x)
+    def exchange(at: _Pivoting) -> _Pivoting:
+        number = jnp.sum(at.wrong)
+        fewer = number < at.fewest
+        last = jnp.max(jnp.where(at.wrong, jnp.arange(clients), -1))
+        moved = jnp.where(fewer | (at.chances > 0), at.wrong, jnp.arange(clients) == last)
+        free = at.free ^ moved
+        chances = jnp.where(fewer, 3, jnp.maximum(at.chances - 1, 0))
+        return _Pivoting(free, *solution(free), jnp.minimum(number, at.fewest), chances, at.step + 1)
 
-    _, x = lax.while_loop(unsolved, descend, (jnp.zeros((), jnp.int32), jnp.zeros(clients, q.dtype)))
+    zero = jnp.zeros((), jnp.int32)
+    end = lax.while_loop(unsolved, exchange, _Pivoting(present, *solution(present), zero + clients + 1, zero + 3, zero))
+    x = jnp.maximum(end.x, 0.0) * scale
     return x / jnp.maximum(jnp.sum(x), 1e-30)
+
+
+def _times(matrix: Float[Array, "K K"], vector: Float[Array, " K"]) -> Float[Array, " K"]:
+    return jnp.matmul(matrix, vector, precision=lax.Precision.HIGHEST)

@@ -61,5 +61,5 @@ def head_weights(
 
     found = lax.map(weights, flat, batch_size=64)
     # Heads are split over devices by rows. The index keeps that from reaching back into the solver, whose devices would
-    # ask each other in every block of sweeps whether to go on.
+    # ask each other in every step whether to go on.
     return jnp.take(found, jnp.arange(len(h)), axis=0)
