@@ -17,57 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import METHODS, Config, load_config
 from fedjax_pfl.data.dataset import from_arrays
-from fedjax_pfl.data.federated import Federation
-from fedjax_pfl.engine.round import Run
-from fedjax_pfl.experiment.build import cores, make_engine, prepare
-from fedjax_pfl.experiment.programs import Program, Row, lay_out
-from fedjax_pfl.method import State
+from fedjax_pfl.experiment.build import cores, prepare
+from fedjax_pfl.experiment.programs import lay_out, traced
 
 MODELS = ("mlp", "cnn2")
 # A model for the methods that run on no other, and what they need on a model without feature maps.
 OWN_MODEL = {"pfedcspc": "cnn_proj"}
 WITHOUT_MAPS = {"fedcpd": ["method.gamma=0.0"]}
-
-
-def programs(program: Program) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What a run compiles: names, and functions that trace and lower."""
-    row, samples, placement = program.rows[0], program.samples, program.engine.placement
-    layout: Any = placement.shardings(program.engine.clients)
-    shared, per_client = layout
-    layout = None if shared is None else Run(State(shared, per_client), per_client, shared, shared, shared)
-
-    def of_inputs(fn: Callable) -> Callable:
-        def whole(samples: tuple, row: Row, *arguments: Any) -> Any:
-            engine = make_engine(program.configs[0], program.data, row.inputs, placement)
-            return fn(engine, *jax.random.wrap_key_data(row.keys), Federation(*samples, *row.clients), *arguments)
-
-        return whole
-
-    init = of_inputs(lambda engine, key, _, data: engine.init(key, data))
-    rounds = of_inputs(lambda engine, _, key, data, run, *when: engine.rounds(key, run, *when, data))
-    score = of_inputs(lambda engine, _, key, data, run, t: engine.score(key, t, run, data))
-    number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
-    run = jax.eval_shape(init, samples, row)
-    if layout is not None:
-        run = jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            run,
-            jax.tree.broadcast(layout, run),
-        )
-    block = jax.jit(rounds, out_shardings=layout, donate_argnums=2)
-    yield "init", lambda: jax.jit(init, out_shardings=layout).lower(samples, row)
-    yield "rounds", lambda: block.lower(samples, row, run, number, number, flag)
-    yield "score", lambda: jax.jit(score, out_shardings=shared).lower(samples, row, run, number)
 
 
 def measure(method: str, model: str, overrides: list[str], cache: str) -> dict[str, dict[str, float]]:
@@ -80,14 +44,14 @@ def measure(method: str, model: str, overrides: list[str], cache: str) -> dict[s
     samples = 40 * config.data.clients
     dataset = from_arrays(rng.integers(0, 256, (samples, 28, 28, 1), dtype=np.uint8), np.arange(samples) % 10)
     found = {}
-    for name, lower in programs(lay_out([config], dataset)):
+    for name, (jitted, arguments) in traced(lay_out([config], dataset)).items():
         began = time.perf_counter()
-        lowered = lower()
-        traced = time.perf_counter()
+        lowered = jitted.lower(*arguments)
+        ready = time.perf_counter()
         lowered.compile({"xla_backend_optimization_level": 1} if name == "init" else None)  # as `simulate` does
         compiled = time.perf_counter()
         instructions = len(re.findall(r"^\s+\S+ = ", lowered.as_text("hlo"), re.MULTILINE))
-        found[name] = {"trace": traced - began, "compile": compiled - traced, "instructions": instructions}
+        found[name] = {"trace": ready - began, "compile": compiled - ready, "instructions": instructions}
     return found
 
 

@@ -7,8 +7,8 @@ Parts, each of which prints a table:
 
 - steps: seconds per client and gradient step for 10 to 10,000 clients who all take part, on a model that is small
   enough for what a client costs besides its steps to show;
-- cohort: 100 participants per round out of 100, 1,000 and 10,000 clients: the round must cost the same. Evaluation is
-  of all clients, so that its cost is given per client;
+- cohort: 100 participants per round out of 100 to 100,000 clients: the round must cost the same. Evaluation is of all
+  clients, so that its cost is given per client;
 - ragged: Dir(0.1) sizes against equal ones with the same total: steps that only fill up a chunk of clients who run side
   by side, and the time;
 - memory: bytes per client, estimated before compilation, planned by XLA, and what the process grew by;
@@ -35,14 +35,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compile_time import programs
 
 from fedjax_pfl import Config
 from fedjax_pfl.data.dataset import Dataset, from_arrays
 from fedjax_pfl.engine.round import Run
 from fedjax_pfl.engine.traffic import size
 from fedjax_pfl.experiment.build import cores, prepare
-from fedjax_pfl.experiment.programs import Program, lay_out
+from fedjax_pfl.experiment.programs import Program, lay_out, traced
 
 BATCH = 10
 CHUNKS = (10, 20)
@@ -192,8 +191,8 @@ def memory(method: str, model: str, clients: int, ratio: float) -> dict[str, Any
     trained = peak_bytes()
     seconds_per_evaluation(program, run, 1)
     grown = peak_bytes() - before
-    for name, lower in programs(program):
-        plan = lower().compile().memory_analysis()
+    for name, (jitted, arguments) in traced(program).items():
+        plan = jitted.lower(*arguments).compile().memory_analysis()
         held = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
         needs[name] = placement.devices * (held + plan.temp_size_in_bytes)
     estimate = program.memory.resident + placement.devices * placement.chunk * program.memory.per_client
@@ -229,7 +228,8 @@ def cases(part: str, repeats: int) -> list[tuple[Any, ...]]:
     if part == "steps":
         return [(clients, repeats) for clients in (10, 100, 1000, 10000)]
     if part == "cohort":
-        return [(clients, model, repeats) for model in ("mlp", "cnn2") for clients in (100, 1000, 10000)]
+        sizes = [(clients, model, repeats) for model in ("mlp", "cnn2") for clients in (100, 1000, 10000)]
+        return [*sizes, (100_000, "mlp", repeats)]
     if part == "ragged":
         placements = [("map", 1), *(("vmap", chunk) for chunk in CHUNKS)]
         return [(beta, *placement, repeats) for placement in placements for beta in (0.1, None)]

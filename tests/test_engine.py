@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,7 @@ from fedjax_pfl.engine.scoring import Scores
 from fedjax_pfl.experiment.summary import summarize
 from fedjax_pfl.method import Calibration, Method, PerClass, SentIf, TrainInfo, Update, part_of
 from fedjax_pfl.methods import METHODS
+from fedjax_pfl.ops.training import Trainer
 from tests.conftest import TRAIN_SIZES
 from tests.reference import MLP, at, client_key, held, to_numpy, weighted_mean
 from tests.toys import witness
@@ -33,16 +35,23 @@ SIZES = jnp.array([4, 9, 1, 7, 7, 2, 30, 5, 6, 11], jnp.int32)
 T = 2000
 
 
-def cohorts(participation, placement=None):
-    """Rows of [T, K] ids and [T] numbers of selected clients, over many rounds."""
+def cohorts(participation, placement=None, most_sorted=100):
+    """Rows of [T, K] ids and [T] numbers of selected clients, over many rounds, as drawn of few clients or of many."""
     engine = Engine(Method(None, None, None, None, None), len(SIZES), participation, placement or Placement())
     select = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), SIZES)))
-    return jax.tree.map(np.asarray, select(jnp.arange(T)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedjax_pfl.engine.round._MOST_SORTED", most_sorted)
+        return jax.tree.map(np.asarray, select(jnp.arange(T)))
+
+
+@pytest.fixture(scope="module", params=[100, 1], ids=["few clients", "many clients"])
+def most_sorted(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def partial():
-    return cohorts(Participation(0.4, 0.4))
+def partial(most_sorted):
+    return cohorts(Participation(0.4, 0.4), most_sorted=most_sorted)
 
 
 def test_a_cohort_holds_the_right_number_of_different_clients(partial):
@@ -94,8 +103,8 @@ def test_the_largest_cohort_is_the_rounded_share_and_at_least_one_client():
     assert [Participation(0.01, share).cohort_size(10) for share in shares] == [1, 2, 3, 5, 10]
 
 
-def test_who_is_selected_does_not_depend_on_the_placement(partial, mesh):
-    ids, selected = cohorts(Participation(0.4, 0.4), Placement(mesh, 3))
+def test_who_is_selected_does_not_depend_on_the_placement(partial, most_sorted, mesh):
+    ids, selected = cohorts(Participation(0.4, 0.4), Placement(mesh, 3), most_sorted)
     assert ids.shape == (T, 6)
     assert ((ids == 10).sum(axis=1) == 2).all()
     np.testing.assert_array_equal(np.sort(ids)[:, :4], np.sort(partial[0]))
@@ -549,6 +558,82 @@ def test_a_tree_has_one_part_of_a_kind_at_most():
     assert part_of({"a": jnp.ones(2), "b": part}, SentIf) is None
     with pytest.raises(AssertionError, match="one PerClass part"):
         part_of([part, part], PerClass)
+
+
+# --- Loops of clients side by side -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def equal_federation(federation):
+    """Seven clients with nine samples each, two of them short of a batch in every epoch."""
+    rng = np.random.default_rng(8)
+    rows = rng.integers(0, len(federation.y), (7, 9))
+    return federation._replace(train=pack(list(rows), np.asarray(federation.y), 3))
+
+
+def loops(jaxpr):
+    """How many loops of unknown length a program has, and the lengths of the others."""
+    unknown, known = 0, []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "while":
+            unknown += 1
+        elif eqn.primitive.name == "scan":
+            known.append(eqn.params["length"])
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                deeper, lengths = loops(inner.jaxpr) if hasattr(inner, "jaxpr") else (0, [])
+                unknown, known = unknown + deeper, known + lengths
+    return unknown, known
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedecouple", "pgfedsplit", "fedala"])
+def test_clients_of_one_size_take_a_number_of_steps_that_the_compiler_knows(name, model, trainer, equal_federation):
+    method, data = METHODS[name](model, trainer), equal_federation
+
+    def rounds(engine):
+        return jax.jit(engine.rounds)(KEY, engine.init(KEY, data), at(0), at(2), jnp.array(True), data)
+
+    one_by_one, chunks = Engine(method, 7), Engine(method, 7, placement=Placement(chunk=4), equal=True)
+    expected = rounds(one_by_one)
+    for engine in (chunks, Engine(method, 7, placement=Placement(chunk=7), equal=True)):
+        chex.assert_trees_all_close(rounds(engine), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_loops_of_clients_side_by_side_have_known_lengths_where_sizes_allow(
+    model, trainer, federation, equal_federation
+):
+    method = METHODS["fedavg"](model, trainer)
+
+    def of(data, **settings):
+        engine = Engine(method, 7, **settings)
+        run = jax.eval_shape(engine.init, KEY, data)
+        return loops(jax.make_jaxpr(engine.rounds)(KEY, run, at(0), at(2), jnp.array(True), data).jaxpr)
+
+    together, chunks = Placement(chunk=7), Placement(chunk=4)
+    # The rounds themselves; epochs, batches of four and blocks of test samples.
+    assert of(equal_federation, placement=together, equal=True) == (1, [1, 2, 3, 1])
+    assert of(federation, placement=together) == (1, [1, 2, 7, 1])
+    # In several chunks the largest of each decides: training and scoring.
+    assert of(federation, placement=chunks)[0] == 3
+    assert of(equal_federation, placement=chunks, equal=True)[0] == 2
+    # Not for a cohort that may be smaller, whose last chunks would work for nobody.
+    some = Participation(0.5, 1.0)
+    assert of(equal_federation, placement=chunks, equal=True, participation=some)[0] == 3
+
+
+def test_clients_side_by_side_stand_still_after_their_own_last_step(model, federation):
+    """With momentum and weight decay, a step on an empty batch would still move a client."""
+    train = Trainer(epochs=2, batch_size=4, lr=0.1, momentum=0.9, weight_decay=0.1)
+    method, initial = METHODS["local"](model, train), at(0)
+
+    def after(placement):
+        engine = Engine(method, 7, placement=placement)
+        run = jax.jit(engine.init)(KEY, federation)
+        return jax.jit(engine.rounds)(KEY, run, initial, at(1), jnp.array(False), federation).state
+
+    expected = after(Placement())
+    for chunk in (3, 7):
+        chex.assert_trees_all_close(after(Placement(chunk=chunk)), expected, rtol=1e-5, atol=1e-6)
 
 
 # --- Sums over clients -----------------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedjax_pfl.engine.memory import Memory, peak_bytes, resident_set
+from fedjax_pfl.engine.memory import Memory, peak_bytes, resident_set, survey
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.methods import METHODS
 
 LINUX = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only Linux says what a process holds")
 
@@ -31,6 +33,16 @@ def test_a_device_with_its_own_memory_holds_what_is_resident_and_its_clients():
 def test_a_cpu_adds_to_what_the_process_holds_all_but_the_samples(devices, chunk, added):
     memory = Memory(resident=1300, per_client=7, samples=1000, states=100, process=50_000, compiler=2000)
     assert memory.total(devices, chunk) == 52_000 + added
+
+
+def test_accelerators_plan_less_for_a_client_than_a_trace_keeps_alive(model, trainer, federation):
+    """Blocks of features are half as large side by side, and compilers fuse what the trace holds one by one."""
+    engine, key = Engine(METHODS["fedrep"](model, trainer), 7), jax.random.key(0)
+    on_cpu, on_gpu = (survey(engine, key, federation, backend)[0] for backend in ("cpu", "gpu"))
+    assert on_gpu.resident == on_cpu.resident
+    assert 0 < on_gpu.per_client < 0.8 * on_cpu.per_client
+    assert (on_gpu.process, on_gpu.compiler) == (0, 0) != (on_cpu.process, on_cpu.compiler)
+    assert on_gpu.total(chunk=5) == on_gpu.resident + 5 * on_gpu.per_client
 
 
 def test_peak_bytes_does_not_give_inputs_back():

@@ -16,9 +16,9 @@ from fedjax_pfl import METHODS, Config, ConfigError, simulate
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.data.split import draw_test, manifest
-from fedjax_pfl.engine.memory import peak_bytes, survey
+from fedjax_pfl.engine.memory import Hardware, peak_bytes, survey
 from fedjax_pfl.engine.traffic import count, size
-from fedjax_pfl.experiment.build import cores, divide, make_engine, shape_of
+from fedjax_pfl.experiment.build import cores, divide, even_chunk, make_engine, shape_of
 from fedjax_pfl.experiment.programs import lay_out
 from tests.reference import MLP, held, to_numpy
 
@@ -399,14 +399,22 @@ def test_a_model_that_does_not_fit_the_images_says_so():
 
 
 def test_a_run_that_does_not_fit_into_memory_says_so(monkeypatch):
-    monkeypatch.setattr("fedjax_pfl.experiment.build.available", lambda: 10_000)
+    monkeypatch.setattr("fedjax_pfl.engine.memory.available", lambda: 10_000)
     with pytest.raises(ConfigError, match="GB") as caught:
         simulate(config())
     assert caught.value.field == "data.clients"
-    monkeypatch.setattr("fedjax_pfl.experiment.build.available", lambda: 400_000)
+    monkeypatch.setattr("fedjax_pfl.engine.memory.available", lambda: 400_000)
     with pytest.raises(ConfigError, match="GB") as caught:
         simulate(config(run={"placement": "vmap", "chunk": 100}))
     assert caught.value.field == "run.chunk"
+
+
+@pytest.mark.parametrize(
+    ("clients", "fitting", "chunk"),
+    [(500, 900, 500), (500, 437, 250), (500, 100, 100), (7, 3, 3), (5, 0, 1), (5, -2, 1)],
+)
+def test_chunks_are_as_few_as_fit_and_of_one_size(clients, fitting, chunk):
+    assert even_chunk(clients, fitting) == chunk
 
 
 def test_a_full_directory_is_kept_unless_overwritten(reference, tmp_path):
@@ -479,7 +487,7 @@ def test_fedavg_learns_on_real_cifar10():
     assert result.summary["global"] > 0.25
 
 
-@pytest.mark.parametrize("precision", ["float32", "tensorfloat32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["auto", "float32", "tensorfloat32", "bfloat16"])
 def test_programs_are_compiled_with_the_precision_that_the_config_has(monkeypatch, precision):
     class SeenError(Exception):
         pass
@@ -488,8 +496,16 @@ def test_programs_are_compiled_with_the_precision_that_the_config_has(monkeypatc
         raise SeenError(jax.config.jax_default_matmul_precision)
 
     monkeypatch.setattr("fedjax_pfl.experiment.programs._compile", compile_nothing)
-    with pytest.raises(SeenError, match=f"^{precision}$"):
-        simulate(config(run={} if precision == "float32" else {"precision": precision}))
+    with pytest.raises(SeenError, match=f"^{'float32' if precision == 'auto' else precision}$"):
+        simulate(config(run={} if precision == "auto" else {"precision": precision}))
+
+
+@pytest.mark.parametrize(("backend", "precision"), [("cpu", "float32"), ("gpu", "tensorfloat32"), ("tpu", "bfloat16")])
+def test_each_backend_has_a_precision_of_its_own(backend, precision):
+    hardware = Hardware(backend, tuple(jax.devices()[:1]), 10**10)
+    program = lay_out([config()], load("digits"), hardware)
+    assert program.precision == precision
+    assert (program.engine.placement.chunk > 1) == (backend != "cpu")
 
 
 def test_diagnostics_arrive_in_the_history_and_move_no_number():

@@ -191,4 +191,5 @@ def add_copies(key: Key[Array, ""], data: ClientData, kind: Copies) -> ClientDat
         count=2 * data.count,
         class_counts=2 * data.class_counts,
         original=data,
+        most=None if data.most is None else 2 * data.most,
     )

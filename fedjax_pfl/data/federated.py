@@ -51,6 +51,10 @@ class Augmentation:
         return self.draw(jax.vmap(partial(jax.random.fold_in, self.key))(positions), x)
 
 
+Count = np.int32 | Int[Array, ""]
+"""A number of samples; one of NumPy's is known when the program is compiled."""
+
+
 class ClientData(NamedTuple):
     """The samples of one client.
 
@@ -64,17 +68,20 @@ class ClientData(NamedTuple):
       id: who the client is, from 0, []; None where a server trains on something else than a client's samples.
       validation: the client's validation samples, to select on (rule R11); None without ``data.validation_share``.
       augmentation: what the samples go through when they are taken; None for nothing.
+      most: the size of the largest client that runs beside this one, which all of them take as long as; None for one
+        that runs alone.
     """
 
     x: Shaped[Array, "samples ..."]
     y: Int[Array, " samples"]
     index: Int[Array, " capacity"]  # type: ignore[assignment]  # hides tuple.index
-    count: Int[Array, ""]  # type: ignore[assignment]  # hides tuple.count
+    count: Count  # type: ignore[assignment]  # hides tuple.count
     class_counts: Float[Array, " classes"]
     original: Optional["ClientData"] = None
     id: Int[Array, ""] | None = None
     validation: Optional["ClientData"] = None
     augmentation: Augmentation | None = None
+    most: Count | None = None
 
     @property
     def capacity(self) -> int:
@@ -101,17 +108,22 @@ class ClientData(NamedTuple):
         """1 at the positions that hold a sample, 0 at the padding."""
         return (jnp.arange(self.capacity) < self.count).astype(jnp.float32)
 
+    @property
+    def longest(self) -> Count:
+        """How many samples loops over this client's go through: its own, or those of the largest client beside it."""
+        return self.count if self.most is None else self.most
+
     def map(self, fn: Callable[..., Array], *, batch_size: int = 128) -> Shaped[Array, "capacity ..."]:
         """Applies a function to all samples of the client, block by block, and to little more than these.
 
         Args:
           fn: (x [batch, ...], positions [batch]) -> [batch, ...].
-          batch_size: samples per block.
+          batch_size: samples per block; half of it beside other clients, whose blocks are in memory, too.
 
         Returns:
           The result of each position, [capacity, ...]; anything finite at the padding.
         """
-        width = min(batch_size, self.capacity)
+        width = min(batch_size if self.most is None else batch_size // 2, self.capacity)
 
         def block(number: Int[Array, ""]) -> Array:
             positions = number * width + jnp.arange(width)
@@ -123,7 +135,7 @@ class ClientData(NamedTuple):
         def fill(number: Int[Array, ""], table: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(table, block(number), number * width, axis=0)
 
-        return lax.fori_loop(0, (self.count + width - 1) // width, fill, table)[: self.capacity]
+        return lax.fori_loop(0, (self.longest + width - 1) // width, fill, table)[: self.capacity]
 
 
 class Clients(NamedTuple):
@@ -133,11 +145,13 @@ class Clients(NamedTuple):
       index: rows into the pool, padded with 0, [N, capacity].
       count: number of samples, [N].
       class_counts: samples per class, [N, classes].
+      most: in a row of those that run side by side: `ClientData.most`.
     """
 
     index: Int[Array, "N capacity"]  # type: ignore[assignment]  # hides tuple.index
     count: Int[Array, " N"]  # type: ignore[assignment]  # hides tuple.count
     class_counts: Float[Array, "N classes"]
+    most: Count | None = None
 
 
 class Federation(NamedTuple):
@@ -180,4 +194,5 @@ def client_data(
 ) -> ClientData:
     """Joins one row of :class:`Clients`, and that of its validation samples, with the pool that they point into."""
     select = None if validation is None else client_data(x, y, validation, client_id)
-    return ClientData(x, y, *held, id=client_id, validation=select)
+    index, count, class_counts, most = held
+    return ClientData(x, y, index, count, class_counts, id=client_id, validation=select, most=most)

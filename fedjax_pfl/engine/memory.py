@@ -23,8 +23,32 @@ _COMPILER_BYTES = 270_000_000
 _COMPILER_BYTES_PER_OPERATION = 150_000
 
 
+# What compilers plan for a client, of what a trace keeps alive: they fuse operations, and a TPU's fills up its lanes
+# (fitted to `benchmarks/results/accelerators.json`).
+_PLANNED = {"gpu": 0.75, "tpu": 1.1}
+
+
+class Hardware(NamedTuple):
+    """What the programs of a run are made for.
+
+    Attributes:
+      backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      devices: those of this process, or the first of them.
+      bytes: what each of them offers.
+    """
+
+    backend: str
+    devices: tuple[jax.Device, ...]
+    bytes: int
+
+
+def this_hardware() -> Hardware:
+    """The devices of this process."""
+    return Hardware(jax.default_backend(), tuple(jax.local_devices()), available())
+
+
 class Memory(NamedTuple):
-    """An estimate in bytes. XLA fuses operations, so that the true need of a running client is usually lower.
+    """An estimate in bytes. XLA fuses operations, so that a running client's true need is usually lower on a CPU.
 
     ``resident`` and ``per_client`` are what a device needs; the others say what of it the host of a CPU holds already,
     and what it needs besides. Where the devices have a memory of their own, these are 0.
@@ -61,14 +85,26 @@ class Memory(NamedTuple):
         return self.process + self.compiler + added
 
 
-def survey(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[Memory, Exchange]:
-    """What a run will hold and exchange, from one trace of a client's part in a round (no compilation)."""
+def survey(
+    engine: Engine, key: Key[Array, ""], data: Federation, backend: str | None = None
+) -> tuple[Memory, Exchange]:
+    """What a run will hold and exchange, from one trace of a client's part in a round (no compilation).
+
+    Args:
+      engine: the method, and who takes part.
+      key: any.
+      data: the federation.
+      backend: what the run is for; this process's own unless given.
+    """
     method = engine.method
     server, client = jax.eval_shape(lambda key: method.init(key, engine.clients), key)
     view = jax.eval_shape(method.broadcast, server)
     tables = data.train, data.validation, data.test
     train, validation, test = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tables)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    backend = backend or jax.default_backend()
+    if backend != "cpu":  # side by side
+        train, test = train._replace(most=scalar), test._replace(most=scalar)
     shared, row = (key, scalar, view, data.x, data.y), (scalar, client, train, validation)
     traced, update = jax.make_jaxpr(engine.local, return_shape=True)(shared, row)
     training = peak_bytes(traced.jaxpr)
@@ -85,7 +121,9 @@ def survey(engine: Engine, key: Key[Array, ""], data: Federation) -> tuple[Memor
     resident = samples + size(server) + states + max(cohort, states)
     exchanged = Exchange(view, client, update.upload, tuple(update.diagnostics or ()))
     memory = Memory(resident, max(training, scoring))
-    if jax.default_backend() == "cpu":
+    if backend != "cpu":
+        memory = memory._replace(per_client=round(_PLANNED.get(backend, 1.0) * memory.per_client))
+    else:
         compiler = _COMPILER_BYTES + _COMPILER_BYTES_PER_OPERATION * _operations(traced.jaxpr)
         process = resident_set() or samples
         memory = memory._replace(samples=samples, states=states, process=process, compiler=compiler)

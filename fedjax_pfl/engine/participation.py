@@ -22,6 +22,11 @@ class Participation:
         """Whether every client takes part in every round."""
         return self.low == 1.0 and self.dropout == 0.0
 
+    @property
+    def known(self) -> bool:
+        """Whether every round has the same number of participants."""
+        return self.low == self.high and self.dropout == 0.0
+
     def cohort_size(self, clients: int) -> int:
         """K, the largest number of clients that a round selects."""
         return max(1, round(self.high * clients))

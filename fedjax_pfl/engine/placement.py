@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
+# The axis of the clients that run side by side on a device.
+SIDE_BY_SIDE = "side_by_side"
 # Bytes of a leaf, over all rows, up to which copying it to all devices costs less than splitting work on it.
 _SMALL = 2**26
 
@@ -86,7 +88,7 @@ def map_clients(fn: Callable, shared: PyTree, rows: PyTree, placement: Placement
     def on_device(shared: PyTree, rows: PyTree) -> PyTree:
         if placement.chunk == 1:
             return lax.map(lambda row: fn(shared, row), rows)
-        side_by_side = jax.vmap(fn, in_axes=(None, 0))
+        side_by_side = jax.vmap(fn, in_axes=(None, 0), axis_name=SIDE_BY_SIDE)
         chunks = jax.tree.map(lambda leaf: leaf.reshape(-1, placement.chunk, *leaf.shape[1:]), rows)
         out = lax.map(lambda chunk: side_by_side(shared, chunk), chunks)
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out)

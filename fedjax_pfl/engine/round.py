@@ -10,13 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from fedjax_pfl.data.augment import Augment, add_copies, augment
 from fedjax_pfl.data.federated import ClientData, Clients, Federation, client_data
 from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.placement import Placement, map_clients
+from fedjax_pfl.engine.placement import SIDE_BY_SIDE, Placement, map_clients
 from fedjax_pfl.engine.scoring import BATCH, Answers, Evaluation, Scored, Scores, Tally, scores_of, tally
 from fedjax_pfl.engine.traffic import Traffic, traffic_of
 from fedjax_pfl.method import (
@@ -32,6 +33,9 @@ from fedjax_pfl.method import (
 )
 from fedjax_pfl.ops.training import phase_key
 from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
+
+# Clients up to which a cohort is the head of a permutation, which sorts all of them twice: 2 microseconds each.
+_MOST_SORTED = 20_000
 
 
 class Run(NamedTuple):
@@ -104,6 +108,8 @@ class Engine:
       augment_every: whether each epoch draws anew, or all passes of a round see the same images.
       diagnostics: names of what is recorded of `Update.diagnostics`, and `UPDATE_COSINE` if it is wanted.
       features: the model's, theta, x -> z, where `answers` shall have them.
+      equal: whether all clients hold as many training samples as each other. Of a cohort of known size, side by side,
+        all then take the same number of steps, which the compiler knows.
     """
 
     method: Method
@@ -116,6 +122,7 @@ class Engine:
     augment_every: Literal["epoch", "round"] = "epoch"
     diagnostics: tuple[str, ...] = ()
     features: Callable[..., Float[Array, "batch dim"]] | None = None
+    equal: bool = False
 
     @property
     def trainers(self) -> int:
@@ -196,7 +203,7 @@ class Engine:
 
         common = keys.clients, t, view, data.x, data.y
         mapped = (ids, old, train, validation), scored, last
-        update, scores = map_clients(one, (score_now, common), mapped, self.placement)
+        update, scores = self._map(one, (score_now, common), mapped, complete=self.participation.full)
         uploads = where_rows(present, update.upload, jax.tree.map(jnp.zeros_like, update.upload))
         uploads = self.placement.gather_small(uploads)
         now = Round(keys.aggregate, t)
@@ -305,7 +312,7 @@ class Engine:
 
         shared = keys.clients, t, self.method.broadcast(run.state.server), data.x, data.y
         mapped = (ids, clients, train, validation), scored
-        return put_rows(run.post, ids, map_clients(one, shared, mapped, self.placement))
+        return put_rows(run.post, ids, self._map(one, shared, mapped))
 
     def global_scores(self, state: State, data: Federation) -> Scores:
         """Scores of the global model, for methods that have one, on the pooled test set as a whole."""
@@ -318,7 +325,7 @@ class Engine:
             server, x, y = shared
             return tally(lambda images: predict(server, images), client_data(x, y, block))
 
-        tallies = map_clients(one, (state.server, data.x, data.y), blocks, self.placement)
+        tallies = self._map(one, (state.server, data.x, data.y), blocks, complete=True)
         total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tallies)
         return scores_of(total, jnp.sum(data.pooled.class_counts, axis=0))
 
@@ -333,8 +340,36 @@ class Engine:
     ) -> ClientData:
         """What a client trains on in the round of this key."""
         data = client_data(x, y, train, client_id, validation)
+        if self.equal and self.participation.known:
+            data = data._replace(count=np.int32(data.capacity), most=np.int32(data.capacity))
         data = add_copies(phase_key(key, "augment"), data, self.method.copies)
         return augment(phase_key(key, "base augmentation"), data, self.augment, every=self.augment_every)
+
+    def _map(self, fn: Callable, shared: PyTree, rows: PyTree, *, complete: bool = False) -> Any:
+        """`map_clients`; of clients side by side, each knows how many samples the largest has.
+
+        Args:
+          fn: (shared, row) -> result.
+          shared: what all clients see.
+          rows: every leaf [K, ...].
+          complete: whether the largest of all clients is among them.
+        """
+        side_by_side = self.placement.chunk
+        if side_by_side == 1:
+            return map_clients(fn, shared, rows, self.placement)
+        # All in one chunk run as long as the index table is wide, a number that the compiler knows.
+        known = complete and len(jax.tree.leaves(rows)[0]) == side_by_side * self.placement.devices
+
+        def aligned(node: Any) -> Any:
+            if not isinstance(node, Clients):
+                return node
+            most = np.int32(node.index.shape[-1]) if known else lax.pmax(node.count, SIDE_BY_SIDE)
+            return node._replace(most=most)
+
+        def one(shared: PyTree, row: PyTree) -> Any:
+            return fn(shared, jax.tree.map(aligned, row, is_leaf=lambda node: isinstance(node, Clients)))
+
+        return map_clients(one, shared, rows, self.placement)
 
     def _scored(self, data: Federation) -> tuple[Clients, Clients | None]:
         """The samples that models are scored on: what `Scored` holds the scores of."""
@@ -344,7 +379,12 @@ class Engine:
         """Draws the cohort of a round: its ids (N where absent), and how many were selected before any dropped out."""
         who, size = self.participation, self.cohort_size
         key_order, key_ratio = jax.random.split(keys.select)
-        ids = jnp.arange(size) if who.low == 1.0 else jax.random.permutation(key_order, self.trainers)[:size]
+        if who.low == 1.0:
+            ids = jnp.arange(size)
+        elif self.trainers <= _MOST_SORTED:
+            ids = jax.random.permutation(key_order, self.trainers)[:size]
+        else:
+            ids = lax.top_k(jax.random.uniform(key_order, (self.trainers,)), size)[1]
         if who.low < who.high:
             ratio = jax.random.uniform(key_ratio, minval=who.low, maxval=who.high)
             drawn = jnp.maximum(1, jnp.round(ratio * self.trainers).astype(jnp.int32))
@@ -432,7 +472,8 @@ class Engine:
             return what(*personalize(Round(key, t), view, client, held), x, y, scored)
 
         shared = key, t, self.method.broadcast(state.server), data.x, data.y
-        return ids, map_clients(one, shared, (ids, clients, train, validation, scored), self.placement)
+        complete = len(ids) >= self.clients
+        return ids, self._map(one, shared, (ids, clients, train, validation, scored), complete=complete)
 
     def _dispatch(
         self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, clients: PyTree, cohort: Cohort
@@ -458,7 +499,7 @@ class Engine:
             return calibrate.local(Round(key, t), view, client, client_data(x, y, train, client_id, validation))
 
         shared = keys.clients, t, self.method.broadcast(state.server), data.x, data.y
-        uploads = map_clients(one, shared, (ids, clients, train, validation), self.placement)
+        uploads = self._map(one, shared, (ids, clients, train, validation), complete=True)
         uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
         cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
         now = Round(phase_key(keys.aggregate, "calibrate"), t)
@@ -479,7 +520,7 @@ class Engine:
 
         view = method.broadcast(state.server)
         shared, rows = (key_clients, t, view, data.x, data.y), (ids, old, train, validation)
-        new, uploads = map_clients(one, shared, rows, self.placement)
+        new, uploads = self._map(one, shared, rows, complete=True)
         uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
         cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
         server, new = method.aggregate(Round(key_aggregate, t), state.server, new, uploads, cohort)

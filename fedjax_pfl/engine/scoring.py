@@ -112,7 +112,7 @@ def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch cl
         return jax.tree.map(jnp.add, sums, new)
 
     zeros = jnp.zeros((classes,), jnp.float32)
-    blocks = (data.count + width - 1) // width
+    blocks = (data.longest + width - 1) // width
     return lax.fori_loop(0, blocks, block, Tally(zeros, zeros, jnp.zeros((), jnp.float32)))
 
 

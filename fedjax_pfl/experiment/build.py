@@ -21,7 +21,7 @@ from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.divide import count_new
 from fedjax_pfl.data.divide import divide as divide_among_clients
 from fedjax_pfl.data.federated import Federation
-from fedjax_pfl.engine.memory import Memory, available
+from fedjax_pfl.engine.memory import Hardware, Memory
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
@@ -212,32 +212,33 @@ def _model(config: Config, data: DataShape) -> Model:
         raise ConfigError("model.name", name, f"it does not fit {shape} images: {error}") from None
 
 
-def place(config: Config, memory: Memory, cohort: int) -> Placement:
+def place(config: Config, memory: Memory, cohort: int, hardware: Hardware) -> Placement:
     """Chooses devices and chunk for the clients of one run: by backend and memory, unless the config says.
 
     Args:
       config: what to run.
       memory: what it needs.
       cohort: clients in a round.
+      hardware: what there is.
 
     Raises:
       ConfigError: the run does not fit into memory, or its processes need another placement.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = hardware.backend == "cpu"
     kind = config.run.placement
     together = jax.process_count() > 1
     if together and kind not in ("auto", "shard"):
         raise ConfigError("run.placement", kind, '"auto" or "shard" for a run of several processes')
     # Of several processes, each takes part with all of its devices.
-    usable = jax.devices() if together else jax.local_devices()[:cohort]
+    usable = jax.devices() if together else hardware.devices[:cohort]
     if kind == "auto":
         kind = "shard" if len(usable) > 1 else "map" if on_cpu else "vmap"
     devices = len(usable) if kind == "shard" else 1
     # On a CPU, clients side by side leave the cache and turn convolutions into batched products.
     one_by_one = kind == "map" or (kind == "shard" and on_cpu)
-    limit = available()
-    fitting = max(1, min(math.ceil(cohort / devices), (limit - memory.resident) // max(1, memory.per_client)))
-    chunk = config.run.chunk or (1 if one_by_one else fitting)
+    limit = hardware.bytes
+    fitting = (limit - memory.resident) // max(1, memory.per_client)
+    chunk = config.run.chunk or (1 if one_by_one else even_chunk(math.ceil(cohort / devices), fitting))
     need = memory.resident + chunk * memory.per_client
     if need > limit:
         field, value = ("run.chunk", chunk) if config.run.chunk else ("data.clients", config.data.clients)
@@ -245,7 +246,13 @@ def place(config: Config, memory: Memory, cohort: int) -> Placement:
     return Placement(_mesh(usable) if kind == "shard" else None, chunk)
 
 
-def place_runs(runs: int, memory: Memory, cohort: int) -> tuple[Placement, Placement]:
+def even_chunk(clients: int, fitting: int) -> int:
+    """The size of the fewest chunks of at most so many clients, as equal as they can be: absent rows fill the last."""
+    chunks = math.ceil(clients / max(1, min(clients, fitting)))
+    return math.ceil(clients / chunks)
+
+
+def place_runs(runs: int, memory: Memory, cohort: int, hardware: Hardware) -> tuple[Placement, Placement]:
     """Spreads several runs of one program over the devices.
 
     Returns:
@@ -255,17 +262,17 @@ def place_runs(runs: int, memory: Memory, cohort: int) -> tuple[Placement, Place
     Raises:
       ConfigError: the runs do not fit into memory.
     """
-    devices = min(jax.local_device_count(), runs)
-    on_each, limit = math.ceil(runs / devices), available()
+    devices = min(len(hardware.devices), runs)
+    on_each, limit = math.ceil(runs / devices), hardware.bytes
     need = on_each * (memory.resident + memory.per_client)
     if need > limit:
         allowed = f"fewer at once: they need about {need * devices / 1e9:.2f} GB, there are {limit * devices / 1e9:.2f}"
         raise ConfigError("grid", f"{runs} runs", f"{allowed} GB")
-    mesh = _mesh(jax.local_devices()[:devices]) if devices > 1 else None
-    if jax.default_backend() == "cpu":
+    mesh = _mesh(hardware.devices[:devices]) if devices > 1 else None
+    if hardware.backend == "cpu":
         return Placement(mesh), Placement()
     chunk = (limit - on_each * memory.resident) // max(1, on_each * memory.per_client)
-    return Placement(mesh, on_each), Placement(chunk=max(1, min(cohort, chunk)))
+    return Placement(mesh, on_each), Placement(chunk=even_chunk(cohort, chunk))
 
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:

@@ -249,8 +249,9 @@ class Run(_Section):
       checkpoint_every: rounds between checkpoints, which go to ``run.out``; 0 for none but on SIGINT and SIGTERM.
       placement: how clients are mapped: ``map``, ``vmap``, ``shard``, or ``auto`` (by backend).
       chunk: clients side by side on a device; from the memory estimate unless given.
-      precision: of products of matrices and convolutions on accelerators; the default rounds as a CPU does, and the
-        others are faster where the hardware has them. On a CPU it changes nothing.
+      precision: of products of matrices and convolutions on accelerators: ``float32`` rounds as a CPU does, and the
+        others are faster where the hardware has them; ``auto`` is tensorfloat32 on a GPU and bfloat16 on a TPU. On a
+        CPU it changes nothing.
       out: the run directory; nothing is written without.
       diagnostics: record how strongly each term of a method's loss pulls beside the cross-entropy
         (``diagnostics.gradient_ratio_...``), from one mini-batch per client and round, and the mean cosine of two
@@ -269,7 +270,7 @@ class Run(_Section):
     checkpoint_every: int = Field(0, ge=0)
     placement: Literal["auto", "map", "vmap", "shard"] = "auto"
     chunk: int | None = Field(None, ge=1)
-    precision: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"
+    precision: Literal["auto", "float32", "tensorfloat32", "bfloat16"] = "auto"
     out: str | None = Field(None, min_length=1)
     diagnostics: bool = False
     export: list[Literal["features", "predictions"]] = Field(default_factory=list)

@@ -10,20 +10,20 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, UInt32
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation
-from fedjax_pfl.engine.memory import Memory, release_freed, survey
+from fedjax_pfl.engine.memory import Hardware, Memory, release_freed, survey, this_hardware
 from fedjax_pfl.engine.placement import Placement, map_clients
 from fedjax_pfl.engine.round import UPDATE_COSINE, Engine, Run
 from fedjax_pfl.engine.scoring import Answers, Evaluation
@@ -46,6 +46,9 @@ from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
 
 Over = Literal["clients", "runs"]
+# What a backend multiplies with unless told: the fastest whose effect on accuracy is lost in that of the seed
+# (`benchmarks/results/precision.json`).
+_PRECISION = {"cpu": "float32", "gpu": "tensorfloat32", "tpu": "bfloat16"}
 # Compiled programs that a process keeps, for the next run with the same shapes.
 _KEPT = 8
 # What no program depends on, but through shapes: samples, number of rounds and seed are inputs.
@@ -134,6 +137,7 @@ class Program:
       exchange: what its clients and server exchange.
       samples: the pool of samples and labels.
       rows: the inputs of the runs, stacked if runs are over the devices.
+      precision: of products of matrices and convolutions.
       compile_seconds: time that `compile` took.
     """
 
@@ -147,13 +151,14 @@ class Program:
     exchange: Exchange
     samples: tuple[Array, Array]
     rows: list[Row]
+    precision: str
     compile_seconds: float = 0.0
     _compiled: _Compiled | None = None
 
     def compile(self) -> None:
         """Compiles the program, unless this process has compiled its like before; it comes before `init` or `put`."""
         began = time.perf_counter()
-        with jax.default_matmul_precision(self.configs[0].run.precision):
+        with jax.default_matmul_precision(self.precision):
             self._compiled = _compile(self)
         release_freed()
         self.compile_seconds = time.perf_counter() - began
@@ -217,7 +222,7 @@ class Program:
         program, (x, y), rows = jax.jit(answers), to_host(self.samples), to_host(self.rows)
         if self.over == "runs":
             rows = [jax.tree.map(lambda leaf, run=run: leaf[run], rows[0]) for run in range(len(self.configs))]
-        with jax.default_matmul_precision(config.run.precision):
+        with jax.default_matmul_precision(self.precision):
             found = [program(row, state.state, x, y) for row, state in zip(rows, states, strict=True)]
         return [
             export_of(to_host(answers), row.clients[2], y, who, what) for answers, row in zip(found, rows, strict=True)
@@ -246,17 +251,19 @@ class Program:
         return _Shared(*self.samples, np.int32(start), np.int32(stop), np.bool_(evaluate))
 
 
-def lay_out(configs: Sequence[Config], dataset: Dataset) -> Program:
+def lay_out(configs: Sequence[Config], dataset: Dataset, hardware: Hardware | None = None) -> Program:
     """Divides the data among the clients of each run, and decides where runs and clients go; compiles nothing.
 
     Args:
       configs: of the runs; `alike` is the same for all.
       dataset: what they share out among their clients.
+      hardware: what the program is made for, by default what there is here.
 
     Raises:
       ConfigError: config, data and method do not fit together, or into memory.
     """
     first, data = configs[0], shape_of(dataset)
+    hardware = hardware or this_hardware()
     federations, manifests = zip(*_divisions(configs, dataset), strict=True)
     numbers = [program_inputs(config) for config in configs]
     # A coefficient that is 0 in all runs is none of the inputs: methods leave out a term that is off (rule R12).
@@ -271,12 +278,15 @@ def lay_out(configs: Sequence[Config], dataset: Dataset) -> Program:
     ]
     samples = federations[0][:2]
     engine = make_engine(first, data)
-    memory, exchange = survey(engine, jax.random.key(0), federations[0])
+    memory, exchange = survey(engine, jax.random.key(0), federations[0], hardware.backend)
     names = exchange.diagnostics
     if first.run.diagnostics and exchange.comes_back:
         names += (UPDATE_COSINE,)
-    engine = replace(engine, diagnostics=names)
-    over, runs_on, engine = _place(first, len(configs), memory, engine)
+    # One by one, a client without samples would otherwise take the steps of the others.
+    tables = [federation.train for federation in federations]
+    full = len({table.index.shape for table in tables}) == 1 and all(map(_is_full, tables))
+    engine = replace(engine, diagnostics=names, equal=full and hardware.backend != "cpu")
+    over, runs_on, engine = _place(first, len(configs), memory, engine, hardware)
     if over == "runs":
         layout = _rows_sharding(runs_on)
         stacked = Row(
@@ -294,43 +304,41 @@ def lay_out(configs: Sequence[Config], dataset: Dataset) -> Program:
                 row._replace(clients=jax.tree.map(lambda leaf, at=at: leaf[at], tables)) for at, row in enumerate(rows)
             ]
         rows, samples = _replicate((rows, samples), engine.placement)
-    return Program(configs, data, engine, over, runs_on, list(manifests), memory, exchange, samples, rows)
+    asked = first.run.precision
+    precision = _PRECISION.get(hardware.backend, "float32") if asked == "auto" else asked
+    return Program(configs, data, engine, over, runs_on, list(manifests), memory, exchange, samples, rows, precision)
 
 
-def _place(config: Config, runs: int, memory: Memory, engine: Engine) -> tuple[Over, Placement, Engine]:
+def _place(
+    config: Config, runs: int, memory: Memory, engine: Engine, hardware: Hardware
+) -> tuple[Over, Placement, Engine]:
     """What is spread over the devices, where runs go, and the engine with its clients' placement."""
-    devices = jax.local_device_count()
+    devices = len(hardware.devices)
     together = jax.process_count() > 1 or config.run.placement == "shard"
     # Runs that would leave a device idle for longer than the exchange between devices costs go one by one.
     idle = 1 - runs / (devices * math.ceil(runs / devices))
     if runs == 1 or together or idle > 0.3:
-        return "clients", Placement(), replace(engine, placement=place(config, memory, engine.cohort_size))
-    runs_on, clients_on = place_runs(runs, memory, engine.cohort_size)
+        return "clients", Placement(), replace(engine, placement=place(config, memory, engine.cohort_size, hardware))
+    runs_on, clients_on = place_runs(runs, memory, engine.cohort_size, hardware)
     return "runs", runs_on, replace(engine, placement=clients_on)
 
 
-def _compile(program: Program) -> _Compiled:
-    """The compiled functions of a program, from this process's store if they are there."""
+def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any, tuple]]:
+    """The functions of a program, to be lowered: name -> (jitted, its arguments or their shapes).
+
+    Args:
+      program: laid out.
+      on: where samples, tables and all else that no placement splits go: to compile for devices that are not there.
+    """
     config, data, over, runs_on = program.configs[0], program.data, program.over, program.runs_on
-    samples, row, clients_on = program.samples, program.rows[0], program.engine.placement
-    tables = json.loads(alike(config))
-    for section, keys in _NOT_COMPILED.items():
-        for key in keys:
-            del tables[section][key]
-    shapes = jax.tree.flatten(jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (samples, row)))
-    where = [over, *((_devices(placement), placement.chunk) for placement in (runs_on, clients_on))]
-    described = repr((tables, data._replace(name=""), shapes, where, sorted(jax.config.values.items())))
-    # The factories themselves: a name may stand for another one since, as in a notebook where a method is worked on.
-    name = described, METHODS[config.method["name"]], MODELS[config.model["name"]]
-    if name in _store:
-        _store.move_to_end(name)
-        return _store[name]
+    clients_on = program.engine.placement
 
     def of(row: Row, shared: _Shared) -> tuple[Engine, Array, Array, Federation]:
         key_init, key_rounds = jax.random.wrap_key_data(row.keys)
         federation = Federation(shared.x, shared.y, *row.clients)
         engine = make_engine(config, data, row.inputs, clients_on)
-        return replace(engine, diagnostics=program.engine.diagnostics), key_init, key_rounds, federation
+        engine = replace(engine, diagnostics=program.engine.diagnostics, equal=program.engine.equal)
+        return engine, key_init, key_rounds, federation
 
     def init(shared: _Shared, row: Row) -> Run:
         engine, key, _, federation = of(row, shared)
@@ -350,31 +358,68 @@ def _compile(program: Program) -> _Compiled:
         return lambda shared, *rows: map_clients(lambda shared, row: fn(shared, *row), shared, rows, runs_on)
 
     layout = _layout(program.engine) if over == "clients" else _rows_sharding(runs_on)
+    layout = on if layout is None else layout
     number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
-    shared = _Shared(*samples, number, number, flag)
-    run = jax.eval_shape(over_runs(init), shared, row)
-    if layout is not None:
-        run = jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            run,
-            jax.tree.broadcast(layout, run),
-        )
+    shared = _Shared(*program.samples, number, number, flag)
+    row = program.rows[0]
+    run = _laid(jax.eval_shape(over_runs(init), shared, row), layout)
     scores_on = layout if over == "runs" else clients_on.shardings(config.data.clients)[0]  # on all devices
+    if on is not None:
+        shared, row, scores_on = _laid(shared, on), _laid(row, on), scores_on or on
+
+    def jitted(fn: Callable, out: Any, donate: int | None = None) -> Any:
+        return jax.jit(over_runs(fn), out_shardings=out, donate_argnums=donate)
+
+    return {
+        "rounds": (jitted(rounds, layout, donate=2), (shared, row, run)),
+        "init": (jitted(init, layout), (shared, row)),
+        "score": (jitted(score, scores_on), (shared, row, run)),
+    }
+
+
+def _laid(tree: PyTree, where: Any) -> Any:
+    """Shapes of a tree with its place; anywhere if that is None."""
+    if where is None:
+        return tree
+
+    def shape(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, tree, jax.tree.broadcast(where, tree))
+
+
+def _compile(program: Program) -> _Compiled:
+    """The compiled functions of a program, from this process's store if they are there."""
+    config, data, over, runs_on = program.configs[0], program.data, program.over, program.runs_on
+    clients_on = program.engine.placement
+    tables = json.loads(alike(config))
+    for section, keys in _NOT_COMPILED.items():
+        for key in keys:
+            del tables[section][key]
+    shapes = jax.tree.flatten(
+        jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (program.samples, program.rows[0]))
+    )
+    where = [
+        over,
+        program.engine.equal,
+        *((_devices(placement), placement.chunk) for placement in (runs_on, clients_on)),
+    ]
+    described = repr((tables, data._replace(name=""), shapes, where, sorted(jax.config.values.items())))
+    # The factories themselves: a name may stand for another one since, as in a notebook where a method is worked on.
+    name = described, METHODS[config.method["name"]], MODELS[config.model["name"]]
+    if name in _store:
+        _store.move_to_end(name)
+        return _store[name]
+
     # While XLA compiles one, the next is traced; on few cores, no more at once than fit their memory.
     with ThreadPoolExecutor(max_workers=min(3, cores())) as pool:
-
-        def compiling(fn: Callable, out: Any, *args: Any, donate: int | None = None, **options: Any) -> Future:
-            jitted = jax.jit(over_runs(fn), out_shardings=out, donate_argnums=donate)
-            return pool.submit(jitted.lower(*args).compile, options)
-
         # The longest first. Most of the initial state's are random numbers, drawn once: not worth LLVM's best efforts.
-        found = (
-            compiling(rounds, layout, shared, row, run, donate=2),
-            compiling(init, layout, shared, row, xla_backend_optimization_level=1),
-            compiling(score, scores_on, shared, row, run),
-        )
-    done = [future.result() for future in found]
-    _store[name] = _Compiled(init=done[1], rounds=done[0], score=done[2])
+        options = {"init": {"xla_backend_optimization_level": 1}}
+        found = {
+            part: pool.submit(jitted.lower(*arguments).compile, options.get(part, {}))
+            for part, (jitted, arguments) in traced(program).items()
+        }
+    _store[name] = _Compiled(**{part: future.result() for part, future in found.items()})
     while len(_store) > _KEPT:
         _store.popitem(last=False)
     return _store[name]
@@ -425,6 +470,11 @@ def _divisions(configs: Sequence[Config], dataset: Dataset) -> list[tuple[Federa
             first = next(iter(made.values()))[0] if made else federation
             made[config.partition_seed] = federation._replace(x=first.x, y=first.y), manifest
     return [made[config.partition_seed] for config in configs]
+
+
+def _is_full(table: Clients) -> bool:
+    """Whether every client holds as many samples as the table is wide."""
+    return bool(np.all(np.asarray(table.count) == table.index.shape[-1]))
 
 
 def _stack_tables(tables: Sequence[tuple[Clients | None, ...]]) -> Any:

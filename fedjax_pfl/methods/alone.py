@@ -29,7 +29,7 @@ def alone(method: Method) -> Method:
     """
 
     def cohort(data: ClientData) -> Cohort:
-        return Cohort(jnp.zeros((1,), jnp.int32), data.count[None].astype(jnp.float32), total=1, trainers=1)
+        return Cohort(jnp.zeros((1,), jnp.int32), jnp.asarray(data.count, jnp.float32)[None], total=1, trainers=1)
 
     def dispatched(now: Round, own: Alone, data: ClientData) -> PyTree:
         if method.dispatch is None:

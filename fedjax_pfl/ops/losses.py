@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from fedjax_pfl.data.federated import Batch
@@ -15,8 +16,20 @@ def masked_mean(values: Float[Array, " batch"], mask: Float[Array, " batch"]) ->
 
 
 def cross_entropies(logits: Float[Array, "samples classes"], y: Int[Array, " samples"]) -> Float[Array, " samples"]:
-    """Softmax cross-entropy of each sample; optax's rounds otherwise, in the last bits."""
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1)[:, 0]
+    """Softmax cross-entropy of each sample; optax's rounds otherwise, in the last bits.
+
+    The label's entry is read by its index on a CPU. On accelerators it is picked by a comparison: an indexed read has
+    an indexed write as its derivative, which takes three kernels of its own there.
+    """
+
+    def by_index(logs: Array, y: Array) -> Array:
+        return jnp.take_along_axis(logs, y[:, None], axis=1)[:, 0]
+
+    def by_comparison(logs: Array, y: Array) -> Array:
+        return jnp.sum(jnp.where(y[:, None] == jnp.arange(logs.shape[1]), logs, 0.0), axis=1)
+
+    logs = jax.nn.log_softmax(logits)
+    return -lax.platform_dependent(logs, y, cpu=by_index, default=by_comparison)
 
 
 def cross_entropy(

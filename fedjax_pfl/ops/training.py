@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
-from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.data.federated import Batch, ClientData, Count
 from fedjax_pfl.method import Diagnostics, Round, TrainInfo
 from fedjax_pfl.models.norm import is_statistic
 
@@ -33,7 +33,7 @@ def phase_key(key: Key[Array, ""], phase: str) -> Key[Array, ""]:
     return jax.random.fold_in(key, np.uint32(zlib.crc32(phase.encode())))
 
 
-def permutation(key: Key[Array, ""], count: Int[Array, ""], capacity: int) -> Int[Array, " capacity"]:
+def permutation(key: Key[Array, ""], count: Count, capacity: int) -> Int[Array, " capacity"]:
     """A random order of the positions 0 ... count - 1, followed by the padding.
 
     The draw of a position does not depend on the capacity, so more padding changes nothing.
@@ -55,7 +55,7 @@ def scan_batches(
 ) -> Carry:
     """Folds a step over the mini-batches of a client, a fresh permutation each epoch (rules R1, R12).
 
-    A client runs its own number of steps: under ``vmap`` the shorter ones stand still until the longest is done.
+    A client runs its own number of steps; beside larger ones it stands still until the largest is done.
 
     Args:
       key: the randomness of this phase.
@@ -69,7 +69,15 @@ def scan_batches(
     """
     assert (epochs is None) != (steps is None), "either epochs or steps"
     width = min(batch_size, data.capacity)
-    in_epoch = data.count // batch_size if drop_last else (data.count + width - 1) // width
+
+    def batches(samples: Count) -> Count:
+        return samples // batch_size if drop_last else (samples + width - 1) // width
+
+    in_epoch = batches(data.count)
+    # With a bound of its own, each of several clients side by side would make the loop carry all of them through a
+    # choice in every pass, and hide the number of passes from the compiler.
+    side_by_side = data.most is not None and steps is None
+    alike = isinstance(data.count, np.integer)
     if steps is not None:
         epochs = jnp.where(in_epoch > 0, -(-steps // jnp.maximum(in_epoch, 1)), 0)
 
@@ -83,10 +91,13 @@ def scan_batches(
             slots = number * width + jnp.arange(width)
             valid = slots < data.count
             batch = seen.take(order[jnp.where(valid, slots, 0)], valid)
-            return step(carry, batch, jax.random.fold_in(key_steps, number))
+            new = step(carry, batch, jax.random.fold_in(key_steps, number))
+            if not side_by_side or alike:
+                return new
+            return jax.tree.map(lambda new, old: jnp.where(number < in_epoch, new, old), new, carry)
 
         left = in_epoch if steps is None else jnp.minimum(in_epoch, steps - number * in_epoch)
-        return lax.fori_loop(0, left, batch_step, carry)
+        return lax.fori_loop(0, batches(data.longest) if side_by_side else left, batch_step, carry)
 
     return lax.fori_loop(0, epochs, epoch, carry)
 

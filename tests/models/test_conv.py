@@ -179,6 +179,39 @@ def test_the_same_inside_a_loop_side_by_side():
     assert not np.allclose(both(x, start)[0], start, rtol=1e-3)
 
 
+# --- What a TPU takes in the place of patches and slices -------------------------------------------------------------
+
+
+@pytest.fixture
+def as_on_a_tpu(monkeypatch):
+    """Makes this CPU run what is chosen for a TPU, and counts how often it is."""
+    chosen = []
+
+    def for_a_tpu(*operands, default, tpu=None, cpu=None):
+        chosen.append(tpu is not None)
+        return (tpu or default)(*operands)
+
+    monkeypatch.setattr(lax, "platform_dependent", for_a_tpu)
+    return chosen
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_tpus_grouped_convolutions_are_the_same_under_vmap(name, as_on_a_tpu):
+    test_the_same_under_vmap(name, 3)
+    assert sum(as_on_a_tpu) >= (0 if name.endswith("a shared kernel") else 2)
+
+
+def test_a_tpus_pooling_is_the_maximum_of_the_slices(as_on_a_tpu, monkeypatch):
+    x = draw(2, 6, 9, 3)
+    found = [jax.vjp(pool, x) for pool in (max_pool2x2, max_pool3x3)]
+    assert as_on_a_tpu == [True, True]
+    monkeypatch.undo()
+    for (y, pull), pool in zip(found, (max_pool2x2, max_pool3x3), strict=True):
+        expected, pulled = jax.vjp(pool, x)
+        np.testing.assert_array_equal(y, expected)
+        np.testing.assert_allclose(pull(y)[0], pulled(y)[0], rtol=1e-5)
+
+
 # --- Pooling ---------------------------------------------------------------------------------------------------------
 
 

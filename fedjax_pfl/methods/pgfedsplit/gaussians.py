@@ -64,6 +64,7 @@ def add_synthetic(
     longer = features._replace(
         index=jnp.pad(features.index, (0, capacity - features.capacity)),
         count=real + jnp.where(jnp.any(drawable > 0), jnp.asarray(wanted)[real], 0),
+        most=None if features.most is None else features.most + jnp.asarray(wanted)[features.most],
     )
     key_class, key_noise = jax.random.split(phase_key(key, "synthetic"))
 
