@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.data.federated import ClientData, Count
 from fedjax_pfl.method import PerClass
 from fedjax_pfl.ops.prototypes import Prototypes, class_means, update_prototypes
 from fedjax_pfl.ops.training import phase_key
@@ -61,10 +61,14 @@ def add_synthetic(
     gamma = jnp.ones_like(share) if scale == "one" else share / jnp.maximum(unit[scale], 1e-12)
     drawable = jnp.where(known, share, 0.0)
     capacity = features.capacity + int(wanted[-1])
+
+    def with_synthetic(count: Count) -> Count:
+        return count + (wanted if isinstance(count, np.integer) else jnp.asarray(wanted))[count]
+
     longer = features._replace(
         index=jnp.pad(features.index, (0, capacity - features.capacity)),
         count=real + jnp.where(jnp.any(drawable > 0), jnp.asarray(wanted)[real], 0),
-        most=None if features.most is None else features.most + jnp.asarray(wanted)[features.most],
+        most=features.most if features.most is None else with_synthetic(features.most),
     )
     key_class, key_noise = jax.random.split(phase_key(key, "synthetic"))
 
