@@ -241,8 +241,10 @@ def place(config: Config, memory: Memory, cohort: int, hardware: Hardware) -> Pl
     chunk = config.run.chunk or (1 if one_by_one else even_chunk(math.ceil(cohort / devices), fitting))
     need = memory.resident + chunk * memory.per_client
     if need > limit:
-        field, value = ("run.chunk", chunk) if config.run.chunk else ("data.clients", config.data.clients)
-        raise ConfigError(field, value, f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB")
+        why = f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB"
+        if config.run.chunk and fitting >= 1:
+            raise ConfigError("run.chunk", chunk, f"at most {fitting}: {why}")
+        raise ConfigError("data.clients", config.data.clients, why)
     return Placement(_mesh(usable) if kind == "shard" else None, chunk)
 
 
