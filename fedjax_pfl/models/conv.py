@@ -19,7 +19,7 @@ contraction is a channel-last convolution or a matrix product:
 
 Under ``vmap`` with one kernel per client the convolutions would become grouped convolutions, slow on a CPU; there and
 on a GPU they turn into patches and one batched matrix product instead. On a TPU, patches would be padded from a few
-channels to 128 lanes: its compiler favours the grouped convolutions, by 2 to 30 times, in all three directions. A
+channels to 128 lanes: its compiler favours the grouped convolutions, by 4 to 48 times, in all three directions. A
 kernel shared by all clients stays one large convolution. `benchmarks/conv.py` measures all of this against autodiff of
 ``lax.conv``, `benchmarks/lowerings.py` has the compilers' estimates.
 """
