@@ -35,8 +35,10 @@ def test_a_loop_of_known_length_counts_its_products_as_often_as_it_passes(hlo):
     product = 2 * 64 * 32 * 32
     assert found.total.arithmetic == (7 + 1) * product
     assert found.total.launch == 5.0
-    given = hlo.estimate(module, rates, {"": 3})
-    assert given.total.arithmetic == 8 * product  # a source that nothing in the package has
+    # As though the loops came from a function of the package; the compiler's own number stands where it has one.
+    module.frames = {frame: ["ops/walk.py:walk"] for frame in range(1000)}
+    assert hlo.estimate(module, rates, {"walk": 3}).total.arithmetic == (7 + 3) * product
+    assert hlo.estimate(module, rates, {"other": 3}).total.arithmetic == (7 + 1) * product
 
 
 def test_of_two_branches_evaluation_takes_the_costlier_one(hlo):

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.method import Diagnostics
+from fedjax_pfl.ops.losses import cross_entropies
 
 # Samples per forward pass: on a CPU the activations should stay in the cache.
 BATCH = 64
@@ -103,7 +104,7 @@ def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch cl
         slots = number * width + jnp.arange(width)
         batch = data.take(slots, slots < data.count)
         logits = predict(batch.x)
-        loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch.y[:, None], axis=1)[:, 0]
+        loss = cross_entropies(logits, batch.y)
         # What is not finite is no answer: of a diverged model's logits, all NaN, argmax would make class 0.
         answered = batch.mask * jnp.all(jnp.isfinite(logits), axis=-1).astype(jnp.float32)
         guess = jax.nn.one_hot(jnp.argmax(logits, axis=-1), classes) * answered[:, None]
