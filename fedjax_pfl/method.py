@@ -279,6 +279,8 @@ class Method(NamedTuple):
         before a PRE evaluation; what ``aggregate`` writes into a client's ``inbox`` needs none.
       calibrate: for methods that score another model than they broadcast.
       diagnose: what the server has to say of the state of things, for the record; nothing unless given.
+      selects: whether clients select on their validation samples, ``data.validation``, which a config then has to set
+        aside (rule R11); where it is not so, these may be None.
     """
 
     init: Init
@@ -295,3 +297,4 @@ class Method(NamedTuple):
     dispatch: Dispatch | None = None
     calibrate: Calibration | None = None
     diagnose: Callable[[PyTree], Diagnostics] = no_diagnostics
+    selects: bool = False

@@ -103,6 +103,12 @@ class Program:
 
 
 @pytest.fixture(scope="module")
+def federation(federation):
+    """With validation samples, for methods that select on them."""
+    return federation._replace(validation=federation.test)
+
+
+@pytest.fixture(scope="module")
 def name(request):
     """The entry that is checked."""
     yield request.param

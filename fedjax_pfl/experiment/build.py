@@ -155,6 +155,11 @@ def make_engine(
         method = factory(model, Trainer(**training), **options)
     except ValueError as error:
         raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
+    if method.selects and config.data.validation_share == 0:
+        allowed = f"above 0, such as 0.2: {name} selects on validation samples"
+        raise ConfigError("data.validation_share", config.data.validation_share, allowed)
+    if method.selects and config.data.evaluate_on == "validation":
+        raise ConfigError("data.evaluate_on", "validation", f'"test": {name} selects on the validation samples')
     if config.training.copies is not None:
         method = method._replace(copies=config.training.copies)
     if not config.participation.collaborate:

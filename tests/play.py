@@ -1,0 +1,49 @@
+"""A method's rounds on the tiny federation, who took part in them, and what a round exchanges."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.data.federated import Federation
+from fedjax_pfl.engine.memory import survey
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.round import Engine, Run, round_keys
+from fedjax_pfl.engine.traffic import count
+from tests.reference import at
+
+N = 7
+KEY = jax.random.key(31)
+EVERYONE = Participation()
+SOME = Participation(0.3, 0.8, 0.2)
+
+
+class Played(NamedTuple):
+    """The state before round 0 and after the last, and who was present in each round."""
+
+    start: Run
+    end: Run
+    cohorts: list[list[int]]
+
+
+def play(method, federation: Federation, *, who=EVERYONE, rounds=3, new=0) -> Played:
+    """The first rounds of a method, as the engine runs them."""
+    engine = Engine(method, N, who, new=new)
+    start = jax.jit(engine.init)(KEY, federation)
+    end = jax.jit(engine.rounds)(KEY, start, at(0), at(rounds), jnp.array(True), federation)
+    drawn = [engine._select(round_keys(KEY, at(t)), federation.train.count)[0] for t in range(rounds)]
+    return Played(start, end, [[int(i) for i in ids if i < N] for ids in drawn])
+
+
+class Floats(NamedTuple):
+    """Numbers that a client receives and sends in a round, and that it keeps."""
+
+    down: int
+    up: int
+    kept: int
+
+
+def exchanged(method, federation: Federation) -> Floats:
+    """From the shapes, as the accounting has it; a `PerClass` part counts as though all classes were sent."""
+    _, shapes = survey(Engine(method, N), KEY, federation)
+    return Floats(count(shapes.down), count(shapes.up), count(shapes.client))
