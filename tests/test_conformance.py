@@ -213,7 +213,9 @@ PLACES += [("fedavg", where) for where in ("vmap", "chunks", "sharded")]
 
 @pytest.mark.parametrize(("name", "where"), PLACES, indirect=["name"], scope="module")
 def test_neither_the_placement_nor_constants_for_numbers_change_anything(name, where, program, start, four_rounds):
-    nearly(program(name, SOME, where).rounds(start(name), 0, 4), four_rounds(name, SOME))
+    # FedDecorr divides gradients by the spread of a feature within a batch, and rounding with it.
+    tolerance = 1e-3 if name == "feddecorr" else 1e-5
+    nearly(program(name, SOME, where).rounds(start(name), 0, 4), four_rounds(name, SOME), tolerance)
 
 
 def computations_with_collectives(text):

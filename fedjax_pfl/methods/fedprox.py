@@ -3,15 +3,15 @@
 from typing import Annotated
 
 from annotated_types import Ge
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float
 
-from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Method, Round, Update
-from fedjax_pfl.methods.fedavg import fedavg
+from fedjax_pfl.data.federated import Batch
+from fedjax_pfl.method import Logits, Method
+from fedjax_pfl.methods.base_loss import BaseLoss, Term, fedavg_on
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
-from fedjax_pfl.ops.losses import proximal, supervised
-from fedjax_pfl.ops.training import Trainer, is_off
+from fedjax_pfl.ops.losses import proximal
+from fedjax_pfl.ops.training import Scalar, Trainer, is_off
 
 
 def fedprox(
@@ -33,13 +33,22 @@ def fedprox(
       Networks. MLSys 2020. arXiv:1812.06127.
     """
 
-    def local(now: Round, view: Params, client: PyTree, data: ClientData) -> Update:
-        def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
-            ce = supervised(model, params, batch)
-            return ce if is_off(mu) else ce + proximal(params, view, mu)
+    return fedavg_on(fedprox_loss(model, mu), model, train, combine)
 
-        params, info = train(now, loss, view, data)
-        return Update(client, params, info)
 
-    return fedavg(model, train, combine)._replace(local=local)
+def fedprox_loss(model: Model, mu: Scalar = 0.01) -> BaseLoss:
+    """CE + (mu / 2) ||w - w^t||^2."""
+    del model
+    if is_off(mu):
+        return BaseLoss()
+
+    def term(received: Params, last: Params) -> Term:
+        del last
+
+        def near(params: Params, z: Float[Array, "batch K"], logits: Logits, batch: Batch) -> Float[Array, ""]:
+            del z, logits, batch
+            return proximal(params, received, mu)
+
+        return near
+
+    return BaseLoss(term)

@@ -9,12 +9,13 @@ from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch
 from fedjax_pfl.method import PerClass
+from fedjax_pfl.methods.base_loss import BaseLoss
 from fedjax_pfl.methods.pfedcspc.initial import project
 from fedjax_pfl.methods.pfedcspc.relations import Alignment
 from fedjax_pfl.models.base import Model, Params, initializers
-from fedjax_pfl.ops.losses import cross_entropy, label_loss, proximal
+from fedjax_pfl.ops.losses import cross_entropy, label_loss
 from fedjax_pfl.ops.prototypes import Prototypes
-from fedjax_pfl.ops.training import Loss, Scalar, is_off, phase_key
+from fedjax_pfl.ops.training import Loss, is_off, phase_key
 
 TERMS = ("base", "kappa", "encoder_ce")
 
@@ -25,12 +26,12 @@ class ClientLoss(NamedTuple):
     Attributes:
       align: PTA, what the global prototypes add; None for nothing.
       encoder_ce: weight of the cross-entropy of a second classifier, linear on the encoder's features; 0 for none.
-      mu: strength of FedProx's term in L_base; None for none.
+      base: L_base, as a change of plain cross-entropy.
     """
 
     align: Alignment | None
     encoder_ce: float
-    mu: Scalar | None
+    base: BaseLoss
 
     def with_classifier(self, key: Key[Array, ""], model: Model, params: Params) -> Params:
         """Params with the second classifier, [d, C] and drawn as PyTorch's, if there is to be one.
@@ -47,26 +48,29 @@ class ClientLoss(NamedTuple):
         return {**params, "encoder_head": {"kernel": kernel, "bias": bias}}
 
     def on(
-        self, model: Model, start: Params, prototypes: PerClass | None, *, terms: Collection[str] = TERMS
+        self, model: Model, start: Params, last: Params, prototypes: PerClass | None, *, terms: Collection[str] = TERMS
     ) -> Loss[Params]:
         """The loss of training that begins at ``start``.
 
         Args:
           model: of ``start``.
-          start: what FedProx's term pulls to.
+          start: the model that L_base is told of as the received one.
+          last: the client's last local model, or else ``start``.
           prototypes: u_g, as sent.
           terms: which of them to take: L_base, or what is added to it, by the name of its coefficient.
         """
 
+        added = None if self.base.term is None else self.base.term(start, last)
+
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             assert model.projection is not None
             f = model.projection.encode(params["extractor"], batch.x, batch.mask)
             z = project(model, params["extractor"]["projection"], f)
             found = []
             if "base" in terms:
-                found.append(label_loss(model, z, model.classify(params["head"], z), batch))
-                found += [] if self.mu is None else [proximal(params, start, self.mu)]
+                logits = model.classify(params["head"], z)
+                found.append(label_loss(model, z, logits, batch))
+                found += [] if added is None else [added(params, z, logits, batch)]
             if "encoder_ce" in terms and not is_off(self.encoder_ce):
                 labels = cross_entropy(model.classify(params["encoder_head"], f), batch.y, batch.mask)
                 found.append(self.encoder_ce * labels)
@@ -76,12 +80,13 @@ class ClientLoss(NamedTuple):
             total: Float[Array, ""] = jax.tree.reduce(jnp.add, found)
             return total
 
-        return loss
+        # L_base may take the gradient elsewhere; the terms by themselves are looked at where they are.
+        return loss if self.base.around is None or len(terms) < len(TERMS) else self.base.around(loss)
 
     def apart(
-        self, model: Model, start: Params, prototypes: PerClass | None
+        self, model: Model, start: Params, last: Params, prototypes: PerClass | None
     ) -> tuple[Loss[Params], dict[str, Loss[Params]]]:
         """L_base, and each term that is added to it, by name."""
         present = {"kappa": self.align is not None, "encoder_ce": not is_off(self.encoder_ce)}
-        base, *added = (self.on(model, start, prototypes, terms=[name]) for name in TERMS)
+        base, *added = (self.on(model, start, last, prototypes, terms=[name]) for name in TERMS)
         return base, {name: term for name, term in zip(TERMS[1:], added, strict=True) if present[name]}

@@ -6,6 +6,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import Strict
 
 from fedjax_pfl.method import Method, Static
+from fedjax_pfl.methods.bases import Base, base_loss
 from fedjax_pfl.methods.pfedcspc.calibration import Calibrator
 from fedjax_pfl.methods.pfedcspc.client_loss import ClientLoss
 from fedjax_pfl.methods.pfedcspc.cluster import ClusterPrototypes
@@ -41,8 +42,8 @@ def pfedcspc(
     edge: Penalty = "abs",
     kp_weight: Annotated[float, Ge(0), Le(1)] = 0.5,
     kp_norm: Norm = "minmax",
-    base: Literal["fedavg", "fedprox"] = "fedavg",
-    mu: Annotated[float, Ge(0)] = 0.01,
+    base: Base = "fedavg",
+    mu: Annotated[float, Ge(0)] | None = None,
     encoder_ce: Annotated[float, Ge(0), Static] = 0.0,
     server_lr: Annotated[float, Gt(0)] = 0.01,
     server_lr_drops: Annotated[tuple[int, ...], Strict(False)] = (6, 41),
@@ -94,8 +95,10 @@ def pfedcspc(
       edge: how the edge alignment measures a difference; the paper's L2 norm of a number is its absolute value.
       kp_weight: lambda, weight of the exemplars in the global model's prediction (KP), not in the paper.
       kp_norm: how logits and similarities are brought to one scale, per sample; not in the paper.
-      base: the client's loss that the alignment is added to (Table VI).
-      mu: strength of FedProx's term.
+      base: the client's loss that the alignment is added to (Table VI); under FedASAM the alignment's gradient is
+        taken at the worst point near w, too.
+      mu: the coefficient of that loss: FedProx's and MOON's mu, FedNTD's beta, FedASAM's rho; that method's default
+        unless given.
       encoder_ce: weight of one more cross-entropy in the client's loss, of a linear classifier on the encoder's
         features. It is not in the paper; FedCSPC's code has it, with weight 1 (and its FedAvg has not). The classifier
         is part of the shared model, averaged as the rest is, and predicts nothing.
@@ -136,7 +139,7 @@ def pfedcspc(
     needs_prototypes = calibrate or not (align is None and initial is None and knowledge is None)
     counts = initial is not None and pmi_weight == "count"
     parts = Parts(
-        loss=ClientLoss(align, encoder_ce, mu=None if base == "fedavg" or is_off(mu) else mu),
+        loss=ClientLoss(align, encoder_ce, base_loss(base, model, mu)),
         cluster=ClusterPrototypes(clusters, repeats, share, kmeans_steps, counts) if needs_prototypes else None,
         initial=initial,
         calibrate=calibrator if calibrate else None,

@@ -18,6 +18,7 @@ from fedjax_pfl.method import (
     TrainInfo,
     Update,
 )
+from fedjax_pfl.methods.base_loss import Last
 from fedjax_pfl.methods.pfedcspc.cluster import mean_over_clients
 from fedjax_pfl.methods.pfedcspc.initial import project
 from fedjax_pfl.methods.pfedcspc.parts import Parts
@@ -42,10 +43,11 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
     starts_personal = initial is not None and initial.when == "every"
     adapts = initial is not None and initial.when == "eval"
 
-    def init(key: Key[Array, ""], clients: int) -> tuple[Server, PyTree]:
+    def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
         params = client_loss.with_classifier(key, model, model.init(key))
         encoder = params["extractor"]["encoder"]
-        client = Client(encoder) if starts_personal else ()
+        last = Last(params, jnp.array(False)) if client_loss.base.keeps_last else None
+        client = Client(encoder if starts_personal else None, last)
         said = {name: jnp.array(jnp.nan, jnp.float32) for name in parts.says}
         if cluster is None:
             return Server(params, None, None, None, said), client
@@ -63,24 +65,30 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         assert server.known is not None
         return take_rows(server.known.encoders, cohort.ids)
 
-    def personal(view: View, client: PyTree) -> Params:
+    def personal(view: View, client: Client) -> Params:
         return with_encoder(view.params, client.inbox) if starts_personal else view.params
 
-    def as_scored(view: View, client: PyTree, params: Params) -> tuple[View, PyTree]:
+    def as_scored(view: View, client: Client, params: Params) -> tuple[View, Client]:
         """(view, client) that have this model."""
         if not starts_personal:
             return view._replace(params=params), client
-        return view._replace(params=with_encoder(params, None)), Client(params["extractor"]["encoder"])
+        return view._replace(params=with_encoder(params, None)), client._replace(inbox=params["extractor"]["encoder"])
 
-    def adapt(now: Round, view: View, start: Params, data: ClientData) -> tuple[Params, TrainInfo]:
+    def last_of(client: Client, start: Params) -> Params:
+        return start if client.last is None else client.last.or_received(start)
+
+    def adapt(now: Round, view: View, client: Client, start: Params, data: ClientData) -> tuple[Params, TrainInfo]:
         """Local training on L_base + kappa L_align (Eqs. 5-7, 18)."""
-        return train(now, client_loss.on(model, start, view.prototypes), start, data)
+        return train(now, client_loss.on(model, start, last_of(client, start), view.prototypes), start, data)
 
-    def local(now: Round, view: View, client: PyTree, data: ClientData) -> Update:
+    def local(now: Round, view: View, client: Client, data: ClientData) -> Update:
         start = personal(view, client)
-        params, info = adapt(now, view, start, data)
+        params, info = adapt(now, view, client, start, data)
         prototypes = None if cluster is None else cluster.of(now.key, partial(encode, params["extractor"]), data)
-        said = train.gradient_ratios(now, *client_loss.apart(model, start, view.prototypes), start, data)
+        apart = client_loss.apart(model, start, last_of(client, start), view.prototypes)
+        said = train.gradient_ratios(now, *apart, start, data)
+        if client.last is not None:
+            client = client._replace(last=client.last.replaced(params, info))
         return Update(client, Upload(params, prototypes), info, as_scored(view, client, params), said)
 
     def aggregate(
@@ -104,14 +112,14 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         e = update_prototypes(e, mean_over_clients(z, sent.valid))
         return Server(params, u_g, e, known, said), clients
 
-    def personalize(now: Round, view: View, client: PyTree, data: ClientData) -> tuple[View, PyTree]:
+    def personalize(now: Round, view: View, client: Client, data: ClientData) -> tuple[View, Client]:
         """m_k, after local adaptation."""
         if not adapts:
             return view, client
         start = view.params
         if view.scored is not None:
             start = with_encoder(start, jax.tree.map(lambda leaf: leaf[data.id], view.scored))
-        return as_scored(view, client, adapt(now, view, start, data)[0])
+        return as_scored(view, client, adapt(now, view, client, start, data)[0])
 
     def send_along(now: Round, server: Server, uploads: PyTree, cohort: Cohort) -> Server:
         """Before scores are taken: what training has no use for, and a round does not send."""

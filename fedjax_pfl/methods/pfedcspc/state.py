@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from fedjax_pfl.method import Diagnostics, PerClass
+from fedjax_pfl.methods.base_loss import Last
 from fedjax_pfl.methods.pfedcspc.initial import Known
 from fedjax_pfl.models.base import Params
 from fedjax_pfl.ops.prototypes import Prototypes
@@ -43,9 +44,16 @@ class View(NamedTuple):
 
 
 class Client(NamedTuple):
-    """Personal: the encoder of m_k, which the server writes for a client before it trains from there."""
+    """Personal.
 
-    inbox: Params
+    Attributes:
+      inbox: the encoder of m_k, which the server writes for a client before it trains from there; None where it trains
+        from the global model.
+      last: its last local model, where L_base asks for it; else None.
+    """
+
+    inbox: Params | None
+    last: Last | None
 
 
 class Upload(NamedTuple):

@@ -19,13 +19,16 @@ from fedjax_pfl.engine.round import Engine, Run, round_keys
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.method import Cohort, PerClass, State
+from fedjax_pfl.methods.fedasam import fedasam
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
+from fedjax_pfl.methods.fedntd import fedntd
 from fedjax_pfl.methods.fedprox import fedprox
+from fedjax_pfl.methods.moon import moon
 from fedjax_pfl.methods.pfedcspc import pfedcspc
 from fedjax_pfl.methods.pfedcspc.corpus import Corpus, augment_prototypes
 from fedjax_pfl.methods.pfedcspc.kmeans import kmeans, sample_means
-from fedjax_pfl.methods.pfedcspc.state import Upload
+from fedjax_pfl.methods.pfedcspc.state import Client, Upload
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import Trainer, phase_key
 from tests.conftest import CLASSES, WITH_EMITTERS
@@ -106,14 +109,24 @@ class SameBatches(Trainer):
         return super().__call__(*args, phase="local", **options)
 
 
+BASES = {
+    "fedavg": fedavg,
+    "fedprox": partial(fedprox, mu=0.7),
+    "moon": partial(moon, mu=0.7),
+    "fedntd": partial(fedntd, beta=0.7),
+    "fedasam": partial(fedasam, rho=0.7),
+}
+
+
 @pytest.mark.parametrize(
-    ("base", "who"), [("fedavg", EVERYONE), ("fedprox", SOME)], ids=["fedavg, everyone", "fedprox, some"]
+    ("base", "who"),
+    [("fedavg", EVERYONE), ("fedprox", SOME), ("moon", SOME), ("fedntd", SOME), ("fedasam", SOME)],
+    ids=lambda value: value if isinstance(value, str) else "everyone" if value is EVERYONE else "some",
 )
 def test_without_its_modules_it_is_its_base_bit_for_bit(base, who, play, model, trainer, federation):
     """What it trains after the last aggregation is FedAvg-FT, if that draws the same batches."""
-    mu = 0.7
-    method = pfedcspc(model, trainer, **OFF, base=base, mu=mu)
-    plain = fedavg(model, trainer) if base == "fedavg" else fedprox(model, trainer, mu=mu)
+    method = pfedcspc(model, trainer, **OFF, base=base, mu=0.7)
+    plain = BASES[base](model, trainer)
     (engine, _, found), (other, last, expected) = play(method, who), play(plain, who)
     jax.tree.map(same, found.state.server.params, expected.state.server)
     jax.tree.map(same, (found.post, found.loss, found.traffic), (expected.post, expected.loss, expected.traffic))
@@ -122,10 +135,11 @@ def test_without_its_modules_it_is_its_base_bit_for_bit(base, who, play, model, 
         plain.global_predict(expected.state.server, federation.x),
     )
     same(
-        method.predict(method.personal(method.broadcast(found.state.server), ()), federation.x),
+        method.predict(method.personal(method.broadcast(found.state.server), Client(None, None)), federation.x),
         plain.predict(plain.personal(expected.state.server, ()), federation.x),
     )
-    assert not jax.tree.leaves((found.state.clients, found.state.server[1:]))
+    assert not jax.tree.leaves(found.state.server[1:])
+    jax.tree.map(same, jax.tree.leaves(found.state.clients), jax.tree.leaves(expected.state.clients))
     bytes_of = [survey(e, KEY, federation)[1].sent_bytes(found.traffic) for e in (engine, other)]
     assert bytes_of[0] == bytes_of[1]
     if base == "fedavg":
@@ -603,7 +617,7 @@ def test_round_zero_starts_from_one_common_model(both, model):
     assert not server.exemplars.valid.any()
     for start in both.rounds[0].starts.values():
         jax.tree.map(near, start, params)
-    personal = ([server.known.encoders] if server.known else []) + ([clients.inbox] if clients else [])
+    personal = ([server.known.encoders] if server.known else []) + ([clients.inbox] if clients.inbox else [])
     for rows in personal:
         jax.tree.map(lambda leaf, one: same(leaf, [one] * N), rows, params["extractor"]["encoder"])
 

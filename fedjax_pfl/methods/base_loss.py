@@ -1,0 +1,80 @@
+"""What base methods change of the local loss, so that FedAvg and pFedCSPC can train on either of them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key, PyTree
+
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.method import Logits, Method, Round, TrainInfo, Update
+from fedjax_pfl.methods.fedavg import fedavg
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.aggregate import Combine
+from fedjax_pfl.ops.losses import label_loss
+from fedjax_pfl.ops.training import Loss, Trainer
+
+# params, z, logits, batch -> what is added to the cross-entropy, its coefficient included
+Term = Callable[[Params, Float[Array, "batch K"], Logits, Batch], Float[Array, ""]]
+
+
+class BaseLoss(NamedTuple):
+    """A local loss, as a change of plain cross-entropy; without any, it is that.
+
+    Attributes:
+      term: received, last -> the term that is added, given the model that training starts from and the client's last
+        local model; None for none.
+      around: a loss -> the loss whose gradient a step takes instead; None for the loss itself.
+      keeps_last: whether the term asks for the last local model. Where it does not, and in a client's first
+        participation, ``last`` is the received model.
+    """
+
+    term: Callable[[Params, Params], Term] | None = None
+    around: Callable[[Loss[Params]], Loss[Params]] | None = None
+    keeps_last: bool = False
+
+
+class Last(NamedTuple):
+    """Personal: the client's last local model, and whether it has trained one."""
+
+    params: Params
+    known: Bool[Array, ""]
+
+    def or_received(self, received: Params) -> Params:
+        """The last local model, or the received one before there is any."""
+        return jax.tree.map(lambda own, w: jnp.where(self.known, own, w), self.params, received)
+
+    def replaced(self, params: Params, info: TrainInfo) -> "Last":
+        """After training; a client without samples has not trained."""
+        return Last(params, self.known | (info.steps > 0))
+
+
+def fedavg_on(base: BaseLoss, model: Model, train: Trainer, combine: Combine) -> Method:
+    """FedAvg whose clients train on this loss."""
+    averaging = fedavg(model, train, combine)
+
+    def init(key: Key[Array, ""], clients: int) -> tuple[Params, PyTree]:
+        server, nothing = averaging.init(key, clients)
+        return server, Last(server, jnp.array(False)) if base.keeps_last else nothing
+
+    def local(now: Round, view: Params, client: PyTree, data: ClientData) -> Update:
+        last = client.or_received(view) if base.keeps_last else view
+        term = None if base.term is None else base.term(view, last)
+
+        def loss(
+            params: Params, batch: Batch, key: Key[Array, ""], *, labels: bool = True, added: bool = True
+        ) -> Float[Array, ""]:
+            z = model.features(params["extractor"], batch.x, batch.mask)
+            logits = model.classify(params["head"], z)
+            found = label_loss(model, z, logits, batch) if labels else jnp.zeros(())
+            return found + term(params, z, logits, batch) if added and term is not None else found
+
+        params, info = train(now, loss if base.around is None else base.around(loss), view, data)
+        terms: dict[str, Loss[Params]] = {} if term is None else {"term": partial(loss, labels=False)}
+        said = train.gradient_ratios(now, partial(loss, added=False), terms, view, data)
+        own = client.replaced(params, info) if base.keeps_last else client
+        return Update(own, params, info, diagnostics=said)
+
+    return averaging._replace(init=init, local=local)

@@ -1,0 +1,35 @@
+"""The local losses that another method can be put on, by the name of the method that they come from."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from fedjax_pfl.methods.base_loss import BaseLoss
+from fedjax_pfl.methods.fedasam import asam_loss
+from fedjax_pfl.methods.fedntd import ntd_loss
+from fedjax_pfl.methods.fedprox import fedprox_loss
+from fedjax_pfl.methods.moon import moon_loss
+from fedjax_pfl.models.base import Model
+from fedjax_pfl.ops.training import Scalar
+
+Base = Literal["fedavg", "fedprox", "moon", "fedntd", "fedasam"]
+
+
+_LOSSES: dict[Base, Callable[..., BaseLoss]] = {
+    "fedavg": lambda model: BaseLoss(),
+    "fedprox": fedprox_loss,
+    "moon": moon_loss,
+    "fedntd": ntd_loss,
+    "fedasam": asam_loss,
+}
+
+
+def base_loss(name: Base, model: Model, coefficient: Scalar | None) -> BaseLoss:
+    """The local loss of this method.
+
+    Args:
+      name: of the method.
+      model: extractor and head.
+      coefficient: of what it adds to the cross-entropy, or its rho; the method's default for None. FedAvg has none.
+    """
+    loss = _LOSSES[name]
+    return loss(model) if coefficient is None or name == "fedavg" else loss(model, coefficient)

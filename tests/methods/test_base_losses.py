@@ -1,0 +1,190 @@
+"""MOON, FedNTD, FedDecorr and FedASAM: rounds against NumPy, the limits where they are FedAvg, and their losses."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.methods.fedasam import fedasam
+from fedjax_pfl.methods.fedavg import fedavg
+from fedjax_pfl.methods.feddecorr import decorrelation, feddecorr
+from fedjax_pfl.methods.fedntd import fedntd, not_true_distillation
+from fedjax_pfl.methods.moon import moon
+from fedjax_pfl.ops.training import Trainer
+from tests.conftest import TRAIN_SIZES
+from tests.play import SOME, exchanged, play
+from tests.reference import MLP, client_key, held, linear_gradient, softmax_loss, to_numpy, weighted_mean
+
+KEY = jax.random.key(31)
+ROUNDS = 3
+MU, TAU, BETA, RHO, ETA = 0.8, 0.4, 1.3, 0.3, 0.2
+
+near = partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
+
+
+def with_features(mlp, w, rows, d_logits, d_z):
+    """The gradient, given that with respect to the logits, and what else reaches the features."""
+    z = mlp.features(w, rows)
+    extractor = mlp.extract_gradient(w["extractor"], rows, d_logits @ w["head"]["kernel"].T + d_z)
+    return {"extractor": extractor, "head": linear_gradient(z, d_logits)}
+
+
+def moon_gradient(mlp, w, rows, received, last):
+    z, others = mlp.features(w, rows), [mlp.features(model, rows) for model in (last, received)]
+    unit_last, unit_received = (other / np.sqrt((other**2).sum(1, keepdims=True) + 1e-12) for other in others)
+    length = np.sqrt((z**2).sum(1, keepdims=True) + 1e-12)
+    towards = (unit_last - unit_received) / TAU
+    slope = 1 / (1 + np.exp(-((z / length) * towards).sum(1, keepdims=True))) / len(rows)
+    d_z = MU * slope * (towards / length - z * (z * towards).sum(1, keepdims=True) / length**3)
+    return with_features(mlp, w, rows, softmax_loss(mlp.logits(w, rows), mlp.y[rows])[1], d_z)
+
+
+def ntd_gradient(mlp, w, rows, received, last):
+    y, logits = mlp.y[rows], mlp.logits(w, rows)
+
+    def among_others(logits):
+        powers = np.exp(logits / TAU) * (np.arange(logits.shape[1]) != y[:, None])
+        return powers / powers.sum(1, keepdims=True)
+
+    apart = among_others(logits) - among_others(mlp.logits(received, rows))
+    return with_features(mlp, w, rows, softmax_loss(logits, y)[1] + BETA * TAU * apart / len(rows), 0.0)
+
+
+def decorr_gradient(mlp, w, rows, received, last):
+    z, d_z = mlp.features(w, rows), 0.0
+    b, k = z.shape
+    if b > 1:
+        c = z - z.mean(0)
+        s = np.sqrt(c.var(0, ddof=1) + 1e-8)
+        products = (c / s).T @ (c / s)
+        g = 4 * (c / s) @ (products - np.diag(np.diag(products))) / (b * k * (k - 1))
+        d_c = g / s - c * (g * c).sum(0) / (s**3 * (b - 1))
+        d_z = BETA * (d_c - d_c.mean(0))
+    return with_features(mlp, w, rows, softmax_loss(mlp.logits(w, rows), mlp.y[rows])[1], d_z)
+
+
+def asam_gradient(mlp, w, rows, received, last):
+    g = mlp.gradient(w, rows)
+    s = {
+        part: {name: np.abs(leaf) + ETA if name == "kernel" else np.ones_like(leaf) for name, leaf in layer.items()}
+        for part, layer in (("hidden_layer", w["extractor"]["hidden_layer"]), ("head", w["head"]))
+    }
+    s = {"extractor": {"hidden_layer": s["hidden_layer"]}, "head": s["head"]}
+    length = np.sqrt(sum(np.sum((a * b) ** 2) for a, b in zip(*map(jax.tree.leaves, (s, g)), strict=True)))
+    return mlp.gradient(jax.tree.map(lambda w, s, g: w + RHO * s**2 * g / length, w, s, g), rows)
+
+
+METHODS = {
+    "moon": (partial(moon, mu=MU, temperature=TAU), moon_gradient),
+    "fedntd": (partial(fedntd, beta=BETA, temperature=TAU), ntd_gradient),
+    "feddecorr": (partial(feddecorr, beta=BETA), decorr_gradient),
+    "fedasam": (partial(fedasam, rho=RHO, eta=ETA), asam_gradient),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rounds_are_numpys(name, model, trainer, federation):
+    factory, gradient = METHODS[name]
+    played = play(factory(model, trainer), federation, who=SOME, rounds=ROUNDS)
+    mlp, last = MLP(federation.x, federation.y), {}
+    w = to_numpy(play(fedavg(model, trainer), federation, who=SOME, rounds=0).start.state.server)
+    for t, cohort in enumerate(played.cohorts):
+        trained = {}
+        for i in cohort:
+            rows, key = held(federation.train, i), client_key(KEY, t, i)
+            step = partial(gradient, mlp, received=w, last=last.get(i, w))
+            trained[i], _ = mlp.train(w, key, t, rows, trainer, gradient=step)
+        last |= trained
+        if trained:
+            w = weighted_mean(trained.values(), [TRAIN_SIZES[i] for i in trained])
+    assert len(set(played.cohorts[0]) & set(played.cohorts[1])) > 0
+    jax.tree.map(near, played.end.state.server, w)
+    if name == "moon":
+        assert played.end.state.clients.known.tolist() == [i in last for i in range(len(TRAIN_SIZES))]
+        for i, params in last.items():
+            jax.tree.map(lambda found, expected, i=i: near(found[i], expected), played.end.state.clients.params, params)
+
+
+OFF = {
+    "moon": {"mu": 0.0},
+    "fedntd": {"beta": 0.0},
+    "feddecorr": {"beta": 0.0},
+    "fedasam": {"rho": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_with_its_term_off_it_is_fedavg_bit_for_bit(name, model, trainer, federation):
+    off = METHODS[name][0].func(model, trainer, **OFF[name])
+    found, expected = (play(method, federation, who=SOME).end for method in (off, fedavg(model, trainer)))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_moon_in_its_first_round_is_fedavg(model, trainer, federation):
+    found = play(moon(model, trainer, mu=5.0), federation, rounds=1).end
+    jax.tree.map(near, found.state.server, play(fedavg(model, trainer), federation, rounds=1).end.state.server)
+
+
+def test_not_true_distillation_leaves_the_label_alone():
+    rng = np.random.default_rng(0)
+    student, teacher = (jnp.asarray(rng.normal(0, 2, (6, 4)), jnp.float32) for _ in range(2))
+    y, mask = jnp.array([0, 1, 2, 3, 1, 1]), jnp.array([1.0, 1, 1, 1, 1, 0])
+    other = student.at[jnp.arange(6), y].add(7.0)
+    loss = partial(not_true_distillation, teacher=teacher, y=y, mask=mask, temperature=1.5)
+    value, gradient = jax.value_and_grad(loss)(student)
+    assert value > 0.1
+    assert float(loss(other)) == pytest.approx(float(value), rel=1e-6)
+    np.testing.assert_array_equal(gradient[jnp.arange(6), y], 0)
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(gradient.any(axis=1), mask > 0)
+    two = partial(not_true_distillation, teacher=teacher[:, :2], y=y % 2, mask=mask, temperature=1.5)
+    assert float(two(student[:, :2])) == 0
+
+
+@pytest.mark.parametrize("norm", ["code", "paper"])
+def test_decorrelation_sees_correlations_alone(norm):
+    rng = np.random.default_rng(1)
+    z = rng.normal(0, 1, (9, 5)) @ rng.normal(0, 1, (5, 5))
+    mask = np.array([1.0] * 7 + [0.0] * 2)
+    correlation = np.corrcoef(z[:7].T)
+    apart = correlation - np.eye(5)
+    expected = {"paper": (correlation**2).sum() / 25, "code": 36 * (apart**2).sum() / 20 / 7}[norm]
+    found = partial(decorrelation, norm=norm)
+    assert float(found(jnp.float32(z), jnp.float32(mask))) == pytest.approx(expected, rel=1e-4)
+    moved = 3 * z + np.arange(5) - 2.0
+    assert float(found(jnp.float32(moved), jnp.float32(mask))) == pytest.approx(expected, rel=1e-4)
+    assert float(found(jnp.float32(z[:1]), jnp.ones(1))) == 0
+
+
+def test_fedasam_scores_the_mean_of_what_it_captured(model, federation):
+    train = Trainer(epochs=1, batch_size=4, lr=0.2)
+    method = fedasam(model, train, rho=RHO, eta=ETA, swa_start=1, swa_cycle=2, swa_lr=0.02)
+    mlp = MLP(federation.x, federation.y)
+    w, models = to_numpy(play(method, federation, rounds=0).start.state.server.params), []
+    # Round 0 at the configured rate; then from half-way down to the lowest, twice.
+    for t, rate in enumerate([0.2, 0.11, 0.02, 0.11, 0.02]):
+        trained = []
+        for i in range(len(TRAIN_SIZES)):
+            rows, key = held(federation.train, i), client_key(KEY, t, i)
+            step = partial(asam_gradient, mlp, received=w, last=w)
+            trained.append(mlp.train(w, key, t, rows, train, gradient=step, lr=rate)[0])
+        w = weighted_mean(trained, TRAIN_SIZES)
+        models.append(w)
+    end = play(method, federation, rounds=5).end.state.server
+    assert int(end.captured) == 2
+    jax.tree.map(near, end.params, models[-1])
+    jax.tree.map(near, end.average, jax.tree.map(lambda a, b: (a + b) / 2, models[2], models[4]))
+    scored = method.calibrate.server(None, end, (), None)
+    jax.tree.map(np.testing.assert_array_equal, method.broadcast(scored), end.average)
+    before = play(method, federation, rounds=2).end.state.server
+    assert int(before.captured) == 0
+    jax.tree.map(np.testing.assert_array_equal, method.calibrate.server(None, before, (), None).params, before.params)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("moon", 1), ("fedntd", 0), ("feddecorr", 0), ("fedasam", 0)])
+def test_the_model_goes_down_and_comes_back(name, kept, model, trainer, federation):
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(model.init(KEY)))
+    found = exchanged(METHODS[name][0](model, trainer), federation)
+    assert (found.down, found.up, found.kept) == (parameters, parameters, kept * (parameters + 1))
