@@ -3,14 +3,13 @@
 from typing import Annotated
 
 from annotated_types import Ge, Gt
-from jaxtyping import PyTree
 
-from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.method import Method, Round
+from fedjax_pfl.method import Method
 from fedjax_pfl.methods.fedavg import fedavg
-from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.methods.finetuned import finetuned
+from fedjax_pfl.models.base import Model
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
-from fedjax_pfl.ops.finetune import Scope, finetune
+from fedjax_pfl.ops.finetune import Scope
 from fedjax_pfl.ops.training import Trainer
 
 
@@ -42,8 +41,5 @@ def fedavg_ft(
       arXiv:2306.11867).
     """
 
-    def personalize(now: Round, view: Params, client: PyTree, data: ClientData) -> tuple[Params, PyTree]:
-        epochs, lr, scope = finetune_epochs, finetune_lr, finetune_scope
-        return finetune(now, model, train, view, data, epochs=epochs, lr=lr, scope=scope), client
-
-    return fedavg(model, train, combine)._replace(personalize=personalize)
+    averaging = fedavg(model, train, combine)
+    return finetuned(averaging, model, train, epochs=finetune_epochs, lr=finetune_lr, scope=finetune_scope)

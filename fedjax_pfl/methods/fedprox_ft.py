@@ -5,8 +5,8 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 
 from fedjax_pfl.method import Method
-from fedjax_pfl.methods.fedavg_ft import fedavg_ft
 from fedjax_pfl.methods.fedprox import fedprox
+from fedjax_pfl.methods.finetuned import finetuned
 from fedjax_pfl.models.base import Model
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.finetune import Scope
@@ -40,7 +40,5 @@ def fedprox_ft(
     Reference:
       FedProx (arXiv:1812.06127) with the fine-tuning of FedAvg-FT.
     """
-    tuned = fedavg_ft(
-        model, train, finetune_epochs=finetune_epochs, finetune_lr=finetune_lr, finetune_scope=finetune_scope
-    )
-    return fedprox(model, train, combine, mu=mu)._replace(personalize=tuned.personalize)
+    proximal = fedprox(model, train, combine, mu=mu)
+    return finetuned(proximal, model, train, epochs=finetune_epochs, lr=finetune_lr, scope=finetune_scope)

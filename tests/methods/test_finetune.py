@@ -11,7 +11,10 @@ from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
+from fedjax_pfl.methods.fedfcd import fedfcd
+from fedjax_pfl.methods.fedper import fedper
 from fedjax_pfl.methods.fedprox_ft import fedprox_ft
+from fedjax_pfl.methods.finetuned import finetuned
 from tests.reference import MLP, client_key, held, now, to_numpy
 
 KEY = jax.random.key(9)
@@ -58,9 +61,10 @@ def test_evaluation_leaves_the_server_alone(model, trainer, federation, tuned):
     assert same(again, scores)
 
 
-def personalize(method, key, t, view, federation, i):
+def personalize(method, key, t, view, federation, i, client=()):
+    """The model that the client is scored on."""
     data = client_data(federation.x, federation.y, jax.tree.map(lambda leaf: leaf[i], federation.train))
-    return jax.jit(method.personalize)(now(key, t), view, (), data)[0]
+    return jax.jit(lambda *args: method.personal(*method.personalize(*args)))(now(key, t), view, client, data)
 
 
 @pytest.mark.parametrize(("scope", "lr"), [("full", None), ("full", 0.05), ("head", None), ("head", 0.05)])
@@ -104,3 +108,18 @@ def test_fedprox_ft_fine_tunes_without_the_proximal_term(model, trainer, federat
     assert same(found, personalize(fedavg_ft(model, trainer), KEY, 2, view, federation, 2))
     with_prox = play(fedprox_ft(model, trainer, mu=1.0), federation)[0]
     assert not same(with_prox.state, plain[0].state)
+
+
+def test_any_method_can_be_fine_tuned_where_its_model_is_an_extractor_with_a_head(model, trainer, federation):
+    """FedPer's personal head is what fine-tuning starts from, and stays as it was for training."""
+    method = fedper(model, trainer)
+    tuned = finetuned(method, model, trainer, epochs=2, lr=0.05, scope="full")
+    theta, phi = model.init(KEY)["extractor"], jax.tree.map(lambda leaf: leaf + 0.1, model.init(KEY)["head"])
+    key, mlp = client_key(KEY, 0, 4), MLP(federation.x, federation.y)
+    found = personalize(tuned, key, 0, theta, federation, 4, phi)
+    start, rows = to_numpy({"extractor": theta, "head": phi}), held(federation.train, 4)
+    expected, _ = mlp.train(start, key, 0, rows, trainer, phase="finetune", epochs=2, lr=0.05)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+    assert same(tuned.personal(theta, phi), method.personal(theta, phi))
+    with pytest.raises(ValueError, match="more than an extractor with a head"):
+        finetuned(fedfcd(model, trainer), model, trainer, epochs=2, lr=None, scope="full")

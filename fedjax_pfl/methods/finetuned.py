@@ -1,0 +1,47 @@
+"""Any method, with the model that a client is scored on fine-tuned before a PRE evaluation."""
+
+from typing import NamedTuple
+
+from jaxtyping import PyTree
+
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.method import Method, Round
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.finetune import Scope, finetune
+from fedjax_pfl.ops.training import Scalar, Trainer
+
+
+class Tuned(NamedTuple):
+    """In the place of a view: the model that fine-tuning has made of it and the client."""
+
+    params: Params
+
+
+def finetuned(method: Method, model: Model, train: Trainer, *, epochs: int, lr: Scalar | None, scope: Scope) -> Method:
+    """The method, whose PRE models are trained on the client's samples by plain cross-entropy, and then thrown away.
+
+    Training, the global model and POST are the method's.
+
+    Args:
+      method: what the clients and the server do.
+      model: of the method.
+      train: the local trainer.
+      epochs: E_ft; with 0 nothing changes.
+      lr: eta_ft; None for the rate of local training.
+      scope: what is trained: ``"full"``, ``"head"`` or ``"extractor"``.
+
+    Raises:
+      ValueError: the method's model is more than an extractor with a head.
+    """
+    if method.predict is not model.apply:
+        raise ValueError("it answers by more than an extractor with a head, which is what fine-tuning trains")
+
+    def personalize(now: Round, view: PyTree, client: PyTree, data: ClientData) -> tuple[Tuned, PyTree]:
+        view, client = method.personalize(now, view, client, data)
+        params = method.personal(view, client)
+        return Tuned(finetune(now, model, train, params, data, epochs=epochs, lr=lr, scope=scope)), client
+
+    def personal(view: PyTree, client: PyTree) -> Params:
+        return view.params if isinstance(view, Tuned) else method.personal(view, client)
+
+    return method._replace(personalize=personalize, personal=personal)
