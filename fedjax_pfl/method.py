@@ -281,6 +281,10 @@ class Method(NamedTuple):
       diagnose: what the server has to say of the state of things, for the record; nothing unless given.
       selects: whether clients select on their validation samples, ``data.validation``, which a config then has to set
         aside (rule R11); where it is not so, these may be None.
+      sends_change: whether uploads are changes, though they have names and shapes of what was sent down, and not, as is
+        then taken for granted, that after training: for what compresses, attacks or compares updates.
+      acts_alone: whether the server's work counts also in a round in which nobody has a sample, which otherwise leaves
+        it as it was.
     """
 
     init: Init
@@ -298,3 +302,5 @@ class Method(NamedTuple):
     calibrate: Calibration | None = None
     diagnose: Callable[[PyTree], Diagnostics] = no_diagnostics
     selects: bool = False
+    sends_change: bool = False
+    acts_alone: bool = False

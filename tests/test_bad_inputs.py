@@ -107,7 +107,9 @@ FILES = {
 }
 
 METHOD_NAMES, MODEL_NAMES, KINDS = ", ".join(METHODS), ", ".join(MODELS), ", ".join(PARTITIONS)
-SECTIONS = "protocol, data, model, method, training, participation, aggregation, run"
+SECTIONS = (
+    "protocol, data, model, method, training, finetune, participation, aggregation, attack, compression, privacy, run"
+)
 NPZ, FOLDER, LEAF, TFDS = (f"run config.toml data.source={kind}:" for kind in ("npz", "folder", "leaf", "tfds"))
 PATHOLOGICAL = "run config.toml data.partition.kind=pathological data.partition."
 
@@ -319,6 +321,27 @@ CASES = {
     "partition of too many clients": (
         "partition config.toml data.clients=1000",
         "data.clients = 1000 is not usable: 1 to 898, because 1797 samples must give each client 2",
+    ),
+    "a method that selects on validation samples without any": (
+        "run config.toml method.name=fedsoup",
+        "data.validation_share = 0.0 is not usable: above 0, such as 0.2: fedsoup selects on validation samples",
+    ),
+    "a method that selects on the samples that it is scored on": (
+        "run config.toml method.name=fedsoup data.validation_share=0.2 data.evaluate_on=validation",
+        "data.evaluate_on = 'validation' is not usable: \"test\": fedsoup selects on the validation samples",
+    ),
+    "fine-tuning of what is more than an extractor with a head": (
+        "run config.toml method.name=fedfcd finetune.epochs=2",
+        "finetune.epochs = 2 is not usable: 0 for fedfcd: it answers by more than an extractor with a head, which is "
+        "what fine-tuning trains",
+    ),
+    "a rate of no fine-tuning": (
+        "run config.toml finetune.lr=0.1",
+        "finetune.lr = 0.1 is not usable: nothing with finetune.epochs = 0",
+    ),
+    "FedDecorr's term twice": (
+        "run config.toml method.name=feddecorr training.decorrelate=0.1",
+        "training.decorrelate = 0.1 is not usable: 0: feddecorr has the term, as beta",
     ),
     "three channel means for gray images": (
         "run config.toml data.mean=[0.5,0.5,0.5]",

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from fedjax_pfl import Config, ConfigError, compare, simulate
 from fedjax_pfl.cli.commands import app
-from fedjax_pfl.experiment.comparison import Comparison
+from fedjax_pfl.experiment.comparison import Comparison, refusals
 from fedjax_pfl.experiment.tables import Cell
+from fedjax_pfl.methods import METHODS as EVERY
 
 METHODS = ("local", "fedavg", "fedcpd")  # the last one asks for feature maps, which an MLP has not: it fails
 SEEDS = (0, 1)
@@ -224,3 +225,32 @@ def test_the_command_prints_the_table(comparison, out, tmp_path):
     failing = CliRunner().invoke(app, [*arguments[:3], "fedcpd,local", *arguments[4:], "--quiet"])
     assert failing.exit_code == 1
     assert "Failed: fedcpd" in failing.output
+
+
+def test_methods_that_cannot_run_say_why(monkeypatch):
+    found = refusals(config(), list(EVERY))
+    assert "it needs a model with a projection head" in found["pfedcspc"]
+    assert "needs a model with feature maps" in found["fedcpd"]
+    assert not {"local", "fedavg", "fedrep", "ditto", "scaffold", "fedala"} & found.keys()
+    assert "fedcpd" not in refusals(config().replace({"model.name": "cnn_digits"}), ["fedavg", "fedcpd"])
+    monkeypatch.setitem(EVERY, "fedrep", lambda *args: EVERY["fedavg"](*args)._replace(selects=True))
+    assert "selects on validation samples" in refusals(config(), ["fedavg", "fedrep"])["fedrep"]
+    assert not refusals(config(data={"validation_share": 0.2}), ["fedavg", "fedrep"])
+    with pytest.raises(ConfigError, match=r"model\.name = 'char_lstm' is not usable: it reads text"):
+        refusals(config().replace({"model.name": "char_lstm"}), ["fedavg", "fedrep"])
+
+
+def test_of_all_methods_the_command_leaves_out_those_that_cannot_run(comparison, out, tmp_path, monkeypatch):
+    path = tmp_path / "config.toml"
+    path.write_text(config().to_toml())
+    monkeypatch.setattr("fedjax_pfl.methods.METHODS", {name: EVERY[name] for name in METHODS})
+    arguments = ["compare", str(path), "--methods", "all", "--seeds", "0,1", "--out", str(out)]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.splitlines()[0].startswith("fedcpd is left out: method.name = 'fedcpd' is not usable: ")
+    assert "feature maps" in shown.output.splitlines()[0]
+    assert shown.output.count("fedcpd") == 2
+    assert "fedavg" in shown.output
+    meant = CliRunner().invoke(app, [*arguments, "--set", "fedcpd.gamma=2.0", "--quiet"])
+    assert meant.exit_code == 1
+    assert "Failed: fedcpd" in meant.output

@@ -149,6 +149,18 @@ def test_a_config_cannot_be_changed():
             "participation.ratio",
             "[low, high]",
         ),
+        ({"data": DATA, "method": METHOD, "aggregation": {"rule": "max"}}, "aggregation.rule", "'krum'"),
+        ({"data": DATA, "method": METHOD, "aggregation": {"trim": 0.1}}, "aggregation.trim", 'to "trimmed_mean"'),
+        (
+            {"data": DATA, "method": METHOD, "aggregation": {"rule": "median", "byzantine": 0.0}},
+            "aggregation.byzantine",
+            'to "krum" or "multi_krum"',
+        ),
+        (
+            {"data": DATA, "method": METHOD, "aggregation": {"rule": "trimmed_mean", "trim": 0.5}},
+            "aggregation.trim",
+            "less than 0.5",
+        ),
         ({"data": DATA, "method": METHOD, "run": {"placement": "pmap"}}, "run.placement", "'shard'"),
         ({"data": DATA, "method": METHOD, "run": {"placement": "map", "chunk": 4}}, "run.chunk", "one by one"),
         ({"data": DATA, "method": METHOD, "run": {"checkpoint_every": -1}}, "run.checkpoint_every", "or equal to 0"),

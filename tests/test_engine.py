@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.stats import binom
 
 from fedjax_pfl.data.augment import add_copies, augment
 from fedjax_pfl.data.federated import client_data, pack
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
-from fedjax_pfl.engine.round import Engine, mean_cosine, round_keys
+from fedjax_pfl.engine.round import UPDATE_COSINE, Engine, mean_cosine, round_keys
 from fedjax_pfl.engine.scoring import Scores
 from fedjax_pfl.experiment.summary import summarize
 from fedjax_pfl.method import Calibration, Method, PerClass, SentIf, TrainInfo, Update, part_of
@@ -101,6 +102,51 @@ def test_full_participation_is_everyone_in_every_round():
 def test_the_largest_cohort_is_the_rounded_share_and_at_least_one_client():
     shares = [0.01, 0.24, 0.26, 0.5, 1.0]
     assert [Participation(0.01, share).cohort_size(10) for share in shares] == [1, 2, 3, 5, 10]
+
+
+@pytest.fixture(scope="module")
+def poisson():
+    """Who is there in each round, [T, 10], of a Poisson sample with probability 0.3."""
+    ids, selected = cohorts(Participation(0.3, 0.3, sampling="poisson"))
+    there = (ids[:, :, None] == np.arange(10)).any(axis=1)
+    np.testing.assert_array_equal(there.sum(axis=1), selected)
+    return there
+
+
+def test_in_a_poisson_sample_each_client_is_there_by_itself(poisson):
+    np.testing.assert_allclose(poisson.mean(axis=0), 0.3, atol=4.5 * np.sqrt(0.21 / T))
+    # The number of participants is binomial: also nobody, in 56 of 2,000 rounds.
+    assert np.var(poisson.sum(axis=1)) == pytest.approx(2.1, rel=0.15)
+    assert 30 < (poisson.sum(axis=1) == 0).sum() < 90
+    together = np.corrcoef(poisson.T)[~np.eye(10, dtype=bool)]
+    assert np.abs(together).max() < 4.5 / np.sqrt(T)
+
+
+def test_a_poisson_sample_has_a_row_for_everybody_but_in_one_round_of_10_to_the_15():
+    who = Participation(0.01, 0.01, sampling="poisson")
+    for clients in (10, 1000, 100_000):
+        rows = who.cohort_size(clients)
+        assert binom.sf(rows, clients, 0.01) < 1e-15 < binom.sf(rows - 1, clients, 0.01)
+    assert who.cohort_size(100_000) < 1300
+    assert Participation(1.0, 1.0, sampling="poisson").cohort_size(50) == 50
+
+
+def test_with_more_than_its_rows_a_poisson_sample_would_keep_those_drawn_first(poisson, monkeypatch):
+    monkeypatch.setattr(Participation, "cohort_size", lambda *_: 2)
+    ids, selected = cohorts(Participation(0.3, 0.3, sampling="poisson"))
+    np.testing.assert_array_equal(selected, np.minimum(poisson.sum(axis=1), 2))
+    assert all(poisson[t, i] for t in range(T) for i in ids[t] if i < 10)
+    assert len(np.unique(ids)) == 11
+
+
+def test_a_poisson_sample_may_have_a_share_of_each_round_and_lose_some():
+    ids, selected = cohorts(Participation(0.2, 0.6, 0.5, sampling="poisson"))
+    assert selected.mean() == pytest.approx(4.0, rel=0.05)
+    assert (ids < 10).sum(axis=1).mean() == pytest.approx(2.0, rel=0.07)
+    # Wider than a binomial of 0.4: the share itself varies, by (0.6 - 0.2)^2 / 12.
+    assert np.var(selected) == pytest.approx(10 * 0.4 * 0.6 + 90 * 0.16 / 12, rel=0.15)
+    everyone, _ = cohorts(Participation(sampling="poisson"))
+    assert (np.sort(everyone) == np.arange(10)).all()
 
 
 def test_who_is_selected_does_not_depend_on_the_placement(partial, most_sorted, mesh):
@@ -292,6 +338,49 @@ def test_the_mean_cosine_of_two_updates_is_that_of_all_pairs():
     assert np.isnan(float(mean_cosine(on_device, jnp.array([False, False, True, False, False]))))
     opposite = {"a": jnp.array([[1.0, 2.0], [-2.0, -4.0]])}
     assert float(mean_cosine(opposite, jnp.array([True, True]))) == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_updates_are_compared_whether_the_method_sends_them_or_what_became_of_the_view(change, federation):
+    """Two directions at right angles, of clients of even and odd size; the view is far from both."""
+    sizes = np.array(TRAIN_SIZES)
+    cosine = np.mean([(sizes[i] + sizes[j]) % 2 == 0 for i in range(7) for j in range(i)])
+
+    def local(now, view, client, data):
+        step = jax.nn.one_hot(data.count % 2, 2)
+        return Update((), step if change else view + step, NOTHING, post=(view, ()))
+
+    method = Method(
+        init=lambda key, clients: (jnp.full(2, 50.0), ()),
+        local=local,
+        aggregate=lambda now, server, clients, uploads, cohort: (server, clients),
+        personal=lambda view, client: jnp.int32(0),
+        predict=one_answer,
+        sends_change=change,
+    )
+    engine = Engine(method, 7, diagnostics=(UPDATE_COSINE,))
+    run = jax.jit(engine.init)(KEY, federation)
+    run = jax.jit(engine.round)(KEY, at(0), run, jnp.array(False), federation)
+    assert float(run.diagnostics[UPDATE_COSINE]) == pytest.approx(cosine, abs=1e-5)
+    assert 0.2 < cosine < 0.8
+
+
+@pytest.mark.parametrize("acts", [False, True])
+def test_an_empty_round_is_none_but_for_a_server_that_acts_alone(acts, federation):
+    method = Method(
+        init=lambda key, clients: (jnp.int32(0), ()),
+        local=lambda now, view, client, data: Update((), (), NOTHING, post=(view, ())),
+        aggregate=lambda now, server, clients, uploads, cohort: (server + 1, clients),
+        personal=lambda view, client: jnp.int32(0),
+        predict=one_answer,
+        acts_alone=acts,
+    )
+    engine = Engine(method, 7, Participation(0.2, 0.2, sampling="poisson"))
+    run = jax.jit(engine.init)(KEY, federation)
+    run = jax.jit(engine.rounds)(KEY, run, at(0), at(12), jnp.array(False), federation)
+    drawn = [engine._select(round_keys(KEY, at(t)), federation.train.count)[1] for t in range(12)]
+    assert 0 < (empty := sum(int(n) == 0 for n in drawn)) < 12
+    assert int(run.state.server) == (12 if acts else 12 - empty)
 
 
 def recorder(kind):

@@ -13,6 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from scipy.stats import hmean
 
 from fedjax_pfl import METHODS, Config, ConfigError, simulate
+from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.data.split import draw_test, manifest
@@ -20,7 +21,7 @@ from fedjax_pfl.engine.memory import Hardware, peak_bytes, survey
 from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.experiment.build import cores, divide, even_chunk, make_engine, shape_of
 from fedjax_pfl.experiment.programs import lay_out
-from tests.reference import MLP, held, to_numpy
+from tests.reference import MLP, held, now, to_numpy
 
 METHODS_BEFORE = dict(METHODS)
 CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
@@ -301,6 +302,37 @@ def test_copies_of_the_config_take_the_place_of_the_methods_own():
     found, expected, augmented = (jax.jit(engine.local)(shared, row) for engine in (without, replaced, own))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert 2 * int(found.info.steps) - 1 <= int(augmented.info.steps) <= 2 * int(found.info.steps)
+
+
+def test_any_method_can_be_fine_tuned_and_decorrelated_by_configuration():
+    dataset = load("digits")
+
+    def method(name, options=None, **tables):
+        changes = {f"method.{key}": value for key, value in (options or {}).items()}
+        return make_engine(config(name, **tables).replace(changes), shape_of(dataset)).method
+
+    federation, _ = divide(config(), dataset)
+    one = client_data(federation.x, federation.y, jax.tree.map(lambda leaf: leaf[2], federation.train))
+    at = now(jax.random.key(3), 0)
+    # FedAvg, tuned by configuration, is the method FedAvg-FT.
+    tuned, known = (
+        method("fedavg", finetune={"epochs": 2, "lr": 0.05}),
+        method("fedavg_ft", {"finetune_epochs": 2, "finetune_lr": 0.05}),
+    )
+    view, _ = tuned.init(jax.random.key(0), 6)
+    found, expected = (
+        jax.jit(lambda view, m=m: m.personal(*m.personalize(at, view, (), one)))(view) for m in (tuned, known)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    # With the term in the loss of plain training it is FedDecorr; FedPer's loss has it, too.
+    found, expected = (
+        jax.jit(m.local)(at, view, (), one).upload
+        for m in (method("fedavg", training={"decorrelate": 0.3}), method("feddecorr", {"beta": 0.3}))
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    fedper = [method("fedper", training={"decorrelate": beta}) for beta in (0.0, 0.3)]
+    without, with_it = (jax.jit(m.local)(at, view["extractor"], view["head"], one).upload for m in fedper)
+    assert not np.allclose(*(theta["hidden_layer"]["kernel"] for theta in (without, with_it)), rtol=1e-3)
 
 
 def test_arrays_can_be_passed_directly_and_give_what_the_source_gives(reference):

@@ -158,8 +158,11 @@ def test_a_row_for_each_label_that_a_client_is_scored_on():
     assert table["pre_correct"].tolist() == [2, 1, 3, 1, 0]
     assert table["post_correct"].tolist() == [0] * 5
     # The two clients that train: class 0 two of three, class 1 four of five.
-    assert label_accuracy(table, 3, 1, 3) == {"pre": [pytest.approx(2 / 3), 0.8, None], "post": [0.0, 0.0, None]}
-    assert label_accuracy(table, 3, 0, 3)["pre"] == [0.75, pytest.approx(4 / 6), None]
+    assert label_accuracy(table, 3, np.arange(2)) == {
+        "pre": [pytest.approx(2 / 3), 0.8, None],
+        "post": [0.0, 0.0, None],
+    }
+    assert label_accuracy(table, 3, np.arange(3))["pre"] == [0.75, pytest.approx(4 / 6), None]
 
 
 def test_the_majority_class_is_that_of_the_training_samples():

@@ -122,7 +122,9 @@ def run(
 def compare(
     config: ConfigFile,
     overrides: Overrides = None,
-    methods: Annotated[str, typer.Option(help="Names, separated by commas, or all.")] = "local,fedavg_ft,fedrep",
+    methods: Annotated[
+        str, typer.Option(help="Names, separated by commas, or all: those that can run on the config's model and data.")
+    ] = "local,fedavg_ft,fedrep",
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
     change: Annotated[
         list[str] | None,
@@ -143,7 +145,7 @@ def compare(
         numbers = [int(seed) for seed in seeds.split(",")]
     except ValueError:
         raise ConfigError("--seeds", seeds, "whole numbers, separated by commas") from None
-    from fedjax_pfl.experiment.comparison import compare
+    from fedjax_pfl.experiment.comparison import compare, refusals
     from fedjax_pfl.methods import METHODS
 
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
@@ -153,8 +155,14 @@ def compare(
     for given in change or ():
         method, key, value = _setting(given, names)
         options[method][key] = value
+    report = None if quiet else _say
     with _interruptible(out):
-        report = None if quiet else _say
+        if methods == "all":
+            # A method with a hyperparameter of its own is meant to run.
+            for name, why in refusals(loaded, [name for name in names if not options[name]]).items():
+                del options[name]
+                if report:
+                    report(f"{name} is left out: {why}")
         found = compare(loaded, options, seeds=numbers, baseline=baseline, point=point, out=out, progress=report)
     _show_runs(found, out)
 

@@ -64,7 +64,7 @@ def mean_cosine(updates: PyTree, present: Bool[Array, " K"]) -> Float[Array, ""]
     """How far participants pull in one direction: the mean cosine of two of their updates, over all pairs.
 
     Args:
-      updates: upload - view; every leaf has K rows.
+      updates: upload - view, or an upload that is a change already; every leaf has K rows.
       present: which rows count.
 
     Returns:
@@ -209,7 +209,7 @@ class Engine:
         now = Round(keys.aggregate, t)
         combined, new = method.aggregate(now, server, update.client, uploads, cohort)
         # With no samples left the round did not happen: a weighted mean over nothing would be zero.
-        happened = jnp.any(cohort.weight > 0)
+        happened = jnp.any(cohort.weight > 0) | method.acts_alone
         server = jax.tree.map(lambda new, old: jnp.where(happened, new, old), combined, server)
         clients = put_rows(clients, ids, new)  # absent rows have an id past the end, and write nothing
 
@@ -221,7 +221,8 @@ class Engine:
         of_clients = update.diagnostics or {}
         said = {name: mean(of_clients[name]) for name in self.diagnostics if name in of_clients}
         if UPDATE_COSINE in self.diagnostics:
-            said[UPDATE_COSINE] = mean_cosine(jax.tree.map(jnp.subtract, uploads, view), present)
+            updates = uploads if method.sends_change else jax.tree.map(jnp.subtract, uploads, view)
+            said[UPDATE_COSINE] = mean_cosine(updates, present)
         loss, said = jax.tree.map(
             lambda new, old: jnp.where(count > 0, new, old), (mean(update.info.loss), said), (run.loss, run.diagnostics)
         )
@@ -379,14 +380,19 @@ class Engine:
         """Draws the cohort of a round: its ids (N where absent), and how many were selected before any dropped out."""
         who, size = self.participation, self.cohort_size
         key_order, key_ratio = jax.random.split(keys.select)
+        ratio: Any = who.high
+        if who.low < who.high:
+            ratio = jax.random.uniform(key_ratio, minval=who.low, maxval=who.high)
         if who.low == 1.0:
             ids = jnp.arange(size)
+        elif who.sampling == "poisson":
+            draws, ids = lax.top_k(-jax.random.uniform(key_order, (self.trainers,)), size)
+            ids = jnp.where(-draws < ratio, ids, self.clients)
         elif self.trainers <= _MOST_SORTED:
             ids = jax.random.permutation(key_order, self.trainers)[:size]
         else:
             ids = lax.top_k(jax.random.uniform(key_order, (self.trainers,)), size)[1]
-        if who.low < who.high:
-            ratio = jax.random.uniform(key_ratio, minval=who.low, maxval=who.high)
+        if who.low < who.high and who.sampling == "fixed":
             drawn = jnp.maximum(1, jnp.round(ratio * self.trainers).astype(jnp.int32))
             ids = jnp.where(jnp.arange(size) < drawn, ids, self.clients)
         selected = jnp.sum(ids < self.clients)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from fedjax_pfl.method import Part, PerClass, SentIf, part_of
+from fedjax_pfl.ops.uploads import has_form_of
 
 
 class Traffic(NamedTuple):
@@ -75,13 +76,7 @@ class Exchange(NamedTuple):
     @property
     def comes_back(self) -> bool:
         """Whether an upload is what was sent down, trained: numbers of the same form."""
-
-        def form(tree: PyTree) -> tuple:
-            leaves, structure = jax.tree.flatten(tree)
-            return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
-
-        numbers = [leaf for leaf in jax.tree.leaves(self.upload) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        return bool(numbers) and len(numbers) == len(form(self.upload)[1]) and form(self.view) == form(self.upload)
+        return has_form_of(self.view, self.upload)
 
     def dense_bytes(self, traffic: Traffic) -> int:
         """Bytes exchanged if all parts were always sent whole."""

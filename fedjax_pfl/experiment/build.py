@@ -7,6 +7,7 @@ import os
 import types
 import typing
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,8 +15,9 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.divide import count_new
@@ -31,8 +33,13 @@ from fedjax_pfl.experiment.config import Run as RunSection
 from fedjax_pfl.method import Method, Static
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.alone import alone
+from fedjax_pfl.methods.attacked import attacked
+from fedjax_pfl.methods.compressed import compressed, int8, top_k
+from fedjax_pfl.methods.feddecorr import decorrelated
+from fedjax_pfl.methods.finetuned import finetuned
+from fedjax_pfl.methods.private import private
 from fedjax_pfl.models import MODELS, Model, build
-from fedjax_pfl.ops.aggregate import RULES
+from fedjax_pfl.ops.robust import RULES
 from fedjax_pfl.ops.training import Trainer
 
 _TRAINING_NUMBERS = ("lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
@@ -110,7 +117,29 @@ def program_inputs(config: Config) -> dict[str, float]:
     numbers: dict[str, Any] = {f"training.{name}": getattr(config.training, name) for name in _TRAINING_NUMBERS}
     hints = typing.get_type_hints(METHODS[config.method["name"]], include_extras=True)
     numbers |= {f"method.{name}": value for name, value in config.method.items() if _is_number(hints.get(name))}
+    numbers["attack.scale"] = config.attack.strength
+    numbers |= {f"privacy.{name}": getattr(config.privacy, name) for name in ("clip", "noise")}
     return {field: value for field, value in numbers.items() if value is not None}
+
+
+def attackers(config: Config) -> Bool[np.ndarray, " N"] | None:
+    """Whether each client is malicious; None where nobody is.
+
+    Raises:
+      ConfigError: field ``attack.share``: it is not 0, and yet means none or all of the clients that train.
+    """
+    share, clients = config.attack.share, config.data.clients
+    if config.attack.kind == "none" or share == 0:
+        return None
+    share, trainers = 0.2 if share is None else share, clients - count_new(config.data.new_clients, clients)
+    number = round(share * trainers)
+    if not 0 < number < trainers:
+        allowed = f"0, or a share that is some of the {trainers} clients that train, not all"
+        raise ConfigError("attack.share", share, allowed)
+    rng = np.random.default_rng([config.partition_seed, zlib.crc32(b"attackers")])
+    found = np.zeros(clients, bool)
+    found[rng.choice(trainers, number, replace=False)] = True
+    return found
 
 
 def _is_number(hint: Any) -> bool:
@@ -128,6 +157,7 @@ def make_engine(
     data: DataShape,
     inputs: Mapping[str, Array] = MappingProxyType({}),
     placement: Placement | None = None,
+    malicious: Bool[Array, " N"] | None = None,
 ) -> Engine:
     """Model, trainer and method, joined.
 
@@ -136,25 +166,36 @@ def make_engine(
       data: what the model is fitted to.
       inputs: traced values that take the place of numbers in the config, by dotted name (``training.lr``).
       placement: where clients run; one by one on one device unless given.
+      malicious: a traced value that takes the place of the config's `attackers`.
 
     Raises:
       ConfigError: model, method and data do not fit together.
     """
-    training = config.training.model_dump(exclude={"rounds", "augment", "augment_every", "copies"})
+    training = config.training.model_dump(exclude={"rounds", "augment", "augment_every", "copies", "decorrelate"})
     training, options = {**training, "diagnose": config.run.diagnostics}, _options(config.method, "name")
+    attack = {"kind": config.attack.kind, "scale": config.attack.strength or 1.0}
+    privacy = config.privacy.model_dump(exclude={"delta"})
     for field, value in inputs.items():
         section, _, key = field.partition(".")
-        {"training": training, "method": options}[section][key] = value
-    name, rule, model = config.method["name"], config.aggregation.rule, _model(config, data)
+        {"training": training, "method": options, "attack": attack, "privacy": privacy}[section][key] = value
+    name, rule = config.method["name"], config.aggregation.rule
+    if name == "feddecorr" and config.training.decorrelate:
+        raise ConfigError("training.decorrelate", config.training.decorrelate, "0: feddecorr has the term, as beta")
+    model, train = decorrelated(_model(config, data), config.training.decorrelate), Trainer(**training)
     factory = METHODS[name]
     if rule != "mean":
         if "combine" not in inspect.signature(factory).parameters:
             raise ConfigError("aggregation.rule", rule, f'"mean": {name} averages no parameters')
-        factory = functools.partial(factory, combine=RULES[rule])
+        factory = functools.partial(factory, combine=functools.partial(RULES[rule], **config.aggregation.options))
     try:
-        method = factory(model, Trainer(**training), **options)
+        method = factory(model, train, **options)
     except ValueError as error:
         raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
+    if (tuning := config.finetune).epochs > 0:
+        try:
+            method = finetuned(method, model, train, **tuning.model_dump())
+        except ValueError as error:
+            raise ConfigError("finetune.epochs", tuning.epochs, f"0 for {name}: {error}") from None
     if method.selects and config.data.validation_share == 0:
         allowed = f"above 0, such as 0.2: {name} selects on validation samples"
         raise ConfigError("data.validation_share", config.data.validation_share, allowed)
@@ -162,8 +203,7 @@ def make_engine(
         raise ConfigError("data.evaluate_on", "validation", f'"test": {name} selects on the validation samples')
     if config.training.copies is not None:
         method = method._replace(copies=config.training.copies)
-    if not config.participation.collaborate:
-        method = alone(method)
+    method = _with_surroundings(method, config, attack, privacy, malicious)
     if data.vocabulary is not None:
         _check_text_is_left_alone(config, data, method)
     ratio = config.participation.ratio
@@ -172,7 +212,7 @@ def make_engine(
     return Engine(
         method,
         spec.clients,
-        Participation(low, high, config.participation.dropout),
+        Participation(low, high, config.participation.dropout, config.participation.sampling),
         placement or Placement(),
         new=count_new(spec.new_clients, spec.clients),
         validate=spec.validation_share > 0 and spec.evaluate_on == "test",
@@ -180,6 +220,27 @@ def make_engine(
         augment_every=config.training.augment_every,
         features=model.features if "features" in config.run.export else None,
     )
+
+
+def _with_surroundings(
+    method: Method,
+    config: Config,
+    attack: dict[str, Any],
+    privacy: dict[str, Any],
+    malicious: Bool[Array, " N"] | None,
+) -> Method:
+    """The method with what a config puts around any: liars lie, then uploads are compressed, then the server clips."""
+    drawn, compression = attackers(config), config.compression
+    if drawn is not None:
+        method = attacked(method, attackers=jnp.asarray(drawn) if malicious is None else malicious, **attack)
+    if config.privacy.clip is not None:
+        assert isinstance(config.participation.ratio, float)
+        staying = config.participation.ratio * (1 - config.participation.dropout)
+        trainers = config.data.clients - count_new(config.data.new_clients, config.data.clients)
+        method = private(method, **privacy, expected=staying * trainers)
+    if compression.kind != "none":
+        method = compressed(method, int8() if compression.kind == "int8" else top_k(compression.share or 0.1))
+    return method if config.participation.collaborate else alone(method)
 
 
 def _check_text_is_left_alone(config: Config, data: DataShape, method: Method) -> None:

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.record import write_atomically
 from fedjax_pfl.experiment.sweep import check_point, folder_of, run_cells
@@ -129,6 +131,30 @@ def compare(
             write_atomically(folder / "comparison.csv", comparison.csv())
 
     return Comparison(config, run_cells(cells, data, write, progress, executor), baseline, point)
+
+
+def refusals(config: Config, methods: Sequence[str]) -> dict[str, str]:
+    """Which of these methods cannot run under a config, and why; nothing is compiled for that.
+
+    A method may ask for another kind of model, or select on validation samples where none are set aside.
+
+    Args:
+      config: what all runs share.
+      methods: names in ``METHODS``, to be run with their defaults.
+
+    Raises:
+      ConfigError: the data cannot be loaded, or it is not for the methods that none of them can run.
+    """
+    prepare(config.run)
+    data, refused = shape_of(load(config.data.source)), {}
+    for method in methods:
+        try:
+            make_engine(config.replace({"method.name": method}), data)
+        except ConfigError as error:
+            refused[method] = error
+    if refused and len(refused) == len(methods):
+        raise refused[methods[0]]
+    return {method: str(error) for method, error in refused.items()}
 
 
 def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | None) -> list[Cell]:

@@ -30,6 +30,8 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.protocols import lie_under, tables_of
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
+from fedjax_pfl.ops.finetune import Scope
+from fedjax_pfl.ops.robust import RULES
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 # A value of one of these brings a table of options of its own.
@@ -192,6 +194,8 @@ class Training(_Section):
       copies: a method's own augmentation: ``none``, ``concat`` or ``replace`` (a copy of each image under one of
         FedeCouple's five operations, added to or instead of the originals); the method's own unless given (FedeCouple:
         ``concat``, all others: ``none``).
+      decorrelate: beta of FedDecorr's term (``norm = "code"``) in every loss that trains the extractor on labels, for
+        any method; 0 for none, 0.1 is the official value.
     """
 
     rounds: int = Field(100, ge=1)
@@ -206,6 +210,7 @@ class Training(_Section):
     augment: Augment = "none"
     augment_every: Literal["epoch", "round"] = "epoch"
     copies: Copies | None = None
+    decorrelate: float = Field(0.0, ge=0)
 
     @field_validator("augment", mode="before")
     @classmethod
@@ -216,17 +221,43 @@ class Training(_Section):
         return given
 
 
+class Finetune(_Section):
+    """Fine-tuning of the model that a client is scored on, before each PRE evaluation; training never sees the result.
+
+    For any method whose model is an extractor with a head.
+
+    Attributes:
+      epochs: E_ft, over the client's training samples; 0 for none.
+      lr: eta_ft; the local learning rate unless given.
+      scope: what is trained: ``full``, ``head`` (the last layer alone) or ``extractor``.
+    """
+
+    epochs: int = Field(0, ge=0)
+    lr: float | None = Field(None, gt=0)
+    scope: Scope = "full"
+
+    @model_validator(mode="after")
+    def _options_come_with_epochs(self) -> "Finetune":
+        for name in ("lr", "scope"):
+            if self.epochs == 0 and name in self.model_fields_set and getattr(self, name) not in (None, "full"):
+                raise ConfigError(f"finetune.{name}", getattr(self, name), "nothing with finetune.epochs = 0")
+        return self
+
+
 class Participation(_Section):
     """Who takes part in a round: a share of the clients (or a range it is drawn from), less those that drop out.
 
     Attributes:
       ratio: the share, or the two ends of its range.
       dropout: how likely a selected client is to drop out.
+      sampling: ``fixed``, a share of this size in every round, or ``poisson``, each client with this probability by
+        itself, so that a round has more or fewer participants, or none.
       collaborate: false for the control without collaboration: each client runs the method with a server of its own.
     """
 
     ratio: Annotated[float | tuple[float, float], BeforeValidator(_ratio)] = 1.0
     dropout: float = Field(0.0, ge=0, lt=1)
+    sampling: Literal["fixed", "poisson"] = "fixed"
     collaborate: bool = True
 
 
@@ -234,10 +265,113 @@ class Aggregation(_Section):
     """How a server combines the parameters of its participants, for every method that averages parameters.
 
     Attributes:
-      rule: ``mean``, weighted by training samples, or ``median``, coordinate by coordinate, all clients alike.
+      rule: ``mean``, weighted by training samples; or, of all participants alike, ``median`` and ``trimmed_mean``,
+        coordinate by coordinate, ``krum``, the upload whose nearest others are nearest, or ``multi_krum``, the mean of
+        the (1 - byzantine) best of these.
+      trim: for ``trimmed_mean``: the share of the participants that is cut on each side; 0.2 unless given.
+      byzantine: for ``krum`` and ``multi_krum``: the share of the participants that is taken to be malicious; 0.2
+        unless given.
     """
 
-    rule: Literal["mean", "median"] = "mean"
+    rule: Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"] = "mean"
+    trim: float | None = Field(None, ge=0, lt=0.5)
+    byzantine: float | None = Field(None, ge=0, lt=0.5)
+
+    @property
+    def options(self) -> dict[str, float]:
+        """What is given besides the rule."""
+        return self.model_dump(exclude={"rule"}, exclude_none=True)
+
+    @model_validator(mode="after")
+    def _options_are_of_the_rule(self) -> "Aggregation":
+        for name, value in self.options.items():
+            if name not in hyperparameters(RULES[self.rule]):
+                rules = " or ".join(f'"{rule}"' for rule in RULES if name in hyperparameters(RULES[rule]))
+                allowed = f'nothing with aggregation.rule = "{self.rule}"; it belongs to {rules}'
+                raise ConfigError(f"aggregation.{name}", value, allowed)
+        return self
+
+
+class Attack(_Section):
+    """Clients that are malicious, the same ones in the whole run. They are left out of the scores that are reported.
+
+    Attributes:
+      kind: ``none``; ``label_flip``, training on labels C - 1 - y; or what they make of each array of their update
+        (what they send less what they got; of an array that they got nothing like, all of it): ``sign_flip``, its
+        negative; ``scaled``, a multiple; ``gaussian``, noise on top of it.
+      share: of the clients that train, drawn by the seed of the partition; 0.2 unless given.
+      scale: the factor of ``scaled``, 10 unless given; the standard deviation of the noise of ``gaussian``, as a
+        multiple of the array's root mean square, 1 unless given.
+    """
+
+    kind: Literal["none", "label_flip", "sign_flip", "scaled", "gaussian"] = "none"
+    share: float | None = Field(None, ge=0, lt=1)
+    scale: float | None = Field(None, gt=0)
+
+    @property
+    def strength(self) -> float | None:
+        """The scale of the kinds that have one, given or not."""
+        usual = {"scaled": 10.0, "gaussian": 1.0}.get(self.kind)
+        return usual if self.scale is None else self.scale
+
+    @model_validator(mode="after")
+    def _options_are_of_the_kind(self) -> "Attack":
+        if self.kind == "none" and self.share is not None:
+            raise ConfigError("attack.share", self.share, 'nothing with attack.kind = "none"')
+        if self.kind not in ("scaled", "gaussian") and self.scale is not None:
+            allowed = f'nothing with attack.kind = "{self.kind}"; it belongs to "scaled" or "gaussian"'
+            raise ConfigError("attack.scale", self.scale, allowed)
+        return self
+
+
+class Compression(_Section):
+    """How uploads are compressed, array by array, without error feedback; the traffic counts what is then sent.
+
+    Attributes:
+      kind: ``none``; of each array's update, ``top_k``, its entries of largest magnitude, each with its index, or
+        ``int8``, a byte for each entry, rounded at random. Arrays too small to gain are sent whole.
+      share: of the entries, for ``top_k``; 0.1 unless given.
+    """
+
+    kind: Literal["none", "top_k", "int8"] = "none"
+    share: float | None = Field(None, gt=0, lt=0.5)
+
+    @model_validator(mode="after")
+    def _a_share_is_kept_of_the_largest(self) -> "Compression":
+        if self.kind != "top_k" and self.share is not None:
+            allowed = f'nothing with compression.kind = "{self.kind}"; it belongs to "top_k"'
+            raise ConfigError("compression.share", self.share, allowed)
+        return self
+
+
+class Privacy(_Section):
+    """Differential privacy of clients (DP-FedAvg), for methods that average what clients send back.
+
+    Attributes:
+      clip: the largest 2-norm of a client's update, to which longer ones are shortened; no privacy unless given.
+      noise: standard deviation of the Gaussian noise on the sum of updates, as a multiple of ``clip``; 0 for none,
+        which bounds no epsilon. The sum is divided by the expected number of participants.
+      delta: at which the summary says epsilon; 1e-5 unless given.
+    """
+
+    clip: float | None = Field(None, gt=0)
+    noise: float | None = Field(None, ge=0)
+    delta: float | None = Field(None, gt=0, lt=1)
+
+    @property
+    def at(self) -> float:
+        """Delta, given or not."""
+        return 1e-5 if self.delta is None else self.delta
+
+    @model_validator(mode="after")
+    def _updates_are_clipped_before_noise_hides_them(self) -> "Privacy":
+        if self.clip is None:
+            for field, value in (("noise", self.noise), ("delta", self.delta)):
+                if value is not None:
+                    raise ConfigError(f"privacy.{field}", value, "nothing without privacy.clip")
+        elif self.noise is None:
+            raise ConfigError("privacy.noise", "(missing)", "it must be given with privacy.clip; 0 for none")
+        return self
 
 
 class Run(_Section):
@@ -300,9 +434,37 @@ class Config(_Section):
     model: Annotated[dict[str, Any], _choose("model", "name", MODELS)] = Field({"name": "mlp"}, validate_default=True)
     method: Annotated[dict[str, Any], _choose("method", "name", METHODS)]
     training: Training = Training()
+    finetune: Finetune = Finetune()
     participation: Participation = Participation()
     aggregation: Aggregation = Aggregation()
+    attack: Attack = Attack()
+    compression: Compression = Compression()
+    privacy: Privacy = Privacy()
     run: Run = Run()
+
+    @model_validator(mode="after")
+    def _alone_nobody_sends_anything(self) -> "Config":
+        for section, kind in (("attack", self.attack.kind), ("compression", self.compression.kind)):
+            if kind != "none" and not self.participation.collaborate:
+                allowed = '"none" with participation.collaborate = false, where clients send nothing'
+                raise ConfigError(f"{section}.kind", kind, allowed)
+        return self
+
+    @model_validator(mode="after")
+    def _privacy_is_that_of_a_poisson_sample(self) -> "Config":
+        who, why = self.participation, "with privacy.clip"
+        if self.privacy.clip is None:
+            return self
+        if not who.collaborate:
+            raise ConfigError("participation.collaborate", False, f"true {why}: alone, nothing is told")
+        if isinstance(who.ratio, tuple):
+            raise ConfigError("participation.ratio", who.ratio, f"one share {why}, for epsilon to be known")
+        if who.sampling == "fixed" and who.ratio < 1:
+            allowed = f'"poisson" {why} and participation.ratio below 1: what epsilon is computed for'
+            raise ConfigError("participation.sampling", "fixed", allowed)
+        if self.aggregation.rule != "mean":
+            raise ConfigError("aggregation.rule", self.aggregation.rule, f'"mean" {why}')
+        return self
 
     @model_validator(mode="after")
     def _exports_are_of_clients(self) -> "Config":

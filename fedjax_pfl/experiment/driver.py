@@ -22,6 +22,7 @@ from fedjax_pfl.experiment.build import prepare
 from fedjax_pfl.experiment.checkpoint import Saved, Stop, stop_on_signals
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import agree
+from fedjax_pfl.experiment.privacy import spent
 from fedjax_pfl.experiment.programs import Program, lay_out
 from fedjax_pfl.experiment.resume import RunPlace, versions
 from fedjax_pfl.experiment.summary import (
@@ -29,6 +30,7 @@ from fedjax_pfl.experiment.summary import (
     client_table,
     first_reached,
     history_of,
+    judged,
     label_accuracy,
     label_table,
     line_of,
@@ -277,7 +279,9 @@ def _summary(
         "partition_hash": manifest["hash"],
         "evaluated_on": config.data.evaluate_on,
         "majority_class": majority_class(manifest, config.data.evaluate_on, engine.new),
-        "label_accuracy": label_accuracy(labels, program.data.classes, engine.new, engine.clients),
+        "label_accuracy": label_accuracy(labels, program.data.classes, judged(manifest, engine.new)),
+        **({"attackers": manifest["attackers"]} if "attackers" in manifest else {}),
+        **({"privacy": spent(config)} if config.privacy.clip is not None else {}),
     }
     costs = {
         "timing": timing,

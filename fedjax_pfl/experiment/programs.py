@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, PyTree, UInt32
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation
@@ -30,6 +30,7 @@ from fedjax_pfl.engine.scoring import Answers, Evaluation
 from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.experiment.build import (
     DataShape,
+    attackers,
     cores,
     divide,
     make_engine,
@@ -41,6 +42,7 @@ from fedjax_pfl.experiment.build import (
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import put_everywhere, to_host
 from fedjax_pfl.experiment.export import export_of
+from fedjax_pfl.experiment.privacy import check_privacy, without_privacy
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
@@ -54,6 +56,8 @@ _KEPT = 8
 # What no program depends on, but through shapes: samples, number of rounds and seed are inputs.
 _NOT_COMPILED = {
     "training": ("rounds",),
+    "attack": ("share",),
+    "privacy": ("delta",),
     "data": (
         "source",
         "partition",
@@ -86,11 +90,13 @@ class Row(NamedTuple):
       keys: of the initial state and of the rounds, as raw data.
       inputs: the numbers of its config that are inputs, by dotted field.
       clients: who trains on, validates on and is tested on what; and the pooled test set.
+      malicious: which clients are; None where nobody is.
     """
 
     keys: UInt32[Array, "*runs 2 words"]
     inputs: dict[str, Float[Array, "*runs"]]
     clients: tuple[Clients, Clients | None, Clients, Clients]
+    malicious: Bool[Array, "*runs N"] | None = None
 
 
 class _Shared(NamedTuple):
@@ -215,7 +221,7 @@ class Program:
 
         def answers(row: Row, state: State, x: Array, y: Array) -> Answers:
             _, key = jax.random.wrap_key_data(row.keys)
-            engine = make_engine(config, data, row.inputs)
+            engine = make_engine(config, data, row.inputs, malicious=row.malicious)
             return engine.answers(key, jnp.int32(t), state, Federation(x, y, *row.clients), who)
 
         # One run after the other on one device: it is a single pass over some clients' samples.
@@ -273,11 +279,15 @@ def lay_out(configs: Sequence[Config], dataset: Dataset, hardware: Hardware | No
             jax.random.key_data(jax.random.split(jax.random.key(config.run.seed))),
             {field: jnp.asarray(found[field], jnp.float32) for field in fields},
             federation[2:],
+            jax.tree.map(jnp.asarray, attackers(config)),
         )
         for config, found, federation in zip(configs, numbers, federations, strict=True)
     ]
     samples = federations[0][:2]
     engine = make_engine(first, data)
+    if first.privacy.clip is not None:
+        plain = make_engine(without_privacy(first), data)
+        check_privacy(first, plain.method, survey(plain, jax.random.key(0), federations[0])[1])
     memory, exchange = survey(engine, jax.random.key(0), federations[0], hardware.backend)
     names = exchange.diagnostics
     if first.run.diagnostics and exchange.comes_back:
@@ -293,6 +303,7 @@ def lay_out(configs: Sequence[Config], dataset: Dataset, hardware: Hardware | No
             jnp.stack([row.keys for row in rows]),
             jax.tree.map(lambda *values: jnp.stack(values), *(row.inputs for row in rows)),
             _stack_tables([row.clients for row in rows]),
+            jax.tree.map(lambda *values: jnp.stack(values), *(row.malicious for row in rows)),
         )
         filled = jax.tree.map(lambda leaf: _fill(leaf, runs_on), stacked)
         rows = [jax.device_put(filled, layout) if layout else filled]
@@ -336,7 +347,7 @@ def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any,
     def of(row: Row, shared: _Shared) -> tuple[Engine, Array, Array, Federation]:
         key_init, key_rounds = jax.random.wrap_key_data(row.keys)
         federation = Federation(shared.x, shared.y, *row.clients)
-        engine = make_engine(config, data, row.inputs, clients_on)
+        engine = make_engine(config, data, row.inputs, clients_on, row.malicious)
         engine = replace(engine, diagnostics=program.engine.diagnostics, equal=program.engine.equal)
         return engine, key_init, key_rounds, federation
 
@@ -467,6 +478,8 @@ def _divisions(configs: Sequence[Config], dataset: Dataset) -> list[tuple[Federa
     for config in configs:
         if config.partition_seed not in made:
             federation, manifest = divide(config, dataset)
+            if (malicious := attackers(config)) is not None:
+                manifest["attackers"] = np.flatnonzero(malicious).tolist()
             first = next(iter(made.values()))[0] if made else federation
             made[config.partition_seed] = federation._replace(x=first.x, y=first.y), manifest
     return [made[config.partition_seed] for config in configs]

@@ -66,6 +66,16 @@ def summarize(scores: Scores, samples: Int[np.ndarray, " N"]) -> dict[str, float
     }
 
 
+def judged(manifest: Mapping[str, Any], new: int) -> Int[np.ndarray, " clients"]:
+    """The clients that reported numbers are of: those that train, and are not malicious.
+
+    Args:
+      manifest: the content of ``partition.json``.
+      new: how many clients, the last ones, never train.
+    """
+    return np.setdiff1d(np.arange(len(manifest["n_train"]) - new), manifest.get("attackers", ()))
+
+
 def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, new: int) -> Line:
     """What ``metrics.jsonl`` says of the models after a round.
 
@@ -83,9 +93,9 @@ def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, 
     """
     shared = None if scores.shared is None else {name: float(x) for name, x in scores.shared._asdict().items()}
     accuracy = None if shared is None else shared["accuracy"]
-    trainers = len(manifest["n_train"]) - new
+    clients, benign = len(manifest["n_train"]), judged(manifest, new)
 
-    def personal(of: Scores, samples: Sequence[int], who: slice) -> dict[str, float | None]:
+    def personal(of: Scores, samples: Sequence[int], who: Int[np.ndarray, " clients"]) -> dict[str, float | None]:
         rows = Scores(*(values[who] for values in of))
         found = summarize(rows, np.asarray(samples)[who])
         return {**found, "hm": None if accuracy is None else float(harmonic_mean(accuracy, found["i_local"]))}
@@ -93,11 +103,11 @@ def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, 
     line: Line = {}
     for point, of in zip(POINTS, (scores.pre, scores.post), strict=True):
         samples = manifest[f"n_{evaluated_on}"]
-        line[point] = personal(of.test, samples, slice(trainers))
+        line[point] = personal(of.test, samples, benign)
         if new:
-            line[f"new_{point}"] = personal(of.test, samples, slice(trainers, None))
+            line[f"new_{point}"] = personal(of.test, samples, np.arange(clients - new, clients))
         if of.validation is not None:
-            line[f"validation_{point}"] = personal(of.validation, manifest["n_validation"], slice(trainers))
+            line[f"validation_{point}"] = personal(of.validation, manifest["n_validation"], benign)
     known = shared or dict.fromkeys(Scores._fields)
     of_all = {"global": known["accuracy"]} | {f"global_{name}": known[name] for name in ("macro_f1", "macro_f1_union")}
     said = {name: float(value) for name, value in scores.diagnostics.items()}
@@ -239,6 +249,8 @@ def client_table(
     table = {"client": client, "n_train": np.asarray(manifest["n_train"]), "n_test": samples}
     if new:
         table["new"] = (client >= len(samples) - new).astype(int)
+    if "attackers" in manifest:
+        table["attacker"] = np.isin(client, manifest["attackers"]).astype(int)
     for point, of in zip(POINTS, (scores.pre, scores.post), strict=True):
         for metric in ("accuracy", "macro_f1"):
             table[f"{point}_{metric}"] = np.where(samples > 0, np.asarray(getattr(of.test, metric)), np.nan)
@@ -262,16 +274,15 @@ def label_table(
     return table
 
 
-def label_accuracy(labels: Mapping[str, np.ndarray], classes: int, new: int, clients: int) -> dict[str, Any]:
-    """The accuracy on each label at each point, all clients' samples together; None where nobody is scored on it.
+def label_accuracy(labels: Mapping[str, np.ndarray], classes: int, who: Int[np.ndarray, " clients"]) -> dict[str, Any]:
+    """The accuracy on each label at each point, these clients' samples together; None where nobody is scored on it.
 
     Args:
       labels: as `label_table` has them.
       classes: number of labels.
-      new: number of clients that never train; they do not count.
-      clients: number of all clients.
+      who: the clients that count.
     """
-    chosen = labels["client"] < clients - new
+    chosen = np.isin(labels["client"], who)
 
     def total(column: str) -> Int[np.ndarray, " labels"]:
         return np.bincount(labels["label"][chosen], weights=labels[column][chosen], minlength=classes)
@@ -290,7 +301,7 @@ def majority_class(manifest: Mapping[str, Any], evaluated_on: str, new: int) -> 
       ``accuracy``, the unweighted mean over the clients that train and are scored, and ``weighted`` by samples.
     """
     train, scored = (
-        np.asarray(manifest[f"{part}_class_counts"], np.float64)[: len(manifest["n_train"]) - new]
+        np.asarray(manifest[f"{part}_class_counts"], np.float64)[judged(manifest, new)]
         for part in ("train", evaluated_on)
     )
     correct = scored[np.arange(len(scored)), train.argmax(axis=1)]

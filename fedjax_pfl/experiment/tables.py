@@ -175,8 +175,14 @@ def _difference(group: Group, base: Group | None, point: str) -> Any:
     column = f"{point}_accuracy"
     pairs = [(cell.clients, base.cells[seed].clients) for seed, cell in group.cells.items() if seed in base.cells]
     # Of other clients, as with another number of them, nothing can be paired.
-    same = [(a[column], b[column]) for a, b in pairs if a and b and len(a[column]) == len(b[column])]
-    return found, bootstrap_over_clients([a - b for a, b in same]) if len(same) == len(pairs) else None
+    same = [(a, b) for a, b in pairs if a and b and len(a[column]) == len(b[column])]
+    gaps = [_of_benign(a, column) - _of_benign(b, column) for a, b in same]
+    return found, bootstrap_over_clients(gaps) if len(same) == len(pairs) else None
+
+
+def _of_benign(clients: Mapping[str, np.ndarray], column: str) -> np.ndarray:
+    """A column of a client table; NaN for clients that are malicious."""
+    return np.where(clients.get("attacker", np.zeros(1)) == 1, np.nan, clients[column])
 
 
 def _row(group: Group, gap: Any, p: float, point: str, heading: str, *, bold: bool) -> dict[str, str]:

@@ -9,6 +9,8 @@ from jax import lax
 from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from fedjax_pfl.models.norm import is_statistic
+
 
 def weighted_mean(stacked: PyTree[Float[Array, "K ..."]], weight: Float[Array, " K"]) -> PyTree[Float[Array, "..."]]:
     """sum_k weight_k x_k / sum_k weight_k for every leaf; zeros where all weights are 0."""
@@ -38,11 +40,22 @@ def coordinate_median(
     return jax.tree.map(median, stacked)
 
 
+def interpolate(
+    old: PyTree[Float[Array, "..."]], new: PyTree[Float[Array, "..."]], share: float | Float[Array, ""]
+) -> PyTree[Float[Array, "..."]]:
+    """(1 - share) old + share new of parameters; running statistics are the new ones, as no rate applies to them.
+
+    A share of 0 gives the old parameters, and one of 1 the new, to the bit; it may be larger.
+    """
+
+    def leaf(path: tuple, old: Array, new: Array) -> Array:
+        return new if is_statistic(path) else (1.0 - share) * old + share * new
+
+    return jax.tree.map_with_path(leaf, old, new)
+
+
 # stacked uploads, weights -> one: how a server combines the parameters of its participants.
 Combine = Callable[[PyTree, Float[Array, " K"]], PyTree]
-
-RULES: dict[str, Combine] = {"mean": weighted_mean, "median": coordinate_median}
-"""What ``aggregation.rule`` names."""
 
 
 def cosine_weights(

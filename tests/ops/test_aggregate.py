@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from fedjax_pfl.ops.aggregate import coordinate_median, cosine_weights, simplex_qp, weighted_mean
+from fedjax_pfl.ops.aggregate import coordinate_median, cosine_weights, interpolate, simplex_qp, weighted_mean
 
 RNG = np.random.default_rng(0)
 STACKED = {"w": RNG.normal(size=(4, 3, 2)), "b": [RNG.normal(size=4)]}
@@ -220,3 +220,15 @@ def test_the_weights_of_fifty_clients_meet_the_optimality_conditions():
     assert (slope / level - 1 > -1e-5).all()
     assert (np.abs(a * (slope / level - 1)) < 1e-5).all()
     assert ((a > 1e-3).sum(axis=1) > 5).all()
+
+
+def test_interpolation_goes_from_the_old_to_the_new_parameters_and_takes_the_new_statistics():
+    rng = np.random.default_rng(7)
+    old, new = ({"kernel": rng.normal(size=5), "running_mean": rng.normal(size=3)} for _ in range(2))
+    for share in (0.0, 0.3, 1.0, 2.0):
+        found = interpolate(single(old), single(new), share)
+        np.testing.assert_allclose(found["kernel"], old["kernel"] + share * (new["kernel"] - old["kernel"]), rtol=1e-5)
+        np.testing.assert_array_equal(found["running_mean"], np.float32(new["running_mean"]))
+    for share, end in ((0.0, old), (1.0, new)):
+        found = jax.jit(interpolate)(single(old), single(new), jnp.float32(share))
+        np.testing.assert_array_equal(found["kernel"], np.float32(end["kernel"]))

@@ -1,0 +1,135 @@
+"""Differential privacy of a run: which methods it is for, and the epsilon that its rounds come to."""
+
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from fedjax_pfl.engine.traffic import Exchange
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.method import Cohort, Method, Round
+from fedjax_pfl.models.norm import is_statistic
+
+
+def without_privacy(config: Config) -> Config:
+    """The same run, in which nobody compresses, lies, or hides anything."""
+    plain = {f"privacy.{field}": None for field in ("clip", "noise", "delta")}
+    plain |= {"compression.share": None, "attack.share": None, "attack.scale": None}
+    return config.replace({**plain, "compression.kind": "none", "attack.kind": "none"})
+
+
+def check_privacy(config: Config, method: Method, exchange: Exchange) -> None:
+    """Checks that a run can be private, and its epsilon be told.
+
+    Args:
+      config: the run.
+      method: without anything around it.
+      exchange: its.
+
+    Raises:
+      ConfigError: the method's server learns more than an average of updates, the model has running statistics, or the
+        library that computes epsilon is missing.
+    """
+    name = config.method["name"]
+    if config.privacy.noise:
+        try:
+            import dp_accounting  # noqa: F401  # only whether it can be
+        except ImportError:
+            allowed = '0, or install what computes epsilon: pip install "fedjax_pfl[dp]"'
+            raise ConfigError("privacy.noise", config.privacy.noise, allowed) from None
+    if (why := _why_not(method, exchange, config.data.clients)) is not None:
+        allowed = "with privacy.clip, a method that sends back what it got to a server that does nothing but average it"
+        raise ConfigError("method.name", name, f"{allowed}, such as fedavg, ditto, fedper or fedrep: {why}")
+    if any(is_statistic(path) for path, _ in jax.tree.leaves_with_path(exchange.view)):
+        allowed = "one without running statistics with privacy.clip: noise could make a variance negative"
+        raise ConfigError("model.name", config.model["name"], allowed)
+
+
+def _why_not(method: Method, exchange: Exchange, clients: int) -> str | None:
+    """What keeps the wrapper `private` from this method."""
+    occasions = {"setup": method.setup, "dispatch": method.dispatch, "calibrate": method.calibrate}
+    others = [name for name, given in occasions.items() if given is not None]
+    if others or hasattr(exchange.client, "inbox"):
+        return "its clients and server tell each other more in a round, or before the first"
+    if not exchange.comes_back or method.sends_change:
+        return "its clients do not send back what they got, trained"
+    if not _averages(method, clients):
+        return "its server uses uploads otherwise than by their mean"
+    return None
+
+
+def _averages(method: Method, clients: int) -> bool:
+    """Whether two uploads do to the server what their weighted mean does alone, and to clients nothing."""
+    rng = np.random.default_rng(0)
+
+    def filled(tree: PyTree, *rows: int) -> Any:
+        def leaf(shape: Any) -> Any:
+            full = rng.uniform(0.5, 1.5, (*rows, *shape.shape)) if shape.dtype == jnp.float32 else 0
+            return jnp.full((*rows, *shape.shape), full, shape.dtype)
+
+        return jax.tree.map(leaf, tree)
+
+    server, client = jax.eval_shape(lambda key: method.init(key, clients), jax.random.key(0))
+    server, kept = filled(server), filled(client, 2)
+    two = filled(method.broadcast(server), 2)
+    one = jax.tree.map(lambda leaf: jnp.average(leaf, axis=0, weights=jnp.array([1.0, 3.0]))[None], two)
+    now = Round(jax.random.key(0), jnp.array(1, jnp.int32))
+    found = method.aggregate(now, server, kept, two, Cohort(jnp.arange(2), jnp.array([1.0, 3.0]), clients, clients))
+    nobody = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:1]), kept)
+    alone = method.aggregate(now, server, nobody, one, Cohort(jnp.arange(1), jnp.ones((1,)), clients, clients))
+
+    def same(a: PyTree, b: PyTree) -> bool:
+        return all(jax.tree.leaves(jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-4, atol=1e-5), a, b)))
+
+    return same(found[0], alone[0]) and same(found[1], kept)
+
+
+def spent(config: Config) -> dict[str, Any]:
+    """What a run's summary says of its privacy: that of one client, whose data may be there or not.
+
+    Returns:
+      ``epsilon`` at ``delta`` after all rounds, None where there is no bound (``noise`` 0); ``noise`` and ``clip``;
+      ``adjacency``: two federations are neighbours if all data of one client of the first are replaced by none.
+    """
+    privacy, ratio = config.privacy, config.participation.ratio
+    assert isinstance(ratio, float)
+    bound = epsilon(privacy.noise, ratio, config.training.rounds, privacy.at) if privacy.noise else None
+    return {
+        "epsilon": bound,
+        "delta": privacy.at,
+        "noise": privacy.noise,
+        "clip": privacy.clip,
+        "adjacency": "replace_special",
+    }
+
+
+@functools.cache
+def epsilon(noise: float, ratio: float, rounds: int, delta: float) -> float:
+    """An upper bound on the epsilon of so many Gaussian mechanisms, each on a Poisson sample, by Renyi divergences.
+
+    Args:
+      noise: z, standard deviation over sensitivity.
+      ratio: the probability of a client to be selected. Drop-outs can only lower it.
+      rounds: how many.
+      delta: of the (epsilon, delta).
+
+    Reference:
+      I. Mironov, K. Talwar, L. Zhang. Renyi Differential Privacy of the Sampled Gaussian Mechanism. arXiv:1908.10530.
+    """
+    import dp_accounting
+    from dp_accounting import rdp
+
+    accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns of orders that it leaves out, which loosens the bound at most
+    try:
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(ratio, dp_accounting.GaussianDpEvent(noise)), rounds)
+        return float(accountant.get_epsilon(delta))
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,85 @@
+"""Any method with some clients that are malicious, the same ones in the whole run."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Key, PyTree
+
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.method import Method, Round, Update
+from fedjax_pfl.ops.training import Scalar, phase_key
+from fedjax_pfl.ops.uploads import map_values, origin_of
+
+# key, one array of an update, scale -> what an attacker sends in its place
+Lie = Callable[[Key[Array, ""], Array, Scalar], Array]
+
+
+def _gaussian(key: Key[Array, ""], update: Array, scale: Scalar) -> Array:
+    size = jnp.sqrt(jnp.mean(update**2))
+    return update + scale * size * jax.random.normal(key, update.shape, update.dtype)
+
+
+LIES: dict[str, Lie] = {
+    "sign_flip": lambda key, update, scale: -update,
+    "gaussian": _gaussian,
+    "scaled": lambda key, update, scale: scale * update,
+}
+
+
+def attacked(method: Method, kind: str, attackers: Bool[Array, " N"], scale: Scalar = 1.0) -> Method:
+    """The method, some of whose clients lie.
+
+    With ``label_flip``, an attacker does all its work on labels C - 1 - y. With the others it works as it should, and
+    lies in what it sends: of each array's update u (see `origin_of`; all of an array that is no update of anything sent
+    down) it sends -u (``sign_flip``), scale u (``scaled``), or u and noise whose standard deviation is ``scale`` times
+    the root mean square of u (``gaussian``). Running statistics, whole numbers, counts of classes held, and n_i, by
+    which the server weighs, are not lied about. It lies in every upload, also in that of round -1.
+
+    Args:
+      method: what the others run.
+      kind: ``label_flip``, or one of ``LIES``.
+      attackers: whether each client is one.
+      scale: of ``gaussian`` and ``scaled``.
+    """
+
+    def seen(data: ClientData) -> ClientData:
+        return _relabelled(data, attackers[data.id]) if kind == "label_flip" else data
+
+    def sent(now: Round, view: PyTree, upload: PyTree, data: ClientData) -> PyTree:
+        if kind == "label_flip":
+            return upload
+        key, lies = phase_key(now.key, "attack"), attackers[data.id]
+
+        def lie(path: tuple, honest: Array, origin: Array) -> Array:
+            own = phase_key(key, jax.tree_util.keystr(path))
+            return jnp.where(lies, origin + LIES[kind](own, honest - origin, scale), honest)
+
+        return map_values(lie, upload, origin_of(method, view, upload))
+
+    def local(now: Round, view: PyTree, client: PyTree, data: ClientData) -> Update:
+        update = method.local(now, view, client, seen(data))
+        return update._replace(upload=sent(now, view, update.upload, data), post=update.trained)
+
+    def setup(now: Round, view: PyTree, client: PyTree, data: ClientData) -> tuple[PyTree, PyTree]:
+        assert method.setup is not None
+        client, upload = method.setup(now, view, client, seen(data))
+        return client, sent(now, view, upload, data)
+
+    def calibrate(now: Round, view: PyTree, client: PyTree, data: ClientData) -> PyTree:
+        assert method.calibrate is not None
+        return sent(now, view, method.calibrate.local(now, view, client, seen(data)), data)
+
+    return method._replace(
+        local=local,
+        setup=None if method.setup is None else setup,
+        calibrate=None if method.calibrate is None else method.calibrate._replace(local=calibrate),
+    )
+
+
+def _relabelled(data: ClientData, flipped: Bool[Array, ""]) -> ClientData:
+    """The client's training samples with labels C - 1 - y, if flipped; its validation samples stay."""
+    counts = data.class_counts
+    original = None if data.original is None else _relabelled(data.original, flipped)
+    labels = jnp.where(flipped, counts.shape[-1] - 1 - data.y, data.y)
+    return data._replace(y=labels, class_counts=jnp.where(flipped, counts[::-1], counts), original=original)

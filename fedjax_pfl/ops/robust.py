@@ -1,0 +1,122 @@
+"""Rules for combining parameters when some of those who sent them may have sent anything; ``RULES`` names all rules."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from fedjax_pfl.ops.aggregate import coordinate_median, weighted_mean
+
+Uploads = PyTree[Float[Array, "K ..."]]
+Combined = PyTree[Float[Array, "..."]]
+
+
+def trimmed_mean(stacked: Uploads, weight: Float[Array, " K"], *, trim: float = 0.2) -> Combined:
+    """The mean of what lies between the extremes, coordinate by coordinate; zeros where nobody is present.
+
+    Of the n rows with a weight above 0, all alike, the floor(trim n) smallest values and as many of the largest go.
+
+    Args:
+      stacked: the uploads.
+      weight: 0 for an absent row.
+      trim: beta, below 1/2. A value that is no number counts as one of the largest.
+
+    Reference:
+      D. Yin, Y. Chen, K. Ramchandran, P. Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical
+      Rates. ICML 2018. arXiv:1803.01498.
+    """
+    present = weight > 0
+    number = jnp.sum(present, dtype=jnp.int32)
+    cut = _shares(trim, len(weight))[number]
+    rank = jnp.arange(len(weight))
+    kept = (rank >= cut) & (rank < number - cut)
+
+    def mean(leaf: Float[Array, "K ..."]) -> Float[Array, "..."]:
+        ordered = jnp.sort(jnp.where(_by_row(present, leaf) & ~jnp.isnan(leaf), leaf, jnp.inf), axis=0)
+        return jnp.sum(jnp.where(_by_row(kept, leaf), ordered, 0.0), axis=0) / _count(number - 2 * cut, leaf)
+
+    return jax.tree.map(mean, stacked)
+
+
+def krum(stacked: Uploads, weight: Float[Array, " K"], *, byzantine: float = 0.2) -> Combined:
+    """Krum: the row whose nearest rows are nearest, all leaves as one vector; zeros where nobody is present.
+
+    A row's score is the sum of its squared distances to the n - f - 2 nearest rows, at least one, of the n with a
+    weight above 0, all alike; f = floor(byzantine n). Rows with the same score, such as two that are each other's only
+    neighbour, are averaged: the paper takes the first of them, which would depend on the order of the rows.
+
+    Args:
+      stacked: the uploads; between parameters are the same distances as between updates.
+      weight: 0 for an absent row.
+      byzantine: the share of the rows that may be anything; the paper's guarantee asks for 2 f + 2 < n.
+
+    Reference:
+      P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer. Machine Learning with Adversaries: Byzantine Tolerant
+      Gradient Descent. NeurIPS 2017. arXiv:1703.02757.
+    """
+    return _mean_of_best(stacked, weight, byzantine, alone=True)
+
+
+def multi_krum(stacked: Uploads, weight: Float[Array, " K"], *, byzantine: float = 0.2) -> Combined:
+    """Multi-Krum: the plain mean of the m = n - f rows with the best scores; arguments and paper as of :func:`krum`."""
+    return _mean_of_best(stacked, weight, byzantine, alone=False)
+
+
+def _mean_of_best(stacked: Uploads, weight: Float[Array, " K"], byzantine: float, *, alone: bool) -> Combined:
+    present = weight > 0
+    number = jnp.sum(present, dtype=jnp.int32)
+    liars = _shares(byzantine, len(weight))[number]
+    nearest = jnp.sort(_squared_distances(stacked, weight), axis=1)
+    counts = jnp.arange(len(weight)) < jnp.maximum(number - liars - 2, 1)
+    score = jnp.where(present, jnp.sum(jnp.where(counts, nearest, 0.0), axis=1), jnp.inf)
+    worst_chosen = jnp.sort(score)[0 if alone else jnp.maximum(number - liars - 1, 0)]
+    chosen = present & (score <= worst_chosen)
+
+    def mean(leaf: Float[Array, "K ..."]) -> Float[Array, "..."]:
+        # Not a product with 0: a row that is not chosen may hold anything.
+        return jnp.sum(jnp.where(_by_row(chosen, leaf), leaf, 0.0), axis=0) / _count(jnp.sum(chosen), leaf)
+
+    return jax.tree.map(mean, stacked)
+
+
+def _squared_distances(stacked: Uploads, weight: Float[Array, " K"]) -> Float[Array, "K K"]:
+    """Between any two rows; infinite to oneself, to an absent row, and where it is no number."""
+    # Seen from their median the rows are about as long as their distances, which products then do not round away; of
+    # any other centre, a single row could make all of them long.
+    centre = coordinate_median(stacked, weight)
+
+    def product(leaf: Float[Array, "K ..."], centre: Float[Array, "..."]) -> Float[Array, "K K"]:
+        row = (leaf - centre).reshape(len(weight), -1)
+        return jnp.matmul(row, row.T, precision=lax.Precision.HIGHEST)
+
+    products = jax.tree.reduce(jnp.add, jax.tree.map(product, stacked, centre))
+    squares = jnp.diagonal(products)
+    found = jnp.maximum(squares[:, None] + squares - (products + products.T), 0.0)
+    known = (weight > 0) & ~jnp.eye(len(weight), dtype=bool) & ~jnp.isnan(found)
+    return jnp.where(known, found, jnp.inf)
+
+
+def _shares(share: float, most: int) -> Int[Array, " counts"]:
+    """floor(share n) for n = 0 ... most, as it is in decimals: 0.29 of 100 is 29."""
+    return jnp.asarray(np.floor(np.round(share * np.arange(most + 1), 9)), jnp.int32)
+
+
+def _by_row(mask: Bool[Array, " K"], leaf: Float[Array, "K ..."]) -> Bool[Array, "K ..."]:
+    return mask.reshape(-1, *(1,) * (leaf.ndim - 1))
+
+
+def _count(number: Int[Array, ""], leaf: Float[Array, "K ..."]) -> Float[Array, ""]:
+    return jnp.maximum(number, 1).astype(leaf.dtype)
+
+
+RULES: dict[str, Callable[..., Combined]] = {
+    "mean": weighted_mean,
+    "median": coordinate_median,
+    "trimmed_mean": trimmed_mean,
+    "krum": krum,
+    "multi_krum": multi_krum,
+}
+"""What ``aggregation.rule`` names: stacked uploads, weights -> one; its other fields are their keyword arguments."""

@@ -1,0 +1,96 @@
+"""What an upload is an update of, and which numbers of it may be changed on the way."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.data.federated import client_data
+from fedjax_pfl.method import Method, PerClass, SentIf
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.ops.training import Trainer
+from fedjax_pfl.ops.uploads import has_form_of, map_values, origin_of
+from tests.reference import client, now
+
+KEY, N = jax.random.key(3), 7
+
+
+def test_a_form_is_structure_shapes_and_types_of_real_numbers():
+    view = {"a": jnp.ones((2, 3)), "b": [jnp.ones(4)]}
+    assert has_form_of(view, jax.tree.map(jnp.zeros_like, view))
+    for other in (
+        (),
+        {"a": jnp.ones((2, 3))},
+        {"a": jnp.ones((3, 2)), "b": [jnp.ones(4)]},
+        {"a": jnp.ones((2, 3)), "b": (jnp.ones(4),)},
+        {"a": jnp.ones((2, 3)), "b": [jnp.ones(4, jnp.bfloat16)]},
+    ):
+        assert not has_form_of(view, other)
+    for view in ((), {"a": jnp.ones(2), "n": jnp.ones(2, jnp.int32)}):
+        assert not has_form_of(view, view)
+
+
+def test_an_array_is_an_update_of_the_one_received_under_its_name():
+    method = Method(None, None, None, None, None)
+    view = {
+        "w": {"same": jnp.ones(3), "shape": jnp.ones(4), "type": jnp.ones(3, jnp.int32)},
+        "rows": PerClass(jnp.ones(2), jnp.ones((2, 3))),
+        "late": SentIf(jnp.array(True), jnp.ones(3)),
+    }
+    upload = {
+        "w": {"same": jnp.ones(3), "shape": jnp.ones(3), "type": jnp.ones(3)},
+        "rows": PerClass(jnp.ones(2), jnp.ones((2, 3))),
+        "late": SentIf(jnp.array(True), jnp.ones(3)),
+        "new": jnp.ones(3),
+    }
+    found = origin_of(method, view, upload)
+    assert jax.tree.structure(found) == jax.tree.structure(upload)
+    ones = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(found) if leaf.any()]
+    assert ones == ["['w']['same']"]
+    assert not any(leaf.any() for leaf in jax.tree.leaves(origin_of(method._replace(sends_change=True), view, upload)))
+
+
+def test_values_are_all_real_numbers_but_statistics_flags_and_counts():
+    upload = {
+        "w": {"norm": {"scale": jnp.ones(2), "running_mean": jnp.ones(2), "running_var": jnp.ones(2)}},
+        "rows": PerClass(jnp.ones(2), (jnp.ones((2, 3)), jnp.ones(2, bool))),
+        "late": SentIf(jnp.array(True), {"running_var": jnp.ones(3), "alpha": jnp.ones(3)}),
+        "steps": jnp.array(3, jnp.int32),
+    }
+    tens = jax.tree.map(lambda leaf: 10 * leaf.astype(jnp.float32), upload)
+    found = map_values(lambda path, leaf, ten: leaf + ten, upload, tens, in_rows=lambda path, leaf, ten: leaf - ten)
+    assert jax.tree.structure(found) == jax.tree.structure(upload)
+    values = {jax.tree_util.keystr(path): np.unique(leaf).tolist() for path, leaf in jax.tree.leaves_with_path(found)}
+    assert {path: value for path, value in values.items() if value != [1]} == {
+        "['w']['norm']['scale']": [11.0],
+        "['rows'].rows[0]": [-9.0],
+        "['late'].value['alpha']": [11.0],
+        "['steps']": [3],
+    }
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_taken_for_an_update_of_the_view_comes_back_as_it_was_without_training(
+    name, model, model_with_maps, model_with_norm, model_with_projection, federation
+):
+    """With a learning rate of 0: an array that differs is no trained one, and its method has to say so."""
+    special = {"fedcpd": model_with_maps, "pfedcspc": model_with_projection, "fedbn": model_with_norm}
+    method = METHODS[name](special.get(name, model), Trainer(epochs=1, batch_size=32, lr=0.0))
+    pool, row = (federation.x, federation.y), client(federation.train, 2)
+    data = client_data(*pool, row, jnp.array(2))._replace(validation=client_data(*pool, client(federation.test, 2)))
+
+    def work(key):
+        server, own = method.init(key, N)
+        # So that nothing is 0, which a change without training is.
+        view = jax.tree.map(lambda leaf: leaf + 1 if leaf.dtype == jnp.float32 else leaf, method.broadcast(server))
+        return view, method.local(now(key, 0), view, own, data).upload
+
+    view, upload = (jax.tree.leaves_with_path(tree) for tree in jax.eval_shape(work, KEY))
+    if method.sends_change or not {path for path, _ in upload} & {path for path, _ in view}:
+        return
+    view, upload = jax.jit(work)(KEY)
+    for origin, sent in zip(*map(jax.tree.leaves, (origin_of(method, view, upload), upload)), strict=True):
+        if origin.any():
+            np.testing.assert_allclose(sent, origin, atol=1e-6)
