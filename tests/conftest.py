@@ -58,7 +58,9 @@ import pytest  # noqa: E402
 
 from fedjax_pfl.data.federated import Federation, pack  # noqa: E402
 from fedjax_pfl.models import MODELS, build  # noqa: E402
+from fedjax_pfl.models.base import dense  # noqa: E402
 from fedjax_pfl.models.cnn import CNN  # noqa: E402
+from fedjax_pfl.models.norm import BatchNorm  # noqa: E402
 from fedjax_pfl.models.projection import Projected  # noqa: E402
 from fedjax_pfl.ops.training import Trainer  # noqa: E402
 
@@ -148,6 +150,22 @@ def model_with_maps():
     mean, std = jnp.array([0.45]), jnp.array([0.3])
     extractor = CNN(((4, 3, 1), (8, 3, 1)), 8, nn.relu, "torch")
     return build(extractor, (4, 4, 1), CLASSES, init="torch", mean=mean, std=std)
+
+
+class Normalised(nn.Module):
+    """Eight hidden units, each a channel of its own for batch normalisation."""
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        hidden = dense(8, "torch", 16, "hidden_layer")(x.reshape(len(x), -1))
+        return nn.relu(BatchNorm(name="norm")(hidden[:, None, None], mask)[:, 0, 0]), ()
+
+
+@pytest.fixture(scope="session")
+def model_with_norm():
+    """Sixteen pixels, eight hidden units with batch normalisation, three classes."""
+    mean, std = jnp.array([0.45]), jnp.array([0.3])
+    return build(Normalised(), (4, 4, 1), CLASSES, init="torch", mean=mean, std=std)
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,19 @@
 """A method's rounds on the tiny federation, who took part in them, and what a round exchanges."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.data.federated import Federation
+from fedjax_pfl.data.federated import Federation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
 from fedjax_pfl.engine.traffic import count
-from tests.reference import at
+from fedjax_pfl.method import Update
+from tests.conftest import WITH_EMITTERS
+from tests.reference import at, client, client_key, now
 
 N = 7
 KEY = jax.random.key(31)
@@ -33,6 +36,18 @@ def play(method, federation: Federation, *, who=EVERYONE, rounds=3, new=0) -> Pl
     end = jax.jit(engine.rounds)(KEY, start, at(0), at(rounds), jnp.array(True), federation)
     drawn = [engine._select(round_keys(KEY, at(t)), federation.train.count)[0] for t in range(rounds)]
     return Played(start, end, [[int(i) for i in ids if i < N] for ids in drawn])
+
+
+def update_of(method, federation: Federation, i: int, *, t: int = 0) -> Update:
+    """What client i makes of the initial state in round t; two methods round alike what both of them compute."""
+
+    @partial(jax.jit, compiler_options=WITH_EMITTERS)
+    def work(key, row):
+        server, client = method.init(KEY, N)
+        data = client_data(federation.x, federation.y, row)
+        return method.local(now(key, t), method.broadcast(server), client, data)
+
+    return work(client_key(KEY, t, i), client(federation.train, i))
 
 
 class Floats(NamedTuple):

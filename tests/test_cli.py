@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,7 +149,10 @@ def test_every_method_model_and_public_name_is_documented():
     for name, factory in {**METHODS, **MODELS}.items():
         assert factory.__doc__, name
         assert f"`{name}`" in readme, name
+    rows = (Path(__file__).parent.parent / "docs" / "methods.md").read_text(encoding="utf-8")
     for name, factory in METHODS.items():
+        headline = re.search(r"Headline: (PRE|POST)", factory.__doc__)[1]
+        assert re.search(rf"^\| \[`{name}`\]\(.*\| {headline} \|$", rows, re.MULTILINE), name
         assert "Reference:" in factory.__doc__, name
         assert "Headline:" in factory.__doc__, name
 

@@ -17,14 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine, round_keys
 from fedjax_pfl.experiment.checkpoint import Checkpoints, Saved
 from fedjax_pfl.method import Static
 from fedjax_pfl.methods import METHODS
-from tests.conftest import TRAIN_SIZES
-from tests.reference import at, held
+from fedjax_pfl.models import build
+from fedjax_pfl.models.projection import Projected
+from fedjax_pfl.models.resnet import ResNet
+from tests.conftest import CLASSES, TRAIN_SIZES
+from tests.reference import at, client, held, now
 from tests.toys import witness
 
 ENTRIES = {**METHODS, "witness": witness}
@@ -116,9 +120,10 @@ def name(request):
 
 
 @pytest.fixture(scope="module")
-def model_for(model, model_with_maps, model_with_projection):
+def model_for(model, model_with_maps, model_with_norm, model_with_projection):
     """name -> the model that a method is checked on: the plainest one that it can run on."""
-    return lambda name: {"fedcpd": model_with_maps, "pfedcspc": model_with_projection}.get(name, model)
+    special = {"fedcpd": model_with_maps, "pfedcspc": model_with_projection, "fedbn": model_with_norm}
+    return lambda name: special.get(name, model)
 
 
 @pytest.fixture(scope="module")
@@ -318,6 +323,19 @@ def test_the_personal_model_has_features_of_every_sample_it_is_scored_on(name, m
     capacity = federation.test.index.shape[1]
     assert found.logits.shape == (2, capacity, model.classes)
     assert found.features.shape == (2, capacity, model.dim)
+
+
+@every_method
+def test_it_trains_a_model_with_convolutions(name, trainer, federation):
+    """Their derivative is written by hand, and has none of its own; nothing is compiled to see that."""
+    extractor = Projected(ResNet((4,), (1,), "cifar", "batch", 4, "torch"), 6, "torch")
+    model = build(extractor, (4, 4, 1), CLASSES, init="torch", mean=jnp.zeros(1), std=jnp.ones(1))
+    method = METHODS[name](model, replace(trainer, epochs=1))
+    server, own = jax.eval_shape(lambda key: method.init(key, N), KEY)
+    view = jax.eval_shape(method.broadcast, server)
+    data = client_data(federation.x, federation.y, client(federation.train, 2), at(2), client(federation.validation, 2))
+    after = jax.eval_shape(method.local, now(KEY, 1), view, own, data)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after.client, own)
 
 
 @every_method

@@ -471,7 +471,10 @@ def test_the_best_round_is_that_of_the_figure_that_rows_are_ranked_by(scores, fa
     assert "of the round with the highest HM, which" in markdown("toy_table3")
 
 
-@pytest.mark.parametrize(("columns", "shown"), [("global", ("70.00", "—")), ("i_local", ("55.00", "50.00"))])
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [("global", ("70.00", "—")), ("i_local", ("55.00", "50.00")), ("weighted", ("64.00", "59.00"))],
+)
 def test_a_table_may_compare_one_figure_alone(scores, fake, columns, shown):
     one = scores.read_text().replace('"global_local_hm"', f'"{columns}"')
     scores.write_text(one[: one.index("[tables.table3.settings.five.paper]")] + "paper = { fedprox = 63.5 }\n")
@@ -502,7 +505,7 @@ def test_a_target_is_one_of_the_figure_that_rows_are_ranked_by(scores, fake):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"global_local_hm"', '"hm"', "columns = 'hm' is not usable: allowed: accuracy, global, i_local"),
+        ('"global_local_hm"', '"hm"', "columns = 'hm' is not usable: allowed: accuracy, weighted, global, i_local"),
         (
             "{ local = 61.5, hm = 33 }",
             "{ i_local = 61.5 }",

@@ -75,14 +75,15 @@ def asam_loss(model: Model, rho: Scalar = 0.7, eta: Scalar = 0.2, adaptive: bool
 
     def around(loss: Loss[Params]) -> Loss[Params]:
         def worst(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            gradient = jax.grad(loss)(params, batch, key)
+            # Taken at constants: a convolution's derivative has no derivative of its own (docs/decisions/0003).
+            gradient = jax.grad(loss)(lax.stop_gradient(params), batch, key)
 
             def scale(path: tuple, w: Array) -> Array:
                 if is_statistic(path):
                     return jnp.zeros_like(w)
                 return jnp.abs(w) + eta if adaptive and getattr(path[-1], "key", None) != "bias" else jnp.ones_like(w)
 
-            scales = jax.tree.map_with_path(scale, params)
+            scales = jax.tree.map_with_path(scale, lax.stop_gradient(params))
             squares = jax.tree.map(lambda s, g: jnp.sum((s * g) ** 2), scales, gradient)
             length = jnp.sqrt(jax.tree.reduce(jnp.add, squares)) + 1e-16
             # What the step sees is the gradient there; how e depends on w is left out.

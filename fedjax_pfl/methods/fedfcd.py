@@ -19,6 +19,7 @@ from fedjax_pfl.ops.prototypes import (
     centre_loss,
     class_means,
     class_sums_under,
+    means_as_samples,
     update_prototypes,
 )
 from fedjax_pfl.ops.training import Scalar, Trainer, cache_features, is_off
@@ -129,7 +130,8 @@ def fedfcd(
         now: Round, server: Server, clients: Params, uploads: PerClass, cohort: Cohort
     ) -> tuple[Server, Params]:
         sums, counts = uploads.rows
-        head = train_head(now, model, train_server, server.head, _pairs(sums, counts, cohort.ids), phase="local")
+        pairs = means_as_samples(*jax.vmap(class_means)(sums, counts), cohort.ids)
+        head = train_head(now, model, train_server, server.head, pairs, phase="local")
         new = class_means(jnp.sum(sums, axis=0), jnp.sum(counts, axis=0))
         return Server(head, update_prototypes(server.representations, new)), clients
 
@@ -137,13 +139,3 @@ def fedfcd(
         return decide(params["shared"], params["head"], model.features(params["extractor"], x))
 
     return Method(init, local, aggregate, lambda view, w: {**w, "shared": view.head}, predict, broadcast, setup=setup)
-
-
-def _pairs(sums: Float[Array, "N C K"], counts: Float[Array, "N C"], ids: Int[Array, " N"]) -> ClientData:
-    """The pairs (LFR_ik, k) as though they were a client's samples, by client id: the placement must not order them."""
-    clients, classes = counts.shape
-    means, held = jax.vmap(class_means)(sums, counts)
-    rank = (ids[:, None] * classes + jnp.arange(classes)).reshape(-1)
-    index = jnp.argsort(jnp.where(held.reshape(-1), rank, jnp.iinfo(rank.dtype).max))
-    x, y = means.reshape(clients * classes, -1), jnp.tile(jnp.arange(classes), clients)
-    return ClientData(x, y, index, jnp.sum(held, dtype=jnp.int32), jnp.sum(held, axis=0, dtype=jnp.float32))

@@ -5,8 +5,7 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 from annotated_types import Gt
-from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
@@ -14,7 +13,8 @@ from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.models.norm import is_statistic
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import supervised
-from fedjax_pfl.ops.training import Scalar, Trainer, is_off
+from fedjax_pfl.ops.training import Trainer
+from fedjax_pfl.ops.variates import tilt, variate_change
 
 
 class Shared(NamedTuple):
@@ -57,20 +57,11 @@ def scaffold(
 
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
-            # The gradient of <c - c_i, w> is the correction; its value is no part of the loss that is reported.
-            products = jax.tree.map(lambda c, w: jnp.sum(c * w), correction, params)
-            tilt = jax.tree.reduce(jnp.add, products)
-            return supervised(model, params, batch) + tilt - lax.stop_gradient(tilt)
+            return supervised(model, params, batch) + tilt(params, correction)
 
         params, info = train(now, loss, view.params, data)
         change = jax.tree.map(jnp.subtract, params, view.params)
-        length = _gradients(info.steps, train.momentum) * train.rate(now.t)
-
-        def new_minus_old(path: tuple, change: Array, c: Array) -> Array:
-            trained = jnp.zeros_like(c) if is_statistic(path) else -c - change / jnp.maximum(length, 1e-30)
-            return jnp.where(info.steps > 0, trained, 0.0)
-
-        control = jax.tree.map_with_path(new_minus_old, change, view.control)
+        control = variate_change(now, train, info, change, view.control)
         post = view._replace(params=params), client
         return Update(jax.tree.map(jnp.add, client, control), Shared(change, control), info, post)
 
@@ -95,12 +86,4 @@ def scaffold(
     def global_predict(server: Shared, x: Samples) -> Logits:
         return model.apply(server.params, x)
 
-    return Method(init, local, aggregate, personal, model.apply, global_predict=global_predict)
-
-
-def _gradients(steps: Int[Array, ""], momentum: Scalar) -> Float[Array, ""]:
-    """How many times eta g so many steps along a constant gradient g go: tau without momentum, more with it."""
-    tau = steps.astype(jnp.float32)
-    if is_off(momentum):
-        return tau
-    return (tau - momentum * (1.0 - momentum**tau) / (1.0 - momentum)) / (1.0 - momentum)
+    return Method(init, local, aggregate, personal, model.apply, global_predict=global_predict, sends_change=True)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from fedjax_pfl.data.federated import Batch
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.models.norm import is_statistic
+from fedjax_pfl.ops.training import Scalar, is_off
 
 
 def masked_mean(values: Float[Array, " batch"], mask: Float[Array, " batch"]) -> Float[Array, ""]:
@@ -39,6 +40,38 @@ def cross_entropy(
     return masked_mean(cross_entropies(logits, y), mask)
 
 
+def balanced_cross_entropy(
+    logits: Float[Array, "batch classes"],
+    y: Int[Array, " batch"],
+    mask: Float[Array, " batch"],
+    class_counts: Float[Array, " classes"],
+    *,
+    strength: Scalar,
+) -> Float[Array, ""]:
+    """Balanced softmax: mean cross-entropy of logits + strength * log n_c over the samples of a padded batch.
+
+    The logits alone then need not express how frequent a class is (Ren et al., NeurIPS 2020, arXiv:2007.10740).
+
+    Args:
+      logits: without the prior.
+      y: labels.
+      mask: 1 for a sample, 0 for padding.
+      class_counts: n_c, samples per class. A class without any counts as if it had one: log 0 would take its logit out
+        of the softmax altogether.
+      strength: factor on the prior: 1 for balanced softmax, 0 for the plain loss.
+    """
+    if is_off(strength):
+        return cross_entropy(logits, y, mask)
+    return cross_entropy(logits + strength * jnp.log(jnp.maximum(class_counts, 1.0)), y, mask)
+
+
+def regularized(
+    model: Model, loss: Float[Array, ""], z: Float[Array, "batch K"], mask: Float[Array, " batch"]
+) -> Float[Array, ""]:
+    """A loss that trains the extractor on labels, plus the regulariser of the features z if the model has one."""
+    return loss if model.regularizer is None else loss + model.regularizer(z, mask)
+
+
 def label_loss(
     model: Model, z: Float[Array, "batch K"], logits: Float[Array, "batch classes"], batch: Batch
 ) -> Float[Array, ""]:
@@ -46,8 +79,7 @@ def label_loss(
 
     For losses that have more to do with z; the others call :func:`supervised`.
     """
-    loss = cross_entropy(logits, batch.y, batch.mask)
-    return loss if model.regularizer is None else loss + model.regularizer(z, batch.mask)
+    return regularized(model, cross_entropy(logits, batch.y, batch.mask), z, batch.mask)
 
 
 def supervised(model: Model, params: Params, batch: Batch) -> Float[Array, ""]:

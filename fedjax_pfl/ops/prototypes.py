@@ -64,6 +64,31 @@ def update_prototypes(old: Prototypes, new: Prototypes) -> Prototypes:
     return Prototypes(jnp.where(new.valid[:, None], new.mean, old.mean), new.valid | old.valid)
 
 
+def means_as_samples(means: Float[Array, "N C K"], held: Bool[Array, "N C"], ids: Int[Array, " N"]) -> ClientData:
+    """The pairs (mean feature of a class at a client, the class), as though they were the samples of one client.
+
+    For servers that train on what their clients have uploaded.
+
+    Args:
+      means: of each client and class.
+      held: which of them there are.
+      ids: whose they are; they order the pairs, so that the placement of the clients does not.
+    """
+    clients, classes = held.shape
+    rank = (ids[:, None] * classes + jnp.arange(classes)).reshape(-1)
+    index = jnp.argsort(jnp.where(held.reshape(-1), rank, jnp.iinfo(rank.dtype).max))
+    x, y = means.reshape(clients * classes, -1), jnp.tile(jnp.arange(classes), clients)
+    return ClientData(x, y, index, jnp.sum(held, dtype=jnp.int32), jnp.sum(held, axis=0, dtype=jnp.float32))
+
+
+def distances(z: Float[Array, "rows K"], points: Float[Array, "C K"]) -> Float[Array, "rows C"]:
+    """||z - p|| of every row to every point; its gradient is finite at zero, too.
+
+    Not by way of |z|^2 - 2 z p + |p|^2, whose rounding can make the square of a small distance negative.
+    """
+    return jnp.sqrt(jnp.sum((z[:, None] - points) ** 2, axis=2) + 1e-12)
+
+
 def l2_normalize(vectors: Float[Array, "rows K"], eps: float = 1e-12) -> Float[Array, "rows K"]:
     """Rows of length 1, and rows of zeros as they are; eps keeps the gradient finite at zero."""
     return vectors * lax.rsqrt(jnp.sum(vectors**2, axis=1, keepdims=True) + eps)

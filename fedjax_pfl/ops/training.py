@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +102,35 @@ def scan_batches(
     return lax.fori_loop(0, epochs, epoch, carry)
 
 
+class Progress(NamedTuple):
+    """What a fold over mini-batches has gone through so far: what `TrainInfo` is made of.
+
+    Attributes:
+      total: sum of the losses, each times the samples of its batch.
+      samples: number of these samples.
+      steps: number of batches.
+    """
+
+    total: Float[Array, ""]
+    samples: Float[Array, ""]
+    steps: Int[Array, ""]
+
+    @classmethod
+    def none(cls) -> "Progress":
+        """Before the first batch."""
+        return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
+
+    def after(self, loss: Float[Array, ""], batch: Batch) -> "Progress":
+        """With one more batch, of this mean loss."""
+        size = jnp.sum(batch.mask)
+        return Progress(self.total + size * loss, self.samples + size, self.steps + 1)
+
+    @property
+    def info(self) -> TrainInfo:
+        """Mean loss and number of steps; 0 without samples."""
+        return TrainInfo(self.total / jnp.maximum(self.samples, 1.0), self.steps)
+
+
 @dataclass(frozen=True)
 class Trainer:
     """Local training: mini-batch SGD on a loss, over any sub-tree of the parameters.
@@ -162,18 +191,14 @@ class Trainer:
         optimizer = self.optimizer(now.t, params, lr=lr)
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
-            params, opt_state, total, samples, steps = carry
+            params, opt_state, progress = carry
             value, gradient = jax.value_and_grad(loss)(params, batch, key)
             updates, opt_state = optimizer.update(gradient, opt_state, params)
-            size = jnp.sum(batch.mask)
-            return optax.apply_updates(params, updates), opt_state, total + size * value, samples + size, steps + 1
+            return optax.apply_updates(params, updates), opt_state, progress.after(value, batch)
 
-        zero = jnp.zeros((), jnp.float32)
-        start = (params, optimizer.init(params), zero, zero, jnp.zeros((), jnp.int32))
-        params, _, total, samples, taken = self.over_batches(
-            now, step, start, data, phase=phase, epochs=epochs, steps=steps
-        )
-        return params, TrainInfo(total / jnp.maximum(samples, 1.0), taken)
+        start = params, optimizer.init(params), Progress.none()
+        params, _, progress = self.over_batches(now, step, start, data, phase=phase, epochs=epochs, steps=steps)
+        return params, progress.info
 
     def over_batches(
         self,
@@ -266,6 +291,21 @@ class Trainer:
             return sgd
         # Their gradient is what to subtract from them (models/norm.py).
         return optax.partition({False: sgd, True: optax.scale(-1.0)}, statistics)
+
+
+def effective_steps(steps: Int[Array, ""], momentum: Scalar) -> Float[Array, ""]:
+    """How many times eta g so many steps of SGD along a constant gradient g go: tau, or more with momentum.
+
+    With rho the momentum: [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho) (FedNova, arXiv:2007.07481, section 4).
+
+    Args:
+      steps: tau, the number of steps, from a velocity of zero.
+      momentum: heavy-ball coefficient, in [0, 1).
+    """
+    tau = steps.astype(jnp.float32)
+    if is_off(momentum):
+        return tau
+    return (tau - momentum * (1.0 - momentum**tau) / (1.0 - momentum)) / (1.0 - momentum)
 
 
 def cache_features(

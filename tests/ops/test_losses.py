@@ -8,7 +8,7 @@ from jax import lax
 
 from fedjax_pfl.data.federated import Batch, client_data
 from fedjax_pfl.ops.finetune import finetune
-from fedjax_pfl.ops.losses import cross_entropy, label_loss, masked_mean, proximal, supervised
+from fedjax_pfl.ops.losses import balanced_cross_entropy, cross_entropy, label_loss, masked_mean, proximal, supervised
 from tests.reference import MLP, client, held, now, softmax_loss, to_numpy
 
 RNG = np.random.default_rng(0)
@@ -48,6 +48,27 @@ def test_cross_entropy_of_extreme_logits_is_finite():
     value, gradient = jax.value_and_grad(cross_entropy)(logits, y, jnp.ones(2))
     assert float(value) == pytest.approx(1e4)
     np.testing.assert_allclose(gradient, [[0, 0, 0], [-0.5, 0.5, 0]], atol=1e-6)
+
+
+@pytest.mark.parametrize("strength", [0.4, 1.0])
+def test_balanced_softmax_is_the_softmax_weighted_by_powers_of_the_class_counts(strength):
+    counts, samples = np.array([8.0, 1.0, 0.0, 5.0]), 4
+    mask = (jnp.arange(6) < samples).astype(jnp.float32)
+    balanced = jax.value_and_grad(balanced_cross_entropy)
+    value, gradient = balanced(jnp.asarray(LOGITS), jnp.asarray(Y), mask, jnp.float32(counts), strength=strength)
+    odds = np.exp(LOGITS[:samples].astype(np.float64)) * np.array([8.0, 1.0, 1.0, 5.0]) ** strength
+    p = odds / odds.sum(axis=1, keepdims=True)
+    assert float(value) == pytest.approx(-np.log(p[np.arange(samples), Y[:samples]]).mean(), rel=1e-5)
+    np.testing.assert_allclose(gradient[:samples], (p - np.eye(4)[Y[:samples]]) / samples, rtol=1e-4, atol=1e-6)
+
+
+def test_balanced_softmax_is_plain_without_strength_and_of_equal_counts():
+    logits, y, mask = jnp.asarray(LOGITS), jnp.asarray(Y), jnp.ones(6)
+    plain = cross_entropy(logits, y, mask)
+    off = balanced_cross_entropy(logits, y, mask, jnp.array([8.0, 1.0, 0.0, 5.0]), strength=0.0)
+    np.testing.assert_array_equal(off, plain)
+    equal = balanced_cross_entropy(logits, y, mask, jnp.full(4, 7.0), strength=1.0)
+    assert float(equal) == pytest.approx(float(plain), rel=1e-5)
 
 
 def test_the_proximal_gradient_is_strength_times_the_distance():

@@ -12,6 +12,8 @@ from fedjax_pfl.ops.prototypes import (
     centre_loss,
     class_means,
     class_sums,
+    distances,
+    means_as_samples,
     prototype_contrast,
     update_prototypes,
 )
@@ -206,3 +208,28 @@ def test_a_dead_feature_and_a_dead_prototype_are_as_near_to_all_as_to_none():
     value, gradient = found_contrast(z, np.ones(N), np.ones(C, bool), prototypes)
     assert np.isfinite(value)
     assert np.isfinite(gradient).all()
+
+
+def test_class_means_as_samples_are_in_the_order_of_the_clients_whatever_their_rows():
+    held = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)
+    means, ids = CENTRES[:3, None] + np.arange(3, dtype=np.float32)[:, None], np.array([5, 9, 2], np.int32)
+
+    def pairs(rows):
+        data = means_as_samples(*(jnp.asarray(part[rows]) for part in (means, held, ids)))
+        batch = data.take(jnp.arange(data.capacity), jnp.arange(data.capacity) < data.count)
+        assert int(data.count) == int(batch.mask.sum()) == 4
+        np.testing.assert_array_equal(data.class_counts, [1, 1, 2])
+        return np.asarray(batch.x)[:4], np.asarray(batch.y)[:4]
+
+    for rows in ([0, 1, 2], [2, 0, 1]):
+        x, y = pairs(rows)
+        np.testing.assert_array_equal(y, [1, 2, 0, 2])
+        np.testing.assert_array_equal(x, means[[2, 2, 0, 0], y])
+
+
+def test_distances_to_points_and_their_gradient_where_a_row_is_one_of_them():
+    z = jnp.asarray(np.concatenate([Z, CENTRES[:1]]))
+    expected = np.linalg.norm(np.asarray(z, np.float64)[:, None] - CENTRES, axis=2)
+    np.testing.assert_allclose(distances(z, jnp.asarray(CENTRES)), expected, rtol=1e-5, atol=1e-5)
+    gradient = jax.grad(lambda z: distances(z, jnp.asarray(CENTRES))[-1, 0])(z)
+    np.testing.assert_array_equal(gradient, 0)

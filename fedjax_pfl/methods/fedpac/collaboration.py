@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.ops.aggregate import simplex_qp
+from fedjax_pfl.ops.matrices import map_matrices
 from fedjax_pfl.ops.prototypes import Prototypes
 
 NEGLIGIBLE = 1e-3  # weights of other clients' heads up to this are dropped, as in the official code
@@ -59,7 +60,7 @@ def head_weights(
         a = jnp.where(a > cut, a, 0.0)
         return a / jnp.maximum(jnp.sum(a), 1e-12)
 
-    found = lax.map(weights, flat, batch_size=64)
+    found = map_matrices(weights, flat, batch_size=64)
     # Heads are split over devices by rows. The index keeps that from reaching back into the solver, whose devices would
     # ask each other in every step whether to go on.
     return jnp.take(found, jnp.arange(len(h)), axis=0)

@@ -1,5 +1,6 @@
 """How the clients' prototypes of a class are distributed, and features drawn from it (PGFedSplit, Eqs. 4, 15-17)."""
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from fedjax_pfl.data.federated import ClientData, Count
 from fedjax_pfl.method import PerClass
+from fedjax_pfl.ops.matrices import map_matrices
 from fedjax_pfl.ops.prototypes import Prototypes, class_means, update_prototypes
 from fedjax_pfl.ops.training import phase_key
 
@@ -130,5 +132,5 @@ def _root_of_covariance(deviations: Float[Array, "clients C K"]) -> Float[Array,
 
     QR of D itself; a Cholesky factor of the singular D' D would be NaN.
     """
-    roots = jnp.linalg.qr(deviations.swapaxes(0, 1), mode="r")
+    roots = map_matrices(partial(jnp.linalg.qr, mode="r"), deviations.swapaxes(0, 1))
     return jnp.pad(roots, ((0, 0), (0, deviations.shape[2] - roots.shape[1]), (0, 0)))

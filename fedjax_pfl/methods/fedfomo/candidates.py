@@ -1,0 +1,89 @@
+"""FedFomo's candidates: which models a client is sent, and what it makes of them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.ops.losses import cross_entropy, proximal
+
+
+class Candidates(NamedTuple):
+    """The last models of M - 1 other clients, every leaf [M - 1, ...], and whose they are."""
+
+    models: Params
+    ids: Int[Array, " others"]
+
+
+class Mix(NamedTuple):
+    """The mixed model, a_j of the other clients' models, and the weight of all of these in the mix, from 0 to 1."""
+
+    params: Params
+    gains: Float[Array, " others"]
+    weight_of_others: Float[Array, ""]
+
+
+def choose(
+    key: Key[Array, ""],
+    number: int,
+    free: Bool[Array, " N"],
+    known: Bool[Array, " N"],
+    preference: Float[Array, " N"],
+    explore: Float[Array, ""],
+) -> Int[Array, " number"]:
+    """The clients whose models one client is sent, all different.
+
+    Args:
+      key: the client's randomness.
+      number: how many.
+      free: who may be chosen: all others.
+      known: who has a model to send; the rest are chosen only when no more of these are left.
+      preference: what the client has gained from each so far; the largest is chosen, of equal ones any.
+      explore: the probability of each choice to be made at random instead.
+    """
+
+    def slot(free: Bool[Array, " N"], key: Key[Array, ""]) -> tuple[Bool[Array, " N"], Int[Array, ""]]:
+        key_kind, key_tie = jax.random.split(key)
+        pool = jnp.where(jnp.any(free & known), free & known, free)
+        best = pool & (preference == jnp.max(jnp.where(pool, preference, -jnp.inf)))
+        among = jnp.where(jax.random.uniform(key_kind) < explore, pool, best)
+        chosen = jnp.argmax(jnp.where(among, jax.random.uniform(key_tie, among.shape), -1.0))
+        return free.at[chosen].set(False), chosen
+
+    return lax.scan(slot, free, jax.random.split(key, number))[1]
+
+
+def mix(model: Model, reference: Params, own: Params, others: Params | None, validation: ClientData) -> Mix:
+    """ref + sum_j a_j (w_j - ref) / sum_j a_j over the a_j > 0, or ref where there is none.
+
+    Args:
+      model: extractor and head.
+      reference: ref, what the client's model was trained from.
+      own: the client's model, the first candidate.
+      others: the other candidates, every leaf with a row for each; None without.
+      validation: the client's validation samples; without any, the own model is what comes out.
+    """
+
+    def loss(params: Params) -> Float[Array, ""]:
+        logits = validation.map(lambda x, positions: model.apply(params, x))
+        return cross_entropy(logits, validation.labels, validation.valid)
+
+    def weigh(sums: tuple[Array, Params], params: Params) -> tuple[tuple[Array, Params], Float[Array, ""]]:
+        distance = jnp.sqrt(proximal(params, reference, 2.0))
+        # By the distance, since the loss of one and the same model may be rounded in two ways.
+        gain = jnp.where(distance > 0, (at_reference - loss(params)) / (distance + 1e-5), 0.0)
+        weight = jnp.maximum(gain, 0.0)
+        step = jax.tree.map(lambda w, ref: weight * (w - ref), params, reference)
+        return jax.tree.map(jnp.add, sums, (weight, step)), gain
+
+    at_reference = loss(reference)
+    of_own, _ = weigh((jnp.zeros(()), jax.tree.map(jnp.zeros_like, reference)), own)
+    (weight, way), gains = (of_own, jnp.zeros(0)) if others is None else lax.scan(weigh, of_own, others)
+    scale = 1.0 / jnp.where(weight > 0, weight, 1.0)
+    mixed = jax.tree.map(lambda ref, way: ref + scale * way, reference, way)
+    params = jax.tree.map(lambda mixed, own: jnp.where(validation.count > 0, mixed, own), mixed, own)
+    return Mix(params, gains, scale * (weight - of_own[0]))

@@ -1,0 +1,56 @@
+"""Dealing out mini-batches, and inner steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.data.federated import Batch
+from fedjax_pfl.ops.losses import supervised
+from fedjax_pfl.ops.meta import deal, inner_step
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("samples", [0, 1, 2, 5, 7])
+def test_every_sample_goes_to_one_part_and_the_parts_are_of_equal_size(samples, parts):
+    y = np.arange(7, dtype=np.int32)
+    batch = Batch(jnp.asarray(y * 10), jnp.asarray(y), jnp.asarray(y < samples, jnp.float32))
+    dealt = [np.asarray(part.y)[np.asarray(part.mask) > 0] for part in deal(batch, parts)]
+    np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), y[:samples])
+    sizes = [len(part) for part in dealt]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+    for part in deal(batch, parts):
+        np.testing.assert_array_equal(part.x, part.y * 10)
+
+
+def test_an_inner_step_is_one_of_plain_sgd_and_gives_statistics_their_update_whole():
+    w = {"scale": jnp.array([1.0, 2.0]), "running_mean": jnp.array([3.0, 4.0])}
+    gradient = {"scale": jnp.array([0.5, -1.0]), "running_mean": jnp.array([1.0, 2.0])}
+
+    def loss(w):
+        return sum(jnp.sum(gradient[name] * w[name]) for name in w)
+
+    stepped = inner_step(loss, w, 0.1)
+    np.testing.assert_allclose(stepped["scale"], [0.95, 2.1], rtol=1e-6)
+    np.testing.assert_allclose(stepped["running_mean"], [2.0, 2.0], rtol=1e-6)
+
+
+def test_derivatives_of_an_inner_step_are_first_order():
+    def judged(w):
+        return jnp.sum(inner_step(lambda w: jnp.sum(w["w"] ** 3) / 3, {"w": w}, 0.1)["w"] ** 2)
+
+    w = jnp.array([1.0, -2.0])
+    np.testing.assert_allclose(jax.grad(judged)(w), 2 * (w - 0.1 * w**2), rtol=1e-6)
+
+
+def test_losses_need_a_first_derivative_only(model_with_maps, federation):
+    """Convolutions have no other; this fails while it is traced if a second one is asked for."""
+    batch = Batch(federation.x[:6], federation.y[:6], jnp.ones(6))
+
+    def judged(w):
+        outer, inner = deal(batch, 2)
+        return supervised(model_with_maps, inner_step(lambda w: supervised(model_with_maps, w, inner), w, 0.1), outer)
+
+    shapes = jax.eval_shape(lambda: jax.grad(judged)(model_with_maps.init(jax.random.key(0))))
+    assert jax.tree.structure(shapes) == jax.tree.structure(jax.eval_shape(model_with_maps.init, jax.random.key(0)))
