@@ -71,6 +71,11 @@ COLUMNS = {
         f"standard deviation over clients are {{round}}, {POINT}. By samples: the mean "
         "that counts every test sample alike, PFLlib's.",
     ),
+    "weighted": Columns(
+        ("weighted",),
+        "sample-weighted mean",
+        f"Accuracy in %, every test sample counted alike (PFLlib's number), {SEEDS}. Ours is {{round}}, {POINT}.",
+    ),
     "global": Columns(
         ("global",),
         "global accuracy",
@@ -397,6 +402,8 @@ def figures(cell: Cell, point: str, table: Table) -> dict[str, float]:
     found = figures_of({**cell, "headline": point, "traffic": {"megabytes_total": cell["megabytes_total"]}})
     if table.columns == "accuracy":
         return found | {"accuracy": found["headline"]} | (cell["best"][point] if table.headline == "best" else {})
+    if table.columns == "weighted":
+        return found | {"weighted": found["weighted_best"] if table.headline == "best" else found["weighted"]}
     curves = {name: curve_of(cell, name, point) for name in COLUMNS[table.columns].figures}
     known = [curve for curve in curves.values() if not np.isnan(curve).any()]
     at = int(np.argmax(known[-1])) if known and table.headline == "best" else -1

@@ -1,0 +1,113 @@
+"""What a round of every method costs beside one of FedAvg: time, work of a client, numbers sent, numbers kept.
+
+    python benchmarks/method_costs.py --json benchmarks/results/method_costs.json
+
+One federation for all: 20 clients that share scikit-learn's digits, Dir(0.1), batches of 10, one local epoch, on the
+model of ``configs/all_methods.toml``. A method that cannot run on it is left out, with the reason: FedBN, which needs
+normalisation layers and computes what FedAvg does. A round is timed without evaluation, in blocks of
+``--rounds``, each block of a method between two of FedAvg; what is reported is the median of the ratios. Numbers are
+those of the shapes of what is exchanged: a part that is sent per class, or in some rounds only, is counted whole.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedjax_pfl import METHODS, Config, ConfigError, load_config
+from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.engine.traffic import count
+from fedjax_pfl.engine.work import client_work
+from fedjax_pfl.experiment.build import divide, prepare
+from fedjax_pfl.experiment.programs import Program, lay_out
+
+ROOT = Path(__file__).resolve().parent.parent
+SELECTING = ("fedfomo", "fedsoup")
+
+
+def config_of(name: str) -> Config:
+    """The config of a method; a fifth of the training samples to select on where it does so."""
+    changes = ["data.validation_share=0.2"] if name in SELECTING else []
+    return load_config(ROOT / "configs" / "all_methods.toml", [f"method.name={name}", *changes])
+
+
+class Timed:
+    """A method's program, which can be run on and on."""
+
+    def __init__(self, config: Config, dataset: Dataset):
+        self.config, self.program = config, lay_out([config], dataset)
+        self.program.compile()
+        self.states, self.t = self.program.init(), 0
+        self.block(2)  # what later rounds start from
+
+    def block(self, rounds: int) -> float:
+        """Seconds per round, of so many more."""
+        began = time.perf_counter()
+        self.states = jax.block_until_ready(self.program.rounds(self.states, self.t, self.t + rounds, evaluate=False))
+        self.t += rounds
+        return (time.perf_counter() - began) / rounds
+
+
+def passes(program: Program, config: Config, dataset: Dataset) -> float:
+    """The work of a client in a round, in floating-point operations."""
+    federation, _ = divide(config, dataset)
+    return client_work(program.engine, jax.random.key(0), federation).flops
+
+
+def main() -> None:
+    """Measures, prints a table, and keeps the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", help="names, separated by commas; all unless given")
+    parser.add_argument("--rounds", type=int, default=10, help="of a block")
+    parser.add_argument("--blocks", type=int, default=5, help="of each method")
+    parser.add_argument("--json", type=Path, help="where the figures are kept; other methods' stay")
+    options = parser.parse_args()
+    dataset = load("digits")
+    prepare(config_of("fedavg").run)
+    base = Timed(config_of("fedavg"), dataset)
+    rows: dict[str, Any] = {}
+    if options.json and options.json.exists():
+        rows = json.loads(options.json.read_text(encoding="utf-8"))["methods"]
+    print("| method | time | work | down | up | kept |\n|---|---|---|---|---|---|")
+    for name in options.methods.split(",") if options.methods else METHODS:
+        try:
+            own = Timed(config_of(name), dataset)
+        except ConfigError as error:
+            print(f"left out: {error}")
+            continue
+        ratios = []
+        for _ in range(options.blocks):
+            before, here, after = base.block(options.rounds), own.block(options.rounds), base.block(options.rounds)
+            ratios.append(2 * here / (before + after))
+        flops = [passes(each.program, each.config, dataset) for each in (own, base)]
+        exchange = own.program.exchange
+        rows[name] = {
+            "time": round(statistics.median(ratios), 3),
+            "times": [round(ratio, 3) for ratio in ratios],
+            "work": round(flops[0] / flops[1], 3),
+            "down": count(exchange.down),
+            "up": count(exchange.up),
+            "kept": count(exchange.client),
+        }
+        row = rows[name]
+        print(f"| {name} | {row['time']:.2f} | {row['work']:.2f} | {row['down']} | {row['up']} | {row['kept']} |")
+        sys.stdout.flush()
+        if options.json:
+            about = {
+                "jax": jax.__version__,
+                "cpu": platform.machine(),
+                "rounds": options.rounds,
+            }
+            text = json.dumps({**about, "methods": {key: rows[key] for key in METHODS if key in rows}}, indent=1)
+            options.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
