@@ -23,8 +23,22 @@ def without_privacy(config: Config) -> Config:
     return config.replace({**plain, "compression.kind": "none", "attack.kind": "none"})
 
 
+def check_accountant(config: Config) -> None:
+    """Checks that the epsilon of a run can be told.
+
+    Raises:
+      ConfigError: the library that computes it is missing.
+    """
+    if config.privacy.noise:
+        try:
+            import dp_accounting  # noqa: F401  # only whether it can be
+        except ImportError:
+            allowed = '0, or install what computes epsilon: pip install "fedjax_pfl[dp]"'
+            raise ConfigError("privacy.noise", config.privacy.noise, allowed) from None
+
+
 def check_privacy(config: Config, method: Method, exchange: Exchange) -> None:
-    """Checks that a run can be private, and its epsilon be told.
+    """Checks that a method can be private.
 
     Args:
       config: the run.
@@ -32,16 +46,9 @@ def check_privacy(config: Config, method: Method, exchange: Exchange) -> None:
       exchange: its.
 
     Raises:
-      ConfigError: the method's server learns more than an average of updates, the model has running statistics, or the
-        library that computes epsilon is missing.
+      ConfigError: the method's server learns more than an average of updates, or the model has running statistics.
     """
     name = config.method["name"]
-    if config.privacy.noise:
-        try:
-            import dp_accounting  # noqa: F401  # only whether it can be
-        except ImportError:
-            allowed = '0, or install what computes epsilon: pip install "fedjax_pfl[dp]"'
-            raise ConfigError("privacy.noise", config.privacy.noise, allowed) from None
     if (why := _why_not(method, exchange, config.data.clients)) is not None:
         allowed = "with privacy.clip, a method that sends back what it got to a server that does nothing but average it"
         raise ConfigError("method.name", name, f"{allowed}, such as fedavg, ditto, fedper or fedrep: {why}")

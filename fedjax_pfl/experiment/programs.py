@@ -42,7 +42,7 @@ from fedjax_pfl.experiment.build import (
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import put_everywhere, to_host
 from fedjax_pfl.experiment.export import export_of
-from fedjax_pfl.experiment.privacy import check_privacy, without_privacy
+from fedjax_pfl.experiment.privacy import check_accountant, check_privacy, without_privacy
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
@@ -285,6 +285,8 @@ def lay_out(configs: Sequence[Config], dataset: Dataset, hardware: Hardware | No
     ]
     samples = federations[0][:2]
     engine = make_engine(first, data)
+    for config in configs:
+        check_accountant(config)
     if first.privacy.clip is not None:
         plain = make_engine(without_privacy(first), data)
         check_privacy(first, plain.method, survey(plain, jax.random.key(0), federations[0])[1])

@@ -123,7 +123,9 @@ def feddc(
     def global_predict(server: Server, x: Samples) -> Logits:
         return model.apply(server.shared.params, x)
 
-    return Method(init, local, aggregate, personal, model.apply, broadcast, global_predict=global_predict)
+    return Method(
+        init, local, aggregate, personal, model.apply, broadcast, global_predict=global_predict, sends_change=True
+    )
 
 
 def _trained(change: Params) -> Params:

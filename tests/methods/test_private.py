@@ -213,9 +213,10 @@ def test_clipping_alone_bounds_no_epsilon_and_needs_no_library(monkeypatch):
 
 def test_the_library_is_missed_before_anything_is_compiled(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    monkeypatch.setattr("fedjax_pfl.experiment.programs._compile", lambda *_: pytest.fail("compiled"))
-    with pytest.raises(ConfigError, match=r'privacy\.noise = 0\.8 .*pip install "fedjax_pfl\[dp\]"'):
-        simulate(Config(**TABLES, privacy=PRIVATE))
+    private, clipped = (Config(**TABLES, privacy=given) for given in (PRIVATE, CLIPPED))
+    for configs in ([private], [clipped, private]):  # rows of one program
+        with pytest.raises(ConfigError, match=r'privacy\.noise = 0\.8 .*pip install "fedjax_pfl\[dp\]"'):
+            lay_out(configs, load("digits"))
 
 
 @needs_accountant

@@ -1,7 +1,5 @@
 """What an upload is an update of, and which numbers of it may be changed on the way."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
