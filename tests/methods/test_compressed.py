@@ -237,12 +237,13 @@ def test_the_server_gets_the_form_back_and_nothing_but_values_is_touched(kind, f
 
 
 def test_packed_arrays_stand_for_many_at_once():
-    arrays = jnp.asarray(RNG.normal(size=(2, 3, 4, 5)), jnp.float32)
+    arrays = jnp.asarray(np.random.default_rng(7).normal(size=(2, 3, 4, 5)), jnp.float32)
     for encode, kind in ((top_k(0.3), Sparse), (int8(), Quantised)):
         packed = jax.vmap(jax.vmap(partial(encode, KEY)))(arrays)
         assert isinstance(packed, kind)
         one_by_one = [[encode(KEY, array).dense() for array in row] for row in arrays]
-        np.testing.assert_array_equal(packed.dense(), np.array(one_by_one))
+        # Not to the bit: a program for many may divide by 127 otherwise than one for a single array.
+        np.testing.assert_allclose(packed.dense(), np.array(one_by_one), rtol=1e-6)
 
 
 # --- Runs ------------------------------------------------------------------------------------------------------------
