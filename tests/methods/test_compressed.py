@@ -27,7 +27,6 @@ from tests.play import KEY, SOME, N, play
 from tests.reference import MLP, at, client_key, held, to_numpy, weighted_mean
 from tests.test_conformance import computations_with_collectives
 
-RNG = np.random.default_rng(6)
 CODECS = {"top_k": top_k(0.1), "int8": int8()}
 
 
@@ -40,7 +39,7 @@ def fold(key, name):
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
 def test_the_largest_entries_are_kept_as_they_are(share):
-    array = RNG.normal(size=(7, 9)).astype(np.float32)
+    array = np.random.default_rng(6).normal(size=(7, 9)).astype(np.float32)
     found = top_k(share)(KEY, jnp.asarray(array))
     kept = math.ceil(share * 63)
     assert (found.values.shape, found.indices.shape, found.indices.dtype) == ((kept,), (kept,), jnp.int32)
@@ -49,7 +48,7 @@ def test_the_largest_entries_are_kept_as_they_are(share):
 
 
 def test_a_byte_is_within_a_step_and_right_on_average():
-    array = RNG.normal(size=(5, 8)).astype(np.float32)
+    array = np.random.default_rng(6).normal(size=(5, 8)).astype(np.float32)
     found = jax.vmap(lambda key: int8()(key, jnp.asarray(array)))(jax.random.split(KEY, 4000))
     assert found.levels.dtype == jnp.int8
     step = np.abs(array).max() / 127
