@@ -18,6 +18,7 @@ from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.meta import deal, inner_step
 from fedjax_pfl.ops.training import Trainer
+from fedjax_pfl.ops.variates import tilt
 
 
 def perfedavg(
@@ -89,7 +90,9 @@ def perfedavg(
             def corrected(path: tuple, g: Array, h: Array) -> Array:
                 return g if is_statistic(path) else g - rate * h
 
-            return _with_gradient(value, jax.tree.map_with_path(corrected, g, curvature), params)
+            descended = lax.stop_gradient(jax.tree.map_with_path(corrected, g, curvature))
+            # A loss of this value whose gradient, as far as the trainer sees, is what the step descends.
+            return lax.stop_gradient(value) + tilt(params, descended)
 
         params, info = meta(now, loss, view, data)
         return Update(client, params, info)
@@ -115,10 +118,3 @@ def perfedavg(
 def _without_statistics(gradient: Params) -> Params:
     """The gradient with zeros for running statistics, which are no direction to differentiate in."""
     return jax.tree.map_with_path(lambda path, g: jnp.zeros_like(g) if is_statistic(path) else g, gradient)
-
-
-def _with_gradient(value: Float[Array, ""], gradient: Params, params: Params) -> Float[Array, ""]:
-    """A loss of this value whose gradient, as far as the trainer sees, is this one."""
-    products = jax.tree.map(lambda g, w: jnp.sum(lax.stop_gradient(g) * w), gradient, params)
-    tilt = jax.tree.reduce(jnp.add, products)
-    return lax.stop_gradient(value) + (tilt - lax.stop_gradient(tilt))

@@ -95,8 +95,7 @@ def simplex_qp(
     constraint. Block principal pivoting solves it (Portugal, Judice and Vicente, 1994; Kim and Park, 2011): all
     coordinates that are negative, or 0 where a positive one would be better, change sides at once, and only the last
     of them where that has not helped for a while. A step is a Cholesky factor of Q among the free coordinates, with
-    one refinement; 6 to 13 of them are exact up to rounding for FedPAC's Q with 20 to 500 clients. The problems of
-    many clients advance together.
+    one refinement; 6 to 13 of them are exact up to rounding for FedPAC's Q with 20 to 500 clients.
 
     Args:
       q: symmetric and positive semidefinite.
