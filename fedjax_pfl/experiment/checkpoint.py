@@ -1,5 +1,6 @@
 """Checkpoints: what a run needs to go on as though it had never stopped."""
 
+import logging
 import signal
 import sys
 import threading
@@ -132,12 +133,20 @@ class Checkpoints:
 
         hook = sys.unraisablehook
         sys.unraisablehook = lambda late: None if str(late.exc_value) == "Event loop is closed" else hook(late)
+        asyncio_log, here = logging.getLogger("asyncio"), str(self._path)
+
+        def is_elsewhere(record: logging.LogRecord) -> bool:
+            return here not in record.getMessage()
+
+        asyncio_log.addFilter(is_elsewhere)
         try:
             restored = self._open().restore(step, args=ocp.args.Composite(**arguments))
         except Exception as error:  # orbax raises whatever its storage layers do
-            # The hook stays: reads that are still under way end later, on the event loop that orbax has closed by then.
+            # Hook and filter stay: reads that are still under way fail later, some on the event loop that orbax has
+            # closed by then, others when Python collects them.
             first_line = str(error).strip().partition("\n")[0]
             raise self._unreadable(step, f"{type(error).__name__}: {first_line[:200]}") from error
+        asyncio_log.removeFilter(is_elsewhere)
         sys.unraisablehook = hook
         return restored
 
