@@ -8,43 +8,106 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedjax_pfl.data.intake import FederatedData
     from fedjax_pfl.errors import ConfigError
+    from fedjax_pfl.experiment.callbacks import (
+        BestModel,
+        Callback,
+        EarlyStopping,
+        MLflowLogger,
+        Running,
+        TensorBoard,
+        WandbLogger,
+    )
     from fedjax_pfl.experiment.comparison import Comparison, compare
     from fedjax_pfl.experiment.config import Config, load_config
-    from fedjax_pfl.experiment.driver import Result, simulate
+    from fedjax_pfl.experiment.driver import simulate
+    from fedjax_pfl.experiment.html import partition_html
+    from fedjax_pfl.experiment.progress import Progress
+    from fedjax_pfl.experiment.registry import (
+        register_dataset,
+        register_method,
+        register_metric,
+        register_model,
+        register_partition,
+    )
+    from fedjax_pfl.experiment.result import Result
     from fedjax_pfl.experiment.sweep import Sweep, load_sweep, sweep
+    from fedjax_pfl.experiment.tuning import Choice, IntUniform, LogUniform, Uniform, load_tune, tune
     from fedjax_pfl.methods import METHODS
 
     __version__: str
 
 # Imported at first use: JAX takes a second, which `fedjax-pfl --help` should not.
 _HOME = {
+    "BestModel": "experiment.callbacks",
+    "Callback": "experiment.callbacks",
+    "Choice": "experiment.tuning",
     "Comparison": "experiment.comparison",
     "Config": "experiment.config",
     "ConfigError": "errors",
+    "EarlyStopping": "experiment.callbacks",
+    "FederatedData": "data.intake",
+    "IntUniform": "experiment.tuning",
+    "LogUniform": "experiment.tuning",
     "METHODS": "methods",
-    "Result": "experiment.driver",
+    "MLflowLogger": "experiment.callbacks",
+    "Progress": "experiment.progress",
+    "Result": "experiment.result",
+    "Running": "experiment.callbacks",
     "Sweep": "experiment.sweep",
+    "TensorBoard": "experiment.callbacks",
+    "Uniform": "experiment.tuning",
+    "WandbLogger": "experiment.callbacks",
     "compare": "experiment.comparison",
     "load_config": "experiment.config",
     "load_sweep": "experiment.sweep",
+    "load_tune": "experiment.tuning",
+    "partition_html": "experiment.html",
+    "register_dataset": "experiment.registry",
+    "register_method": "experiment.registry",
+    "register_metric": "experiment.registry",
+    "register_model": "experiment.registry",
+    "register_partition": "experiment.registry",
     "simulate": "experiment.driver",
     "sweep": "experiment.sweep",
+    "tune": "experiment.tuning",
 }
 
 __all__ = [
     "METHODS",
+    "BestModel",
+    "Callback",
+    "Choice",
     "Comparison",
     "Config",
     "ConfigError",
+    "EarlyStopping",
+    "FederatedData",
+    "IntUniform",
+    "LogUniform",
+    "MLflowLogger",
+    "Progress",
     "Result",
+    "Running",
     "Sweep",
+    "TensorBoard",
+    "Uniform",
+    "WandbLogger",
     "__version__",
     "compare",
     "load_config",
     "load_sweep",
+    "load_tune",
+    "partition_html",
+    "register_dataset",
+    "register_method",
+    "register_metric",
+    "register_model",
+    "register_partition",
     "simulate",
     "sweep",
+    "tune",
 ]
 
 

@@ -57,6 +57,10 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 from fedjax_pfl.data.federated import Federation, pack  # noqa: E402
+from fedjax_pfl.data.partition import PARTITIONS  # noqa: E402
+from fedjax_pfl.data.sources import SOURCES  # noqa: E402
+from fedjax_pfl.engine.metrics import METRICS  # noqa: E402
+from fedjax_pfl.methods import METHODS  # noqa: E402
 from fedjax_pfl.models import MODELS, build  # noqa: E402
 from fedjax_pfl.models.base import dense  # noqa: E402
 from fedjax_pfl.models.cnn import CNN  # noqa: E402
@@ -92,6 +96,17 @@ def pytest_configure(config):
     # jax compiles anew when an entry is damaged, or half-written by another process: no reason to fail.
     for what in ("reading", "writing"):
         config.addinivalue_line("filterwarnings", f"ignore:Error {what} persistent compilation cache entry")
+
+
+@pytest.fixture
+def tables_as_before():
+    """What a test registers is gone after it."""
+    tables = METHODS, MODELS, SOURCES, PARTITIONS, METRICS
+    before = [dict(table) for table in tables]
+    yield
+    for table, was in zip(tables, before, strict=True):
+        table.clear()
+        table.update(was)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -67,7 +67,7 @@ FILES = {
     "misspelt_source.toml": CONFIG.replace("source =", "sorce ="),
     "good.npz": npz(image=IMAGES, label=LABELS),
     "no_label.npz": npz(image=IMAGES),
-    "float.npz": npz(image=IMAGES / 255, label=LABELS),
+    "int.npz": npz(image=IMAGES.astype(int), label=LABELS),
     "lengths.npz": npz(image=IMAGES, label=LABELS[:30]),
     "channels_first.npz": npz(image=np.zeros((40, 3, 32, 32), np.uint8), label=LABELS),
     "empty.npz": npz(image=IMAGES[:0], label=LABELS[:0]),
@@ -391,23 +391,23 @@ CASES = {
         "data.source = 'npz:no_label.npz' is not usable: "
         "HERE/no_label.npz must hold arrays image (or x) and label (or y); present: image",
     ),
-    "npz of float images": (
-        f"{NPZ}float.npz",
-        "data.source = 'npz:float.npz' is not usable: the images must be uint8 with values 0..255, got float64; "
-        "scale values of 0..1 by 255, round and cast",
+    "npz of images as integers": (
+        f"{NPZ}int.npz",
+        "data.source = 'npz:int.npz' is not usable: the samples must be uint8 (pixels) or floats, got int64: "
+        "numpy.asarray(x, numpy.uint8) or numpy.asarray(x, numpy.float32)",
     ),
     "npz with channels first": (
         f"{NPZ}channels_first.npz",
-        "data.source = 'npz:channels_first.npz' is not usable: the images must be [n, h, w, c], got (40, 3, 32, 32): "
-        "the channels seem to come first; numpy.moveaxis(images, 1, -1) puts them last",
+        "data.source = 'npz:channels_first.npz' is not usable: the samples must be [n, h, w, c], got (40, 3, 32, 32): "
+        "the channels seem to come first; numpy.moveaxis(x, 1, -1) puts them last",
     ),
     "npz with fewer labels than images": (
         f"{NPZ}lengths.npz",
-        "data.source = 'npz:lengths.npz' is not usable: one label per image is needed, got 40 images and 30 labels",
+        "data.source = 'npz:lengths.npz' is not usable: one label per sample is needed, got 40 samples and 30 labels",
     ),
     "npz without samples": (
         f"{NPZ}empty.npz",
-        "data.source = 'npz:empty.npz' is not usable: the images hold nothing, their shape is (0, 4, 4, 1)",
+        "data.source = 'npz:empty.npz' is not usable: the samples hold nothing, their shape is (0, 4, 4, 1)",
     ),
     "npz of negative labels": (
         f"{NPZ}negative.npz",
@@ -415,15 +415,18 @@ CASES = {
     ),
     "npz of labels that are no integers": (
         f"{NPZ}float_label.npz",
-        "data.source = 'npz:float_label.npz' is not usable: the labels must be integers, got float64",
+        "data.source = 'npz:float_label.npz' is not usable: the labels must be integers, the numbers of "
+        "classes, and 0.5 is none",
     ),
     "npz of labels that are names": (
         f"{NPZ}names.npz",
-        "data.source = 'npz:names.npz' is not usable: the labels must be integers, got <U3",
+        "data.source = 'npz:names.npz' is not usable: the labels must be integers, got <U3: "
+        "numpy.unique(y, return_inverse=True)[1] numbers the classes",
     ),
     "npz of one-hot labels": (
         f"{NPZ}one_hot.npz",
-        "data.source = 'npz:one_hot.npz' is not usable: the labels must be [n], got (40, 2)",
+        "data.source = 'npz:one_hot.npz' is not usable: the labels must be class numbers [n], got (40, 2): y.argmax(1) "
+        "gives these",
     ),
     "npz truncated": (
         f"{NPZ}truncated.npz",

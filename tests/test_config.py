@@ -2,7 +2,7 @@ import tomllib
 
 import pytest
 
-from fedjax_pfl import Config, ConfigError, load_config, load_sweep
+from fedjax_pfl import Config, ConfigError, load_config, load_sweep, load_tune
 
 DATA = {"source": "digits"}
 METHOD = {"name": "fedavg"}
@@ -207,7 +207,10 @@ def test_shipped_configs_load():
     configs = sorted((Path(__file__).parent.parent / "configs").rglob("*.toml"))
     assert configs
     for path in configs:
-        config = load_sweep(path)[0] if "grid" in tomllib.loads(path.read_text(encoding="utf-8")) else load_config(path)
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        config = (
+            load_sweep(path)[0] if "grid" in tables else load_tune(path)[0] if "space" in tables else load_config(path)
+        )
         assert tomllib.loads(config.to_toml())["data"]["source"]
 
 

@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Config, ConfigError, compare, simulate, sweep
+from fedjax_pfl.data.rows import Holdings, Split
+from fedjax_pfl.experiment.callbacks import Running, TensorBoard
 from fedjax_pfl.experiment.record import RunDirectory
 
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="the package tensorboard is not installed"
 )
+NONE = np.zeros(0, np.int64)
+NOTHING = Holdings([Split(NONE, NONE, NONE)], NONE, "")
 
 
 def config(**run):
@@ -52,14 +56,17 @@ def killed(now):
 
 @needs_tensorboard
 def test_lines_become_scalars(tmp_path):
-    record = RunDirectory(tmp_path / "run", tensorboard=True)
-    record.begin("", {})
-    lines = [
+    events, lines = TensorBoard(tmp_path / "run" / "tensorboard"), []
+    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
+    (tmp_path / "run" / "tensorboard" / "notes.txt").write_text("mine")
+    now = Running(config(), "pre", 0, lines, dict)
+    events.on_start(now)
+    lines += [
         {"round": 2, "train_loss": 0.5, "pre": {"accuracy": 0.25, "new": {"accuracy": 0.125}}, "global": None},
         {"round": 4, "train_loss": math.nan, "pre": {"accuracy": 0.75, "new": {"accuracy": None}}, "global": 1},
     ]
     for line in lines:
-        record.append(line)
+        events.on_evaluate(now, line)
     found = scalars(tmp_path / "run")
     assert math.isnan(found["train_loss"].pop(4))
     assert found == {
@@ -68,11 +75,11 @@ def test_lines_become_scalars(tmp_path):
         "pre/new/accuracy": {2: 0.125},
         "global": {4: 1.0},
     }
-    record.resume("", lines[:1])
+    del lines[1]
+    events.on_start(now)  # as a run that goes on
     assert scalars(tmp_path / "run")["pre/accuracy"] == {2: 0.25}
-    record.begin("", {})
-    assert scalars(tmp_path / "run") == {}
-    RunDirectory(tmp_path / "run", overwrite=True).begin("", {})
+    assert (tmp_path / "run" / "tensorboard" / "notes.txt").read_text() == "mine"
+    RunDirectory(tmp_path / "run", overwrite=True).begin("", {}, NOTHING)
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 

@@ -63,6 +63,8 @@ def test_run_directory_holds_what_the_result_says(reference):
         "labels.csv",
         "metrics.jsonl",
         "partition.json",
+        "partition.npz",
+        "state.safetensors",
         "summary.json",
     ]
     assert json.loads((out / "summary.json").read_text()) == result.summary

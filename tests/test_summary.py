@@ -35,9 +35,9 @@ def lines(accuracies, validation=None, *, every=1, loss=0.5):
     found = []
     for at, accuracy in enumerate(accuracies):
         held = None if validation is None else scores(np.full(2, validation[at]), np.array([2, 2]))
-        point = Scored(scores(accuracy, n, loss if at == 1 else 0.5), held, np.zeros((2, 3)))
+        point = Scored(scores(accuracy, n, loss if at == 1 else 0.5), held, np.zeros((2, 3)), {})
         shared = Scores(*(np.float32(0.25) for _ in Scores._fields))
-        line = line_of(Evaluation(point, point, shared, {}), manifest, "test", 0)
+        line = line_of(Evaluation(point, point, shared, {}, {}), manifest, "test", 0)
         found.append({"round": every * (at + 1), "train_loss": 1.0, **line, "megabytes": 1.0, "seconds": 1.0})
     return found
 
@@ -151,7 +151,7 @@ COUNTS = {
 def test_a_row_for_each_label_that_a_client_is_scored_on():
     nothing = Scores(*(np.zeros(3, np.float32) for _ in Scores._fields))
     hits = np.float32([[2, 1, 0], [0, 3, 0], [1, 0, 0]])
-    of = Evaluation(Scored(nothing, None, hits), Scored(nothing, None, 0 * hits), None, {})
+    of = Evaluation(Scored(nothing, None, hits, {}), Scored(nothing, None, 0 * hits, {}), None, {}, {})
     table = label_table(COUNTS, "test", of)
     rows = list(zip(*(table[name].tolist() for name in ("client", "label", "n_train", "n_test")), strict=True))
     assert rows == [(0, 0, 4, 3), (0, 1, 2, 1), (1, 1, 1, 4), (2, 0, 0, 1), (2, 1, 4, 1)]

@@ -147,7 +147,7 @@ def test_workers_of_ray_give_what_this_process_gives(swept, out, cluster, tmp_pa
     assert len(lines) == 4
 
 
-class Deadly:
+class Deadly(Config):
     """Ends the process that unpickles it, as a machine without memory would."""
 
     def __reduce__(self):
@@ -163,7 +163,8 @@ def compilation_cache(tmp_path):
 
 
 def test_a_worker_that_dies_is_reported_and_stops_no_other(cluster, compilation_cache):
-    programs = [[Deadly()], [config(method={"name": "fedcpd"})]]
+    deadly = Deadly(data={"source": "digits"}, method={"name": "fedavg"})
+    programs = [[deadly], [config(method={"name": "fedcpd"})]]
     outcomes = dict(_run_on_ray(programs, None, lambda program, line: None))
     assert outcomes[0].startswith("WorkerCrashedError: The worker died")
     assert "feature maps" in outcomes[1]
@@ -361,11 +362,11 @@ def test_a_killed_sweep_goes_on_to_the_same_bits(saves, tmp_path, monkeypatch):
 
     done, save = [], Checkpoints.save
 
-    def dying(checkpoints, run, saved):
+    def dying(checkpoints, run, saved, best):
         if len(done) == saves:
             raise KilledError
         done.append(saved.round)
-        save(checkpoints, run, saved)
+        save(checkpoints, run, saved, best)
 
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "save", dying)

@@ -16,7 +16,7 @@ from scipy.stats import ttest_rel
 
 from benchmarks import tables
 from fedjax_pfl import ConfigError, load_config
-from fedjax_pfl.experiment.executors import Finished
+from fedjax_pfl.experiment.worker import Finished
 
 PAPERS = sorted((tables.ROOT / "benchmarks" / "papers").glob("*.toml"))
 RESULTS = sorted(path for path in tables.RESULTS.glob("*.json") if "cells" in json.loads(path.read_text("utf-8")))

@@ -1,4 +1,4 @@
-"""The command line: ``fedjax-pfl run | compare | sweep | partition | methods | models | datasets | describe``.
+"""The command line: ``fedjax-pfl run | compare | sweep | tune | partition``, lists, ``describe`` and ``schema``.
 
 Heavy modules are imported inside the commands, so that ``--help`` answers at once.
 """
@@ -100,16 +100,17 @@ def run(
     if loaded.run.out is None:
         name = f"{config.stem}-{loaded.method['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
         loaded = _with_out(loaded, str(Path("runs") / name))
-    from fedjax_pfl.cli.printing import print_summary, progress
+    from fedjax_pfl.cli.printing import print_summary
     from fedjax_pfl.experiment.distributed import is_first, start
     from fedjax_pfl.experiment.driver import simulate
+    from fedjax_pfl.experiment.progress import lines
 
     if distributed:
         start(loaded.run)
         quiet = quiet or not is_first()
     try:
-        with progress(loaded, quiet) as report:
-            result = simulate(loaded, overwrite=overwrite, resume=resume, progress=report)
+        progress: Any = None if quiet else "auto" if sys.stdout.isatty() else lines(loaded)
+        result = simulate(loaded, overwrite=overwrite, resume=resume, progress=progress)
     except (KeyboardInterrupt, SystemExit) as interrupt:
         print(f"interrupted; if it had begun: fedjax-pfl run --resume {loaded.run.out}", file=sys.stderr)
         sys.exit(interrupt.code if isinstance(interrupt, SystemExit) else _INTERRUPTED)
@@ -172,7 +173,16 @@ def sweep(
     file: Annotated[Path, typer.Argument(help="A TOML file with config and grid.", metavar="SWEEP.toml")],
     out: Annotated[str | None, typer.Option(help="Where runs and tables go; by default a folder under runs/.")] = None,
     point: Point = "pre",
-    executor: Annotated[str, typer.Option(help="Where programs run: local, or ray, as tasks of a cluster.")] = "local",
+    executor: Annotated[
+        str, typer.Option(help="Where programs run: local; ray, as tasks of a cluster; submitit, as jobs of SLURM.")
+    ] = "local",
+    job: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What submitit asks of SLURM, e.g. slurm_partition=gpu, timeout_min=240; may be given again.",
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the table and errors.")] = False,
 ) -> None:
     """Run every combination of the values in a grid, as few programs as possible.
@@ -183,32 +193,79 @@ def sweep(
 
     config, grid, baseline = load_sweep(file)
     out = out or str(Path("runs") / f"sweep-{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    where = {"name": executor, **dict(_job_option(given) for given in job or ())}
     with _interruptible(out):
         report = None if quiet else _say
-        found = sweep(config, grid, baseline=baseline, point=point, out=out, progress=report, executor=executor)
+        found = sweep(config, grid, baseline=baseline, point=point, out=out, progress=report, executor=where)
     _show_runs(found, out)
+
+
+@app.command()
+def tune(
+    file: Annotated[Path, typer.Argument(help="A TOML file with config and space.", metavar="TUNE.toml")],
+    trials: Annotated[int, typer.Option(help="How many the study is to have in the end.")] = 50,
+    storage: Annotated[
+        str | None, typer.Option(help="Where the study is kept, e.g. sqlite:///tune.db, for the same command to go on.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What it is called there; by default as the file is.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Trials that go together.")] = None,
+    seed: Annotated[int, typer.Option(help="The seed of the sampler.")] = 0,
+    metric: Annotated[str, typer.Option(help="What trials are judged by, on validation samples.")] = "accuracy",
+    point: Annotated[
+        str | None, typer.Option(help="Where: pre or post; by default the point that the method is judged by.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the outcome and errors.")] = False,
+) -> None:
+    """Search for hyperparameters that fare well on validation samples; test samples are never looked at."""
+    from fedjax_pfl.experiment.tuning import in_short, load_tune, tune
+
+    config, space = load_tune(file)
+    study = tune(
+        config,
+        space,
+        n_trials=trials,
+        batch=batch,
+        seed=seed,
+        metric=metric,
+        point=point,
+        storage=storage,
+        study_name=name or file.stem,
+        progress=None if quiet else _say,
+    )
+    print(f"{metric} on validation samples: {in_short(study)}")
 
 
 @app.command()
 def partition(
     config: ConfigFile,
     overrides: Overrides = None,
-    out: Annotated[str | None, typer.Option(help="Where partition.json goes; not written unless given.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Where partition.json and partition.npz go; not written unless given.")
+    ] = None,
     overwrite: Overwrite = False,
+    pfllib: Annotated[str | None, typer.Option(help="A new folder for the samples, as PFLlib reads them.")] = None,
 ) -> None:
     """Show who holds what, without training."""
     from fedjax_pfl.cli.printing import print_partition
+    from fedjax_pfl.data.pfllib import export
     from fedjax_pfl.data.sources import load
-    from fedjax_pfl.experiment.build import divide
+    from fedjax_pfl.experiment.build import deal
     from fedjax_pfl.experiment.record import RunDirectory
 
     loaded = _load(config, overrides, out)
-    _, manifest = divide(loaded, load(loaded.data.source))
+    dataset = load(loaded.data.source)
+    holdings, manifest = deal(loaded, dataset)
     if loaded.run.out:
-        RunDirectory(loaded.run.out, overwrite=overwrite).begin(loaded.to_toml(), manifest)
+        RunDirectory(loaded.run.out, overwrite=overwrite).begin(loaded.to_toml(), manifest, holdings)
+    if pfllib:
+        pixels = {"mean": loaded.data.mean, "std": loaded.data.std}
+        batch_size = loaded.training.batch_size
+        export(pfllib, dataset, holdings, partition=loaded.data.partition, batch_size=batch_size, **pixels)
     print_partition(manifest)
     if loaded.run.out:
         print(f"written to {Path(loaded.run.out) / 'partition.json'}")
+    if pfllib:
+        print(f"written to {pfllib}, for PFLlib")
 
 
 @app.command()
@@ -253,6 +310,14 @@ def describe(method: Annotated[str, typer.Argument(metavar="METHOD")]) -> None:
         print(f"  {name} = {json.dumps(parameter.default)}")
 
 
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a config file, for editors of TOML."""
+    from fedjax_pfl.experiment.schema import config_schema
+
+    print(json.dumps(config_schema(), indent=2))
+
+
 def _load(path: Path, overrides: list[str] | None, out: str | None) -> "Config":
     from fedjax_pfl.experiment.config import load_config
 
@@ -275,6 +340,16 @@ def _setting(given: str, methods: list[str]) -> tuple[str, str, Any]:
     if method not in methods:
         raise ConfigError("--set", given, f"one of the methods compared: {', '.join(methods)}")
     return method, key, parse_value(text)
+
+
+def _job_option(given: str) -> tuple[str, Any]:
+    """Key and value of ``key=value``."""
+    from fedjax_pfl.experiment.config import parse_value
+
+    key, equals, text = given.partition("=")
+    if not (equals and key.strip()) or key.strip() == "name":
+        raise ConfigError("--job", given, "expected key=value, e.g. timeout_min=240")
+    return key.strip(), parse_value(text)
 
 
 def _say(line: str) -> None:

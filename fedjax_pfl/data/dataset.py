@@ -1,10 +1,10 @@
-"""What a source gives: labelled images or texts in one piece, and how arrays become one."""
+"""What a source gives: labelled images, texts or rows of numbers in one piece, and how arrays become one."""
 
 import math
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Shaped, UInt8
+from jaxtyping import Float, Int, Shaped, UInt8
 
 from fedjax_pfl.errors import ConfigError
 
@@ -14,23 +14,26 @@ class Dataset(NamedTuple):
 
     Attributes:
       name: short name for reports, e.g. ``"digits"``.
-      images: uint8 ``[samples, h, w, c]``, not normalised; tokens ``[samples, length]`` where the samples are text.
+      images: the samples: uint8 ``[samples, h, w, c]``, not normalised; float32 ``[samples, ...]``, which models read
+        as they are; or uint8 tokens ``[samples, length]`` where the samples are text.
       labels: int32 ``[samples]``, each in ``0 .. classes - 1``.
       classes: number of classes, the largest label + 1 (a class in between may have no sample).
       train_rows: the first so many rows are the official training part and the others the official test part; None
         where the source has no official division.
       users: the natural user of each sample, int32 ``[samples]``, each in ``0 .. U - 1``; None where there are none.
       vocabulary: where the samples are text, the number of different tokens, which are ``0 .. vocabulary - 1``; None
-        for images.
+        for others.
+      divided: whether the data came divided among clients, who are the users then; samples of user -1 are nobody's.
     """
 
     name: str
-    images: UInt8[np.ndarray, "samples ..."]
+    images: UInt8[np.ndarray, "samples ..."] | Float[np.ndarray, "samples ..."]
     labels: Int[np.ndarray, "samples"]
     classes: int
     train_rows: int | None
     users: Int[np.ndarray, "samples"] | None = None
     vocabulary: int | None = None
+    divided: bool = False
 
 
 def from_arrays(
@@ -47,7 +50,7 @@ def from_arrays(
 
     Args:
       images: uint8 ``[train, h, w, c]``, or ``[train, h, w]`` for one channel, or ``[train, w * w]`` for one channel of
-        a square image.
+        a square image; or floats ``[train, ...]`` of any shape, all of them finite.
       labels: integers ``[train]``, none negative.
       test_images: the official test part, likewise, where there is one.
       test_labels: ``[test]``, given together with `test_images`.
@@ -56,8 +59,8 @@ def from_arrays(
       name: the name of the data in reports and errors.
 
     Returns:
-      The `Dataset`. A test part follows the training rows, and `train_rows` says where it starts. Images without a test
-      part are not copied.
+      The `Dataset`. A test part follows the training rows, and `train_rows` says where it starts. Pixels without a
+      test part are not copied.
 
     Raises:
       ConfigError: field ``data``, where dtypes, shapes, lengths or labels do not fit.
@@ -67,9 +70,10 @@ def from_arrays(
         raise ConfigError("data", name, "a test part needs both its images and its labels")
     if test_images is not None and test_labels is not None:
         parts.append(_checked_part(test_images, test_labels, "test ", name))
-    shapes = [part_images.shape[1:] for part_images, _ in parts]
-    if shapes[0] != shapes[-1]:
-        raise ConfigError("data", name, f"training images {shapes[0]} and test images {shapes[-1]} must agree in shape")
+    kinds = [f"{part_images.dtype} {part_images.shape[1:]}" for part_images, _ in parts]
+    if kinds[0] != kinds[-1]:
+        allowed = f"training samples {kinds[0]} and test samples {kinds[-1]} must agree in type and shape"
+        raise ConfigError("data", name, allowed)
     all_labels = _joined([part_labels for _, part_labels in parts])
     users_of_parts = [given for given in (users, test_users) if given is not None]
     if users_of_parts and (users is None or len(users_of_parts) != len(parts)):
@@ -100,44 +104,78 @@ def numbered(users: Shaped[np.ndarray, "samples"]) -> Int[np.ndarray, "samples"]
 
 def _checked_part(
     images: np.ndarray, labels: np.ndarray, part: str, name: str
-) -> tuple[UInt8[np.ndarray, "samples h w c"], Int[np.ndarray, "samples"]]:
-    """Images and labels that fit together, or a ConfigError that calls them by the prefix `part`."""
-    images = _checked_images(images, f"{part}images", name)
+) -> tuple[Shaped[np.ndarray, "samples ..."], Int[np.ndarray, "samples"]]:
+    """Samples and labels that fit together, or a ConfigError that calls them by the prefix `part`."""
+    images = _checked_samples(images, f"{part}samples", name)
     labels = _checked_labels(labels, f"{part}labels", name)
     if len(images) != len(labels):
-        lengths = f"{len(images)} {part}images and {len(labels)} {part}labels"
-        raise ConfigError("data", name, f"one label per image is needed, got {lengths}")
+        lengths = f"{len(images)} {part}samples and {len(labels)} {part}labels"
+        raise ConfigError("data", name, f"one label per sample is needed, got {lengths}")
     return images, labels
 
 
-def _checked_images(images: np.ndarray, what: str, name: str) -> UInt8[np.ndarray, "samples h w c"]:
-    """Images with their channel axis, or a ConfigError that says what to change."""
-    if images.dtype != np.uint8:
-        hint = "; scale values of 0..1 by 255, round and cast" if np.issubdtype(images.dtype, np.floating) else ""
-        raise ConfigError("data", name, f"the {what} must be uint8 with values 0..255, got {images.dtype}{hint}")
-    if images.ndim == 2 and math.isqrt(images.shape[1]) ** 2 == images.shape[1]:
-        images = images.reshape(len(images), math.isqrt(images.shape[1]), math.isqrt(images.shape[1]))
-    if images.ndim == 3:
-        images = images[..., np.newaxis]
-    if images.ndim != 4:
-        hint = "; reshape flat images to [n, h, w, c]" if images.ndim == 2 else ""
-        raise ConfigError("data", name, f"the {what} must be [n, h, w, c] or [n, h, w], got {images.shape}{hint}")
-    if images.shape[1] <= 4 < images.shape[3]:
-        hint = "the channels seem to come first; numpy.moveaxis(images, 1, -1) puts them last"
-        raise ConfigError("data", name, f"the {what} must be [n, h, w, c], got {images.shape}: {hint}")
-    if images.size == 0:
-        raise ConfigError("data", name, f"the {what} hold nothing, their shape is {images.shape}")
-    return images
+def _checked_samples(x: np.ndarray, what: str, name: str) -> Shaped[np.ndarray, "samples ..."]:
+    """Pixels with their channel axis, or float32 as they are, or a ConfigError that says what to change."""
+    pixels = x.dtype == np.uint8
+    if not pixels and x.dtype.kind != "f":
+        hint = "numpy.asarray(x, numpy.uint8) or numpy.asarray(x, numpy.float32)"
+        raise ConfigError("data", name, f"the {what} must be uint8 (pixels) or floats, got {x.dtype}: {hint}")
+    if pixels:
+        if x.ndim == 2 and math.isqrt(x.shape[1]) ** 2 == x.shape[1]:
+            x = x.reshape(len(x), math.isqrt(x.shape[1]), math.isqrt(x.shape[1]))
+        if x.ndim == 3:
+            x = x[..., np.newaxis]
+        if x.ndim != 4:
+            hint = "; reshape flat images, or make what are no pixels numpy.float32" if x.ndim == 2 else ""
+            raise ConfigError("data", name, f"the {what} must be [n, h, w, c] or [n, h, w], got {x.shape}{hint}")
+    elif x.ndim < 2:
+        raise ConfigError(
+            "data", name, f"the {what} must be [n, ...], got {x.shape}; x.reshape(-1, 1) has one number each"
+        )
+    if x.ndim == 4 and x.shape[1] <= 4 < x.shape[3]:
+        hint = "the channels seem to come first; numpy.moveaxis(x, 1, -1) puts them last"
+        raise ConfigError("data", name, f"the {what} must be [n, h, w, c], got {x.shape}: {hint}")
+    if x.size == 0:
+        raise ConfigError("data", name, f"the {what} hold nothing, their shape is {x.shape}")
+    return x if pixels else _checked_numbers(x, what, name)
 
 
-def _checked_labels(labels: np.ndarray, what: str, name: str) -> Int[np.ndarray, "samples"]:
+def _checked_numbers(x: np.ndarray, what: str, name: str) -> Float[np.ndarray, "samples ..."]:
+    """Finite numbers as float32."""
+    with np.errstate(over="ignore"):
+        numbers: Float[np.ndarray, "samples ..."] = x.astype(np.float32)
+    unknown = numbers.size - np.count_nonzero(np.isfinite(numbers))
+    if unknown:
+        rows = np.count_nonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(axis=1))
+        allowed = f"the {what} must be finite; {unknown} of {numbers.size} numbers, in {rows} rows, are NaN or infinite"
+        raise ConfigError("data", name, allowed)
+    return numbers
+
+
+def _checked_labels(y: np.ndarray, what: str, name: str) -> Int[np.ndarray, "samples"]:
     """Labels as int32, or a ConfigError that says what to change."""
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise ConfigError("data", name, f"the {what} must be integers, got {labels.dtype}")
-    if labels.ndim != 1:
-        raise ConfigError("data", name, f"the {what} must be [n], got {labels.shape}")
-    if labels.size and labels.min() < 0:
-        raise ConfigError("data", name, f"the {what} must be 0 or more, the smallest is {labels.min()}")
-    if labels.size and labels.max() >= np.iinfo(np.int32).max:
-        raise ConfigError("data", name, f"the {what} must fit into int32, the largest is {labels.max()}")
-    return labels.astype(np.int32)
+    if y.ndim != 1:
+        column = y.ndim == 2 and y.shape[1] == 1
+        hint = ": y.ravel() makes them so" if column else ": y.argmax(1) gives these" if _is_one_hot(y) else ""
+        raise ConfigError("data", name, f"the {what} must be class numbers [n], got {y.shape}{hint}")
+    if y.dtype.kind not in "iu":
+        broken = y[y != np.floor(y)] if y.dtype.kind == "f" else y[:0]
+        if len(broken):
+            raise ConfigError(
+                "data", name, f"the {what} must be integers, the numbers of classes, and {broken[0]} is none"
+            )
+        names = y.dtype.kind not in "bf"
+        hint = "numpy.unique(y, return_inverse=True)[1] numbers the classes" if names else "y.astype(int)"
+        raise ConfigError("data", name, f"the {what} must be integers, got {y.dtype}: {hint}")
+    if y.size and y.min() < 0:
+        raise ConfigError("data", name, f"the {what} must be 0 or more, the smallest is {y.min()}")
+    if y.size and y.max() >= np.iinfo(np.int32).max:
+        raise ConfigError("data", name, f"the {what} must fit into int32, the largest is {y.max()}")
+    return y.astype(np.int32)
+
+
+def _is_one_hot(y: np.ndarray) -> bool:
+    """Whether each row has a single 1 and is 0 otherwise."""
+    if y.ndim != 2 or y.size == 0 or y.dtype.kind not in "biuf":
+        return False
+    return bool(((y != 0).sum(axis=1) == 1).all() and (y.max(axis=1) == 1).all())

@@ -10,7 +10,8 @@ from jaxtyping import Int
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation, pack
-from fedjax_pfl.data.partition import PARTITIONS, Rows
+from fedjax_pfl.data.partition import MIN_SAMPLES, PARTITIONS, Partition, holdings_in, indices
+from fedjax_pfl.data.rows import Holdings, Rows, union
 from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, short_of_test_rows, split_rows
 from fedjax_pfl.errors import ConfigError
 
@@ -18,7 +19,27 @@ from fedjax_pfl.errors import ConfigError
 _POOLED_BLOCK = 512
 
 
-def divide(
+def divide(dataset: Dataset, **fields: Any) -> tuple[Federation, dict[str, Any]]:
+    """Shares a data set out among clients, on the device: `deal` and `federate` in one.
+
+    Args:
+      dataset: the samples, which the federation holds once.
+      **fields: as `deal` takes them, and ``evaluate_on``: which of the two, ``"test"`` or ``"validation"``, the
+        federation's ``test`` and ``pooled`` hold.
+
+    Returns:
+      The federation, and the manifest that ``partition.json`` holds (see `manifest`).
+
+    Raises:
+      ConfigError: field ``data.*``: the arguments do not fit the data set or each other.
+    """
+    evaluate_on = fields.pop("evaluate_on", "test")
+    holdings, record = deal(dataset, **fields)
+    validation_share = fields.get("validation_share", 0.0)
+    return federate(dataset, holdings, validation_share=validation_share, evaluate_on=evaluate_on), record
+
+
+def deal(
     dataset: Dataset,
     *,
     clients: int,
@@ -29,17 +50,17 @@ def divide(
     test_classes: Literal["all", "dominant"] = "all",
     validation_share: float = 0.0,
     stratified: bool = False,
-    evaluate_on: Literal["test", "validation"] = "test",
     new_clients: float = 0.0,
     samples_per_client: int | None = None,
     seed: int,
-) -> tuple[Federation, dict[str, Any]]:
-    """Shares a data set out among clients.
+) -> tuple[Holdings, dict[str, Any]]:
+    """Decides who trains on, validates on and is tested on which rows of a data set.
 
     Args:
-      dataset: the samples, which the federation holds once.
+      dataset: the samples.
       clients: N.
-      partition: the kind of partition and its options, ``{"kind": "dirichlet", "beta": 0.1}``; see `PARTITIONS`.
+      partition: the kind of partition and its options, ``{"kind": "dirichlet", "beta": 0.1}``; see `PARTITIONS`. With
+        the file of a run (kind ``"indices"``), the fields below, but for `new_clients`, decide nothing.
       split: ``"merge"`` shares all rows out and splits each client's; ``"official"`` shares the training part out and
         draws each client's test rows from the test part (`draw_test`), or takes those of its user (`own_test`).
       test_part_share: share of each class that becomes the test part of a source without one; for ``"official"``.
@@ -47,13 +68,12 @@ def divide(
       test_classes: classes that ``"official"`` tests a client on, all that it holds or the dominant ones (`draw_test`).
       validation_share: share of a client's training rows that methods may select on.
       stratified: whether ``"merge"`` splits each class of a client in these shares (`split_rows`).
-      evaluate_on: which of the two the federation's ``test`` and ``pooled`` hold.
       new_clients: share of the clients, drawn at random and numbered last, that never train.
       samples_per_client: training rows (validation included) of each client; all rows are shared out unless given.
       seed: seed of test part, partition, split and the choice of new clients.
 
     Returns:
-      The federation, and the manifest that ``partition.json`` holds (see `manifest`).
+      The rows, and the manifest that ``partition.json`` holds (see `manifest`).
 
     Raises:
       ConfigError: field ``data.*``: the arguments do not fit the data set or each other.
@@ -66,6 +86,12 @@ def divide(
     if groups is None:
         others = ", ".join(name for name in PARTITIONS if name != "natural")
         raise ConfigError("data.partition.kind", kind, f"{dataset.name} has no users; use one of {others}")
+    if dataset.divided and kind != "indices":
+        _check_divided(dataset, clients, kind, official)
+
+    listed = indices(dataset.labels, clients, seed, samples_per_client, **options) if kind == "indices" else None
+    if listed is not None and (held := holdings_in(options["file"], len(dataset.labels), clients)) is not None:
+        return _as_in_the_run(dataset, listed, held, options["file"], validation_share, official)
 
     # 1. The rows that are shared out, and how many of them a client gets.
     if official:
@@ -76,10 +102,17 @@ def divide(
     else:
         shared, test_part = np.arange(len(dataset.labels)), None
         size = _with_test_samples(samples_per_client, test_share, clients, len(shared))
+    if natural and dataset.divided:
+        shared = shared[groups[shared] >= 0]
 
     # 2. Each client's rows, those of new clients last.
-    dealt = PARTITIONS[kind](groups[shared], clients, seed, size, **options)
-    dealt = dealt._replace(parts=_new_last([shared[part] for part in dealt.parts], new, seed))
+    if listed is None:
+        dealt = PARTITIONS[kind](groups[shared], clients, seed, size, **options)
+        dealt = dealt._replace(parts=[shared[part] for part in dealt.parts])
+    else:
+        dealt = listed
+        _check_training_rows(dealt.parts, shared, options["file"])
+    dealt = dealt._replace(parts=_new_last(dealt.parts, new, seed))
 
     # 3. What each client does with them.
     held_out = {"test_share": test_share, "validation_share": validation_share}
@@ -91,21 +124,47 @@ def divide(
         splits = draw_test(dataset.labels, dealt.parts, test_part, seed, test_classes=test_classes, **held_out)
         dealt = dealt._replace(notes=(*dealt.notes, *short_of_test_rows(splits, test_share)))
 
-    # 4. What the global model is evaluated on: of a test part all rows, also those that no client is tested on.
-    if evaluate_on == "test" and test_part is not None and not natural:
-        pooled = test_part
-    else:
-        pooled = np.sort(np.concatenate([getattr(rows, evaluate_on) for rows in splits]))
+    # 4. What the global model is tested on: of a test part all rows, also those that no client is tested on.
+    whole = None if natural else test_part
+    pooled = np.sort(np.concatenate([rows.test for rows in splits])) if whole is None else whole
+
+    if new:
+        note = f"clients {clients - new} to {clients - 1} are new: they never train"
+        dealt = dealt._replace(notes=(*dealt.notes, note))
+    record = manifest(dataset.labels, dataset.classes, dealt, splits)
+    return Holdings(splits, pooled, record["hash"]), record
+
+
+def federate(
+    dataset: Dataset,
+    holdings: Holdings,
+    *,
+    validation_share: float = 0.0,
+    evaluate_on: Literal["test", "validation"] = "test",
+) -> Federation:
+    """A data set and who holds which of its rows, on the device, as index tables.
+
+    Args:
+      dataset: the samples, which the federation holds once.
+      holdings: of each client.
+      validation_share: 0 for a federation without validation samples.
+      evaluate_on: which of the two the federation's ``test`` and ``pooled`` hold.
+
+    Raises:
+      ConfigError: there is nothing to evaluate on.
+    """
+    splits, pooled, _ = holdings
+    if evaluate_on == "validation":
+        pooled = np.sort(np.concatenate([rows.validation for rows in splits]))
     if not len(pooled):  # of test rows each client has one at least
         largest = max(len(rows.train) for rows in splits)
         allowed = f"a larger share: of {largest} training samples or fewer per client it leaves none to validate on"
         raise ConfigError("data.validation_share", validation_share, allowed)
 
-    # 5. As index tables, for the device.
     def tables(rows: Sequence[Rows]) -> Clients:
         return pack(rows, dataset.labels, dataset.classes)
 
-    federation = Federation(
+    return Federation(
         x=jnp.asarray(dataset.images),
         y=jnp.asarray(dataset.labels, jnp.int32),
         train=tables([rows.train for rows in splits]),
@@ -113,10 +172,6 @@ def divide(
         test=tables([getattr(rows, evaluate_on) for rows in splits]),
         pooled=tables(np.array_split(pooled, math.ceil(len(pooled) / _POOLED_BLOCK))),
     )
-    if new:
-        note = f"clients {clients - new} to {clients - 1} are new: they never train"
-        dealt = dealt._replace(notes=(*dealt.notes, note))
-    return federation, manifest(dataset.labels, dataset.classes, dealt, splits)
 
 
 def count_new(share: float, clients: int) -> int:
@@ -129,6 +184,55 @@ def count_new(share: float, clients: int) -> int:
     if share and not 0 < new < clients:
         raise ConfigError("data.new_clients", share, f"0, or a share that is some of the {clients} clients, not all")
     return new
+
+
+def _as_in_the_run(
+    dataset: Dataset, listed: Partition, held: Holdings, file: str, validation_share: float, official: bool
+) -> tuple[Holdings, dict[str, Any]]:
+    """What a run's file says, and the manifest: with the file's hash, or else the labels are not those of that run."""
+    parts, notes = listed.parts, listed.notes
+    if official:  # the manifest's sizes are of what was shared out
+        parts = [union([rows.train, rows.validation]) for rows in held.splits]
+    validating = sum(len(rows.validation) for rows in held.splits)
+    if validation_share and not validating:
+        raise ConfigError("data.validation_share", validation_share, f"0: {file} has no rows to validate on")
+    if validating and not validation_share:
+        notes = (*notes, f"its {validating} rows for validation are not used: data.validation_share is 0")
+    record = manifest(dataset.labels, dataset.classes, Partition(parts, notes), held.splits)
+    if held.hash not in (None, record["hash"]):
+        allowed = f"rows of the data that it was written for: the labels of {dataset.name} are others"
+        raise ConfigError("data.partition.file", file, allowed)
+    return held._replace(hash=record["hash"]), record
+
+
+def _check_divided(dataset: Dataset, clients: int, kind: str, official: bool) -> None:
+    """Checks that data that came divided among clients stay so."""
+    assert dataset.users is not None
+    there = int(dataset.users.max()) + 1
+    if kind != "natural":
+        raise ConfigError("data.partition.kind", kind, f'"natural": {dataset.name} come divided among {there} clients')
+    if clients != there:
+        raise ConfigError(
+            "data.clients", clients, f"{there}, the number of clients that {dataset.name} come divided among"
+        )
+    parts = [("", dataset.users, MIN_SAMPLES)]
+    if official and dataset.train_rows is not None:
+        trained, tested = np.split(dataset.users, [dataset.train_rows])
+        parts = [("training ", trained, MIN_SAMPLES), ("test ", tested, 1)]
+    for part, users, least in parts:
+        counts = np.bincount(users[users >= 0], minlength=there)
+        if counts.min() < least:
+            few = f"client {counts.argmin()} has {counts.min()} {part}samples, and needs {least} or more"
+            raise ConfigError("data", dataset.name, few)
+
+
+def _check_training_rows(parts: Sequence[Rows], shared: Rows, file: str) -> None:
+    """Checks that clients hold no row of the test part."""
+    for client, rows in enumerate(parts):
+        outside = np.setdiff1d(rows, shared)
+        if len(outside):
+            allowed = f'rows of the training part with data.split = "official"; client {client} has row {outside[0]}'
+            raise ConfigError("data.partition.file", file, allowed)
 
 
 def _official_parts(dataset: Dataset, share: float | None, seed: int) -> tuple[Rows, Rows]:

@@ -5,7 +5,7 @@ Its keyword-only arguments are the schema of the config table ``data.partition``
 
 - `labels` is int ``[samples]``, and a partition indexes its rows. No row belongs to two clients, unless a kind is asked
   to `overlap`: each client then draws its rows independently of the others, none of them twice. `natural` goes by the
-  users of the samples instead, and is given these in the place of the labels.
+  users of the samples instead, and is given these in the place of the labels. `indices` takes the rows from a file.
 - `size` is the number of samples of every client; None shares out all samples.
 - The result depends on the arguments only, and every loop is bounded: clients left with fewer than two samples (one to
   train on, one to test on) are repaired, not drawn again.
@@ -24,9 +24,8 @@ import numpy as np
 from annotated_types import Ge, Gt, Le
 from jaxtyping import Bool, Float, Int
 
+from fedjax_pfl.data.rows import Holdings, Rows, read, union
 from fedjax_pfl.errors import ConfigError
-
-Rows = Int[np.ndarray, "_"]  # row numbers into the labels; each client has its own number of them
 
 MIN_SAMPLES = 2  # of a client: one to train on and one to test on
 
@@ -294,6 +293,55 @@ def natural(users: Int[np.ndarray, "samples"], clients: int, seed: int, size: in
     if size is not None:
         taken = [np.sort(rng.choice(rows, size, replace=False)) for rows in taken]
     return Partition(taken, ())
+
+
+def indices(labels: Int[np.ndarray, "samples"], clients: int, seed: int, size: int | None, *, file: str) -> Partition:
+    """Each client has the rows that a file says: those of an earlier run, each for the same use; or lists of one's own.
+
+    Args:
+      labels: int ``[samples]``, of all rows of the source: files number these, a test part after the training part.
+      clients: number of clients, as in the file.
+      seed: not used: nothing is drawn.
+      size: None, with lists; not used with the file of a run.
+      file: the ``partition.npz`` of a run directory, or an npz file with the rows of client i under the name i (see
+        `fedjax_pfl.data.rows`).
+
+    Returns:
+      A `Partition`; what the rows of a run are for says `holdings_in`.
+
+    Raises:
+      ConfigError: for a file that cannot be read, another number of clients, rows that the data do not have or that two
+        clients have, and a `size` with lists.
+    """
+    check_seed(seed)
+    held = holdings_in(file, len(labels), clients)
+    if held is not None:
+        note = f"the rows for training, validation and test are those of {file}"
+        return Partition([union(split) for split in held.splits], (note,))
+    given = read(file)
+    assert not isinstance(given, Holdings)
+    if size is not None:
+        raise ConfigError("data.samples_per_client", size, f"nothing: {file} says which samples each client gets")
+    check_rows(given, len(labels), clients, "data.partition.file", file)
+    return Partition([np.sort(rows) for rows in given], ())
+
+
+def holdings_in(file: str, samples: int, clients: int) -> Holdings | None:
+    """What the rows of a run are for, by its file; None for a file with the rows of each client.
+
+    Args:
+      file: as in `indices`.
+      samples: number of rows that there are.
+      clients: number of clients that there must be.
+
+    Raises:
+      ConfigError: as `indices` does.
+    """
+    given = read(file)
+    if not isinstance(given, Holdings):
+        return None
+    _check_holdings(given, samples, clients, file)
+    return given
 
 
 def repair(parts: Sequence[Rows], least: int, rng: np.random.Generator) -> Partition:
@@ -579,6 +627,65 @@ def _check_request(
         raise ConfigError("data.samples_per_client", size, f"{MIN_SAMPLES} to {most}, because {why}")
 
 
+def check_rows(parts: Sequence[Rows], samples: int, clients: int, field: str, value: object) -> None:
+    """Checks row numbers that were not dealt here.
+
+    Args:
+      parts: for each client the numbers of its rows, integers.
+      samples: number of rows that there are.
+      clients: number of clients that there must be.
+      field: what to call them in an error.
+      value: likewise.
+
+    Raises:
+      ConfigError: another number of clients, rows that there are not, a client with fewer than two, or a row that comes
+        twice.
+    """
+    _check_clients(len(parts), clients, value)
+    for client, rows in enumerate(parts):
+        _check_range(rows, samples, f"client {client}", field, value)
+        if len(rows) < MIN_SAMPLES:
+            allowed = f"client {client} needs {MIN_SAMPLES} rows or more, to train and to test, and has {len(rows)}"
+            raise ConfigError(field, value, allowed)
+        _check_once(rows, f"client {client} has row {{}} twice", field, value)
+    _check_once(np.concatenate(parts), "two clients have row {}", field, value)
+
+
+def _check_holdings(given: Holdings, samples: int, clients: int, file: str) -> None:
+    """Checks the rows of a run: its clients may have trained on the same ones, or been tested on the same ones."""
+    field = "data.partition.file"
+    _check_clients(len(given.splits), clients, file)
+    _check_range(given.pooled, samples, "the pooled test set", field, file)
+    for client, split in enumerate(given.splits):
+        _check_range(np.concatenate(split), samples, f"client {client}", field, file)
+        if not len(split.train) or not len(split.test):
+            raise ConfigError(field, file, f"client {client} needs a row to train on and one to test on, or more")
+        for rows in (np.concatenate([split.train, split.validation]), split.test):
+            _check_once(rows, f"client {client} has row {{}} twice", field, file)
+    trained = union([rows for split in given.splits for rows in (split.train, split.validation)])
+    tested = union([given.pooled, *(split.test for split in given.splits)])
+    both = np.intersect1d(trained, tested)
+    if len(both):
+        raise ConfigError(field, file, f"no row is for training (or validation) and for test, and row {both[0]} is")
+
+
+def _check_clients(found: int, clients: int, value: object) -> None:
+    if found != clients:
+        raise ConfigError("data.clients", clients, f"{found}, the number of clients in {value}")
+
+
+def _check_range(rows: Rows, samples: int, whose: str, field: str, value: object) -> None:
+    outside = rows[(rows < 0) | (rows >= samples)]
+    if len(outside):
+        raise ConfigError(field, value, f"rows are numbered 0 to {samples - 1}, and {whose} has row {outside[0]}")
+
+
+def _check_once(rows: Rows, what: str, field: str, value: object) -> None:
+    held, counts = np.unique(rows, return_counts=True)
+    if (counts > 1).any():
+        raise ConfigError(field, value, what.format(held[counts > 1][0]))
+
+
 def _check_style(style: str, allowed: tuple[str, ...]) -> None:
     """Raises a ConfigError for an unknown style."""
     if style not in allowed:
@@ -604,4 +711,5 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
     "dirichlet": dirichlet,
     "weak_pathological": weak_pathological,
     "natural": natural,
+    "indices": indices,
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_pfl.data import folders, leaf, tfds
+from fedjax_pfl.data import folders, hugging_face, leaf, tfds
 from fedjax_pfl.data.dataset import Dataset, from_arrays, numbered
 from fedjax_pfl.errors import ConfigError
 
@@ -101,22 +101,40 @@ def _load_folder(argument: str) -> Dataset:
     return folders.load(_find(path, source, folder=True), size, source)
 
 
-def _find(argument: str, source: str, *, folder: bool = False) -> Path:
-    """The file (or folder) that a PATH means: as given, or else below the folder that FEDJAX_PFL_DATA names."""
-    if not argument:
-        prefix = source.partition(":")[0]
-        raise ConfigError("data.source", source, f"a path is needed after the colon: {prefix}:PATH")
+def _load_hugging_face(argument: str) -> Dataset:
+    """A data set of Hugging Face's library: a folder that it has saved, or else a name; see `hugging_face`."""
+    name, _ = hugging_face.options(argument)
+    saved = ("dataset_dict.json", "dataset_info.json")
+    written = (path for path in _candidates(name) if any((path / file).is_file() for file in saved))
+    return hugging_face.load(argument, next(written, None))
+
+
+def _candidates(argument: str) -> list[Path]:
+    """What a PATH may mean: what it says, or what it says below the folder that FEDJAX_PFL_DATA names."""
     given = Path(argument).expanduser()
     candidates = [Path.cwd() / given]
     shelf = os.environ.get("FEDJAX_PFL_DATA")
     if shelf and not given.is_absolute():
         candidates.append(Path(shelf).expanduser() / given)
+    return candidates
+
+
+def _find(argument: str, source: str, *, folder: bool = False) -> Path:
+    """The file (or folder) that a PATH means."""
+    if not argument:
+        prefix = source.partition(":")[0]
+        raise ConfigError("data.source", source, f"a path is needed after the colon: {prefix}:PATH")
+    candidates = _candidates(argument)
     for candidate in candidates:
         if candidate.is_dir() if folder else candidate.is_file():
             return candidate
     what = "folder" if folder else "file"
     looked = " and ".join(str(candidate) for candidate in candidates)
-    hint = "" if shelf else " (the environment variable FEDJAX_PFL_DATA may name a folder of data files)"
+    hint = (
+        ""
+        if os.environ.get("FEDJAX_PFL_DATA")
+        else " (the environment variable FEDJAX_PFL_DATA may name a folder of data files)"
+    )
     raise ConfigError("data.source", source, f"there is no such {what}; looked for {looked}{hint}")
 
 
@@ -125,7 +143,7 @@ SOURCES: dict[str, tuple[Callable[[str], Dataset], str]] = {
     "digits": (_load_digits, "1,797 handwritten 8x8 digits in 10 classes, part of scikit-learn (no download)"),
     "npz": (
         _load_npz,
-        "npz:PATH, your own arrays image (or x) uint8 [n,h,w,c] and label (or y) [n]; "
+        "npz:PATH, your own arrays image (or x), uint8 [n,h,w,c] or floats [n,...], and label (or y) [n]; "
         "optional test part image_test, label_test; optional user (or writer) [n] and user_test",
     ),
     "folder": (
@@ -136,6 +154,11 @@ SOURCES: dict[str, tuple[Callable[[str], Dataset], str]] = {
     "tfds": (
         tfds.load,
         "tfds:NAME, what tensorflow-datasets has prepared as array_record: tfds:cifar10, tfds:emnist/byclass, ...",
+    ),
+    "hf": (
+        _load_hugging_face,
+        "hf:NAME, what Hugging Face's datasets library loads, or a folder that its save_to_disk wrote: hf:cifar10, "
+        "hf:uoft-cs/cifar100?image=img&label=fine_label&config=cifar100",
     ),
     "leaf": (
         _load_leaf,

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int
@@ -11,21 +11,13 @@ from jaxtyping import Int
 from fedjax_pfl.data.partition import (
     MIN_SAMPLES,
     Partition,
-    Rows,
     check_seed,
     counted,
     fit_to_supply,
     largest_remainder,
 )
+from fedjax_pfl.data.rows import Rows, Split
 from fedjax_pfl.errors import ConfigError
-
-
-class Split(NamedTuple):
-    """One client's rows by use, each an int64 array in random order; validation may be empty."""
-
-    train: Rows
-    validation: Rows
-    test: Rows
 
 
 def split_rows(

@@ -4,7 +4,7 @@ A round selects a cohort, gathers its rows of the state, maps ``method.local`` o
 combine the uploads, and scatters the rows back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from fedjax_pfl.data.augment import Augment, add_copies, augment
 from fedjax_pfl.data.federated import ClientData, Clients, Federation, client_data
+from fedjax_pfl.engine.metrics import Metric, measure
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import SIDE_BY_SIDE, Placement, map_clients
 from fedjax_pfl.engine.scoring import BATCH, Answers, Evaluation, Scored, Scores, Tally, scores_of, tally
@@ -108,6 +109,7 @@ class Engine:
       augment_every: whether each epoch draws anew, or all passes of a round see the same images.
       diagnostics: names of what is recorded of `Update.diagnostics`, and `UPDATE_COSINE` if it is wanted.
       features: the model's, theta, x -> z, where `answers` shall have them.
+      metrics: name -> what models are scored with besides.
       equal: whether all clients hold as many training samples as each other. Of a cohort of known size, side by side,
         all then take the same number of steps, which the compiler knows.
     """
@@ -122,6 +124,7 @@ class Engine:
     augment_every: Literal["epoch", "round"] = "epoch"
     diagnostics: tuple[str, ...] = ()
     features: Callable[..., Float[Array, "batch dim"]] | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     equal: bool = False
 
     @property
@@ -146,7 +149,8 @@ class Engine:
         if self.participation.full:  # the first evaluation will set all POST scores
             nothing = Scores(*(jnp.zeros((self.clients,), jnp.float32) for _ in Scores._fields))
             no_hits = jnp.zeros(data.test.class_counts.shape, jnp.float32)
-            post = Scored(nothing, nothing if self.validate else None, no_hits)
+            unmeasured = {name: jnp.zeros((self.clients,), jnp.float32) for name in self.metrics}
+            post = Scored(nothing, nothing if self.validate else None, no_hits, unmeasured)
         else:  # a client that is never selected keeps the score of its initial model
             post = self._score_all(personalize_nothing, key_score, key_score, none, state, data)
         unknown = {name: jnp.array(jnp.nan, jnp.float32) for name in self.diagnostics}
@@ -257,10 +261,34 @@ class Engine:
           run: what they left.
           data: the federation.
         """
-        run = run._replace(state=self._calibrated(key, t, run.state, data))
-        shared = None if self.method.global_predict is None else self.global_scores(run.state, data)
+        run = run._replace(state=self.calibrated(key, t, run.state, data))
+        shared, own = None, {}
+        if self.method.global_predict is not None:
+            shared, own = self.global_scores(run.state, data), self.global_measures(run.state, data)
         said = {**run.diagnostics, **self.method.diagnose(run.state.server)}
-        return Evaluation(self.pre(key, t, run.state, data), self.post(key, t, run, data), shared, said)
+        return Evaluation(self.pre(key, t, run.state, data), self.post(key, t, run, data), shared, said, own)
+
+    def calibrated(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> State:
+        """The state whose models are scored, for a method that does not score what it broadcasts."""
+        calibrate = self.method.calibrate
+        if calibrate is None:
+            return state
+        keys = round_keys(key, t)
+        ids = self._order(jnp.arange(self.trainers), data.train.count)
+        present, (clients, train, validation) = self._gather(ids, (state.clients, data.train, data.validation))
+
+        def one(shared: tuple, row: tuple) -> PyTree:
+            (key, t, view, x, y), (client_id, client, train, validation) = shared, row
+            key = phase_key(jax.random.fold_in(key, client_id), "calibrate")
+            return calibrate.local(Round(key, t), view, client, client_data(x, y, train, client_id, validation))
+
+        shared = keys.clients, t, self.method.broadcast(state.server), data.x, data.y
+        uploads = self._map(one, shared, (ids, clients, train, validation), complete=True)
+        uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
+        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
+        now = Round(phase_key(keys.aggregate, "calibrate"), t)
+        server = calibrate.server(now, state.server, self.placement.gather_small(uploads), cohort)
+        return state._replace(server=server)
 
     def pre(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> Scored:
         """PRE scores of all clients after t rounds: the newest shared parameters, personalised; every leaf [N]."""
@@ -287,11 +315,55 @@ class Engine:
                 return Answers(logits, None)
             return Answers(logits, samples.map(lambda x, _: features(params["extractor"], x), batch_size=BATCH))
 
-        state, keys = self._calibrated(key, t, state, data), round_keys(key, t)
+        state, keys = self.calibrated(key, t, state, data), round_keys(key, t)
         personal = self.method.personalize, keys.clients, keys.aggregate
         ids, found = self._of_models(of, *personal, t, state, data, jnp.asarray(who, jnp.int32))
         rows = jnp.argsort(ids)[: len(who)]
         return jax.tree.map(lambda leaf: leaf[rows], found)
+
+    def model(self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, x: Array, y: Array, row: tuple) -> PyTree:
+        """The parameters of one client's PRE model after t rounds.
+
+        Args:
+          key: the randomness of the whole run.
+          t: rounds done.
+          server: what they left, `calibrated`.
+          x: the samples that the tables of the row point into.
+          y: their labels.
+          row: as in `local`.
+        """
+        client_id, client, train, validation = row
+        keys = round_keys(key, t)
+        cohort = Cohort(client_id[None], train.count.astype(jnp.float32)[None], self.clients, self.trainers)
+        told = self._dispatch(keys.aggregate, t, server, jax.tree.map(lambda leaf: leaf[None], client), cohort)
+        shared = keys.clients, t, self.method.broadcast(server), x, y
+        row = client_id, jax.tree.map(lambda leaf: leaf[0], told), train, validation
+        return self.method.personal(*self._personalized(self.method.personalize, shared, row))
+
+    def newcomer(
+        self,
+        keys: Key[Array, " 2"],
+        t: Int[Array, ""],
+        server: PyTree,
+        x: Array,
+        y: Array,
+        client_id: Int[Array, ""],
+        train: Clients,
+    ) -> PyTree:
+        """The parameters of the POST model of a client that never took part: what one call of ``local`` makes.
+
+        Args:
+          keys: of the initial state and of the rounds.
+          t: rounds done.
+          server: what they left, `calibrated`.
+          x: the samples that the table points into.
+          y: their labels.
+          client_id: the number that the client goes by.
+          train: what it trains on.
+        """
+        _, client = self.method.init(jax.random.split(keys[0], 3)[0], self.clients)
+        shared = round_keys(keys[1], t).clients, t, self.method.broadcast(server), x, y
+        return self.method.personal(*self.local(shared, (client_id, client, train, None)).trained)
 
     def post(self, key: Key[Array, ""], t: Int[Array, ""], run: Run, data: Federation) -> Scored:
         """POST scores of all clients after t rounds; every leaf [N].
@@ -329,6 +401,24 @@ class Engine:
         tallies = self._map(one, (state.server, data.x, data.y), blocks, complete=True)
         total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tallies)
         return scores_of(total, jnp.sum(data.pooled.class_counts, axis=0))
+
+    def global_measures(self, state: State, data: Federation) -> dict[str, Float[Array, ""]]:
+        """Likewise, what the config's metrics make of its answers."""
+        predict = self.method.global_predict
+        assert predict is not None
+        if not self.metrics:
+            return {}
+        ids = self._order(jnp.arange(len(data.pooled.count)), data.pooled.count)
+        _, blocks = self._gather(ids, data.pooled)
+
+        def one(shared: tuple, block: Clients) -> tuple[Array, Array, Array]:
+            server, x, y = shared
+            samples = client_data(x, y, block)
+            logits = samples.map(lambda images, _: predict(server, images), batch_size=BATCH)
+            return logits, samples.labels, samples.valid
+
+        found = self._map(one, (state.server, data.x, data.y), blocks, complete=True)
+        return measure(self.metrics, *jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found))
 
     def _training_data(
         self,
@@ -431,8 +521,15 @@ class Engine:
             counted = tally(lambda images: self.method.predict(params, images), data)
             return scores_of(counted, data.class_counts), counted
 
+        def measured(data: ClientData) -> dict[str, Float[Array, ""]]:
+            if not self.metrics:
+                return {}
+            logits = data.map(lambda images, _: self.method.predict(params, images), batch_size=BATCH)
+            return measure(self.metrics, logits, data.labels, data.valid)
+
         (test, counted), validation = on(scored[0]), scored[1]
-        return Scored(test, None if validation is None else on(validation)[0], counted.hits)
+        own = measured(client_data(x, y, scored[0]))
+        return Scored(test, None if validation is None else on(validation)[0], counted.hits, own)
 
     def _score_all(
         self,
@@ -472,14 +569,18 @@ class Engine:
         clients = self._dispatch(key_server, t, state.server, clients, cohort)
 
         def one(shared: tuple, row: tuple) -> Any:
-            (key, t, view, x, y), (client_id, client, train, validation, scored) = shared, row
-            key = jax.random.fold_in(key, client_id)
-            held = self._training_data(key, client_id, x, y, train, validation)
-            return what(*personalize(Round(key, t), view, client, held), x, y, scored)
+            (*_, x, y), (*own, scored) = shared, row
+            return what(*self._personalized(personalize, shared, tuple(own)), x, y, scored)
 
         shared = key, t, self.method.broadcast(state.server), data.x, data.y
         complete = len(ids) >= self.clients
         return ids, self._map(one, shared, (ids, clients, train, validation, scored), complete=complete)
+
+    def _personalized(self, personalize: Personalize, shared: tuple, row: tuple) -> tuple[PyTree, PyTree]:
+        """The pair that ``personalize`` gives for one client; shared and row as in `local`."""
+        (key, t, view, x, y), (client_id, client, train, validation) = shared, row
+        key = jax.random.fold_in(key, client_id)
+        return personalize(Round(key, t), view, client, self._training_data(key, client_id, x, y, train, validation))
 
     def _dispatch(
         self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, clients: PyTree, cohort: Cohort
@@ -489,28 +590,6 @@ class Engine:
             return clients
         now = Round(phase_key(key, "dispatch"), t)
         return clients._replace(inbox=self.method.dispatch(now, server, clients, cohort))
-
-    def _calibrated(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> State:
-        """The state whose models are scored, for a method that does not score what it broadcasts."""
-        calibrate = self.method.calibrate
-        if calibrate is None:
-            return state
-        keys = round_keys(key, t)
-        ids = self._order(jnp.arange(self.trainers), data.train.count)
-        present, (clients, train, validation) = self._gather(ids, (state.clients, data.train, data.validation))
-
-        def one(shared: tuple, row: tuple) -> PyTree:
-            (key, t, view, x, y), (client_id, client, train, validation) = shared, row
-            key = phase_key(jax.random.fold_in(key, client_id), "calibrate")
-            return calibrate.local(Round(key, t), view, client, client_data(x, y, train, client_id, validation))
-
-        shared = keys.clients, t, self.method.broadcast(state.server), data.x, data.y
-        uploads = self._map(one, shared, (ids, clients, train, validation), complete=True)
-        uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
-        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
-        now = Round(phase_key(keys.aggregate, "calibrate"), t)
-        server = calibrate.server(now, state.server, self.placement.gather_small(uploads), cohort)
-        return state._replace(server=server)
 
     def _setup(self, setup: Setup, key: Key[Array, ""], state: State, data: Federation) -> tuple[State, Traffic]:
         """Round -1: every client prepares an upload, and the server combines all of them; nothing is sent down."""

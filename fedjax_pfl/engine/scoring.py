@@ -41,11 +41,13 @@ class Scored(NamedTuple):
       test: on the test samples, or what ``data.evaluate_on`` puts in their place.
       validation: on the validation samples, where they are scored beside the test samples.
       hits: test samples of each class that were classified correctly.
+      own: metric -> its value on the samples of ``test``, for the metrics that a config names.
     """
 
     test: Scores
     validation: Scores | None
     hits: Float[Array, "*clients classes"]
+    own: dict[str, Float[Array, "*clients"]]
 
 
 class Evaluation(NamedTuple):
@@ -56,12 +58,14 @@ class Evaluation(NamedTuple):
       post: of each client right after its last local training; every leaf [N].
       shared: of the global model on the pooled test set; None where the method has none.
       diagnostics: what clients and server say of the parts of the method; those of clients are NaN before round 0.
+      shared_own: metric -> its value for the global model, likewise; empty where the method has none.
     """
 
     pre: Scored
     post: Scored
     shared: Scores | None
     diagnostics: Diagnostics
+    shared_own: dict[str, Float[Array, ""]]
 
 
 class Answers(NamedTuple):

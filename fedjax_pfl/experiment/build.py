@@ -21,15 +21,19 @@ from jaxtyping import Array, Bool
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.divide import count_new
-from fedjax_pfl.data.divide import divide as divide_among_clients
+from fedjax_pfl.data.divide import deal as deal_rows
+from fedjax_pfl.data.divide import federate as put_on_device
 from fedjax_pfl.data.federated import Federation
+from fedjax_pfl.data.rows import Holdings
 from fedjax_pfl.engine.memory import Hardware, Memory
+from fedjax_pfl.engine.metrics import METRICS, Metric, check_metrics
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.config import Run as RunSection
+from fedjax_pfl.experiment.registry import load_entry_points
 from fedjax_pfl.method import Method, Static
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.alone import alone
@@ -38,7 +42,7 @@ from fedjax_pfl.methods.compressed import compressed, int8, top_k
 from fedjax_pfl.methods.feddecorr import decorrelated
 from fedjax_pfl.methods.finetuned import finetuned
 from fedjax_pfl.methods.private import private
-from fedjax_pfl.models import MODELS, Model, build
+from fedjax_pfl.models import MODELS, Model, Own, build
 from fedjax_pfl.ops.robust import RULES
 from fedjax_pfl.ops.training import Trainer
 
@@ -50,20 +54,23 @@ class DataShape(NamedTuple):
 
     Attributes:
       name: of the data set, for messages.
-      sample: shape of a sample: (h, w, c), or (length,) of text.
+      sample: shape of a sample: (h, w, c) of an image, (length,) of text, any of numbers.
       classes: number of classes.
-      vocabulary: number of symbols of a text; None for images.
+      vocabulary: number of symbols of a text; None for others.
+      real: whether a sample is real numbers, not pixels of 0 to 255.
     """
 
     name: str
     sample: tuple[int, ...]
     classes: int
     vocabulary: int | None
+    real: bool = False
 
 
 def shape_of(dataset: Dataset) -> DataShape:
     """What a model has to know of this data set."""
-    return DataShape(dataset.name, dataset.images.shape[1:], dataset.classes, dataset.vocabulary)
+    real = dataset.images.dtype.kind == "f"
+    return DataShape(dataset.name, dataset.images.shape[1:], dataset.classes, dataset.vocabulary, real)
 
 
 def prepare(run: RunSection) -> None:
@@ -84,7 +91,7 @@ def prepare(run: RunSection) -> None:
                     f"JAX had started before with one CPU device, so that one of {cores()} cores will work; call "
                     'this before anything else that uses JAX, or begin with jax.config.update("jax_num_cpu_devices", '
                     f"{cores()})",
-                    stacklevel=4,
+                    stacklevel=3,
                 )
     _keep_programs(run.compilation_cache)
 
@@ -108,8 +115,20 @@ def cores() -> int:
 
 def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]]:
     """Shares the data set out among the clients, as the data section says; returns the manifest, too."""
-    fields = config.data.model_dump(exclude={"source", "seed", "mean", "std"})
-    return divide_among_clients(dataset, **fields, seed=config.partition_seed)
+    holdings, manifest = deal(config, dataset)
+    return federate(config, dataset, holdings), manifest
+
+
+def deal(config: Config, dataset: Dataset) -> tuple[Holdings, dict[str, Any]]:
+    """Decides which client holds which rows, as the data section says; returns the manifest, too."""
+    fields = config.data.model_dump(exclude={"source", "seed", "mean", "std", "evaluate_on"})
+    return deal_rows(dataset, **fields, seed=config.partition_seed)
+
+
+def federate(config: Config, dataset: Dataset, holdings: Holdings) -> Federation:
+    """Data set and holdings on the device, with what the data section evaluates on."""
+    fields = config.data.model_dump(include={"validation_share", "evaluate_on"})
+    return put_on_device(dataset, holdings, **fields)
 
 
 def program_inputs(config: Config) -> dict[str, float]:
@@ -181,7 +200,7 @@ def make_engine(
     name, rule = config.method["name"], config.aggregation.rule
     if name == "feddecorr" and config.training.decorrelate:
         raise ConfigError("training.decorrelate", config.training.decorrelate, "0: feddecorr has the term, as beta")
-    model, train = decorrelated(_model(config, data), config.training.decorrelate), Trainer(**training)
+    model, train = decorrelated(model_of(config, data), config.training.decorrelate), Trainer(**training)
     factory = METHODS[name]
     if rule != "mean":
         if "combine" not in inspect.signature(factory).parameters:
@@ -204,8 +223,8 @@ def make_engine(
     if config.training.copies is not None:
         method = method._replace(copies=config.training.copies)
     method = _with_surroundings(method, config, attack, privacy, malicious)
-    if data.vocabulary is not None:
-        _check_text_is_left_alone(config, data, method)
+    if data.vocabulary is not None or data.real:
+        _check_nothing_is_augmented(config, data, method)
     ratio = config.participation.ratio
     low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
     spec = config.data
@@ -219,7 +238,21 @@ def make_engine(
         augment=config.training.augment,
         augment_every=config.training.augment_every,
         features=model.features if "features" in config.run.export else None,
+        metrics=_metrics(config, data),
     )
+
+
+def _metrics(config: Config, data: DataShape) -> dict[str, Metric]:
+    """The metrics that a config names."""
+    unknown = [name for name in config.run.metrics if name not in METRICS]
+    if unknown:
+        load_entry_points()
+        if unknown[0] not in METRICS:
+            allowed = f"registered ones ({', '.join(METRICS) or 'none yet'}); register_metric adds yours"
+            raise ConfigError("run.metrics", unknown[0], allowed)
+    metrics = {name: METRICS[name] for name in config.run.metrics}
+    check_metrics(metrics, data.classes)
+    return metrics
 
 
 def _with_surroundings(
@@ -243,10 +276,12 @@ def _with_surroundings(
     return method if config.participation.collaborate else alone(method)
 
 
-def _check_text_is_left_alone(config: Config, data: DataShape, method: Method) -> None:
+def _check_nothing_is_augmented(config: Config, data: DataShape, method: Method) -> None:
+    """Crops are filled with black, copies are inverted and rounded: that is for pixels of 0 to 255."""
+    held = "real numbers, not pixels" if data.real else "text"
     for field, kind in (("augment", config.training.augment), ("copies", method.copies)):
         if kind != "none":
-            allowed = f'"none": {data.name} is text, and {kind!r} augments images'
+            allowed = f'"none": {data.name} is {held}, and {kind!r} augments images'
             if getattr(config.training, field) is None:
                 allowed += f" (it is what {config.method['name']} does unless told otherwise)"
             raise ConfigError(f"training.{field}", getattr(config.training, field), allowed)
@@ -256,25 +291,38 @@ def _options(table: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in table.items() if name != key}
 
 
-def _model(config: Config, data: DataShape) -> Model:
+def model_of(config: Config, data: DataShape) -> Model:
     """The model, fitted to the shape of the data set's samples and its number of classes."""
     name = config.model["name"]
     extractor = MODELS[name](**_options(config.model, "name"))
-    readable = getattr(extractor, "vocabulary", None)
+    # One's own is tried out on the data by `fit`.
+    readable = data.vocabulary if isinstance(extractor, Own) else getattr(extractor, "vocabulary", None)
     if readable != data.vocabulary:
-        kinds = ["images" if tokens is None else f"text of {tokens} symbols" for tokens in (readable, data.vocabulary)]
+        other = "real numbers" if data.real else "images"
+        kinds = [other if tokens is None else f"text of {tokens} symbols" for tokens in (readable, data.vocabulary)]
         raise ConfigError("model.name", name, f"it reads {kinds[0]}, and {data.name} is {kinds[1]}")
     scale = {}
     channels = data.sample[-1]
     for field in ("mean", "std") if data.vocabulary is None else ():
         given = getattr(config.data, field)
+        if data.real:
+            usual = type(config.data).model_fields[field].default
+            if given != usual:
+                allowed = f"{usual}, or left out: {data.name} is real numbers, which models read as they are"
+                raise ConfigError(f"data.{field}", given, allowed)
+            continue
         if isinstance(given, list) and len(given) != channels:
             raise ConfigError(f"data.{field}", given, f"one number, or one for each of the {channels} channels")
         scale[field] = jnp.broadcast_to(jnp.asarray(given, jnp.float32), (channels,))
+    if isinstance(extractor, Own):
+        return extractor.fit(data.sample, data.classes, text=data.vocabulary is not None, **scale)
     try:
-        return build(extractor, data.sample, data.classes, init=config.model["init"], **scale)
-    except ValueError as error:
+        return build(extractor, data.sample, data.classes, init=config.model.get("init", "torch"), **scale)
+    except (ValueError, TypeError, IndexError) as error:
         shape = "x".join(map(str, data.sample))
+        if len(data.sample) != 3 and data.vocabulary is None:
+            flat = f"a model for samples of shape [{shape}], such as mlp; this one seems to be for images [h, w, c]"
+            raise ConfigError("model.name", name, flat) from None
         raise ConfigError("model.name", name, f"it does not fit {shape} images: {error}") from None
 
 

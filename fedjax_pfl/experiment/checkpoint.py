@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from fedjax_pfl.engine.round import Run
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.summary import Line
+from fedjax_pfl.method import State
 
 # The one before the last stays until the next is complete.
 _KEPT = 2
@@ -43,6 +45,18 @@ class Saved(NamedTuple):
     versions: dict[str, str]
 
 
+class Best(NamedTuple):
+    """The evaluated round that is best on validation samples so far, and its state.
+
+    Attributes:
+      round: int32, [].
+      state: on the host.
+    """
+
+    round: np.ndarray
+    state: State
+
+
 class Checkpoints:
     """The checkpoints of one run: a folder per round, each complete or not there at all (orbax renames it last)."""
 
@@ -55,14 +69,14 @@ class Checkpoints:
         self._path = path.absolute()
         self._manager: Any = None
 
-    def save(self, run: Run, saved: Saved) -> None:
+    def save(self, run: Run, saved: Saved, best: Best | None = None) -> None:
         """Writes a checkpoint; the one before the last goes once this one is complete."""
         import orbax.checkpoint as ocp
 
-        parts = ocp.args.Composite(
-            run=ocp.args.StandardSave(jax.device_get(run)), progress=ocp.args.JsonSave(saved._asdict())
-        )
-        self._open().save(saved.round, args=parts, force=True)
+        parts = {"run": ocp.args.StandardSave(jax.device_get(run)), "progress": ocp.args.JsonSave(saved._asdict())}
+        if best is not None:
+            parts["best"] = ocp.args.StandardSave(best)
+        self._open().save(saved.round, args=ocp.args.Composite(**parts), force=True)
 
     def rounds(self) -> list[int]:
         """The rounds after which there is a complete checkpoint, in rising order."""
@@ -92,15 +106,24 @@ class Checkpoints:
         Raises:
           ConfigError: it cannot be read, or holds arrays of other shapes.
         """
-        import orbax.checkpoint as ocp
-
-        empty = jax.tree.map(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), like)
-        run: Run = self._restore(round, run=ocp.args.StandardRestore(empty))["run"]
-        for (path, leaf), wanted in zip(jax.tree.leaves_with_path(run), jax.tree.leaves(like), strict=True):
-            if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
-                name, found = jax.tree_util.keystr(path), f"{leaf.dtype}{list(leaf.shape)}"
-                raise self._unreadable(round, f"{name} is {found} instead of {wanted.dtype}{list(wanted.shape)}")
+        run: Run = self._arrays(round, "run", like)
         return run
+
+    def best(self, round: int, like: State) -> Best:
+        """The best round up to a checkpoint, and its state.
+
+        Args:
+          round: one of `rounds`.
+          like: shapes and types that the state has.
+
+        Raises:
+          ConfigError: the checkpoint has none, or it cannot be read.
+        """
+        if not (self._path / str(round) / "best").is_dir():
+            allowed = '"final" or "none" for this run: it was begun so, and has not kept the best state so far'
+            raise ConfigError("run.keep", "best", allowed)
+        best: Best = self._arrays(round, "best", Best(np.zeros((), np.int32), like))
+        return best
 
     def forget_after(self, round: int) -> None:
         """Removes the checkpoints of later rounds, which a run that goes on from this one will write again."""
@@ -150,6 +173,18 @@ class Checkpoints:
         sys.unraisablehook = hook
         return restored
 
+    def _arrays(self, round: int, part: str, like: PyTree) -> Any:
+        """The arrays of a part of a checkpoint."""
+        import orbax.checkpoint as ocp
+
+        empty = jax.tree.map(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), like)
+        arrays = self._restore(round, **{part: ocp.args.StandardRestore(empty)})[part]
+        for (path, leaf), wanted in zip(jax.tree.leaves_with_path(arrays), jax.tree.leaves(like), strict=True):
+            if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
+                name, found = jax.tree_util.keystr(path), f"{leaf.dtype}{list(leaf.shape)}"
+                raise self._unreadable(round, f"{name} is {found} instead of {wanted.dtype}{list(wanted.shape)}")
+        return arrays
+
     def _unreadable(self, step: int, reason: str) -> ConfigError:
         allowed = f"a readable checkpoint ({reason}); without this folder, the run resumes from the one before"
         return ConfigError("resume", str(self._path / str(step)), allowed)
@@ -162,6 +197,11 @@ class Stop:
         """Nobody has asked yet."""
         self.signal: int | None = None
 
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """A handler of signals that asks."""
+        del frame
+        self.signal = number
+
     def leave(self) -> None:
         """Does what the signal would have done: KeyboardInterrupt, or exit with 128 + its number."""
         if self.signal == signal.SIGINT:
@@ -173,10 +213,12 @@ class Stop:
 def stop_on_signals() -> Iterator[Stop]:
     """Turns the first SIGINT or SIGTERM into a request, so that there is time to save; a second one acts at once.
 
-    Signals reach the main thread only: elsewhere, nothing is caught.
+    Where a `Stop` handles SIGTERM already, it is that one, and handlers stay as they are. Signals reach the main thread
+    only: elsewhere, nothing is caught.
     """
-    stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
+    asked = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    stop = asked if isinstance(asked, Stop) else Stop()
+    if stop is asked or threading.current_thread() is not threading.main_thread():
         yield stop
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

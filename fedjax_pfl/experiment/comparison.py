@@ -6,18 +6,24 @@ It is a sweep over ``method.name`` and ``run.seed``: the seeds of a method are r
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
 from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.executors import Executor
+from fedjax_pfl.experiment.frames import history_frame, pivot, run_frame
+from fedjax_pfl.experiment.headline import runs_in_short
+from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.record import write_atomically
+from fedjax_pfl.experiment.summary import POINTS
 from fedjax_pfl.experiment.sweep import check_point, folder_of, run_cells
-from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, markdown
+from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of
 from fedjax_pfl.methods import METHODS
+
+if TYPE_CHECKING:
+    import pandas
 
 Methods = Sequence[str] | Mapping[str, Mapping[str, Any]]
 """Names, or names with hyperparameters: ``{"fedprox": {"mu": 0.1}, "ditto": {}}``."""
@@ -25,6 +31,9 @@ Methods = Sequence[str] | Mapping[str, Mapping[str, Any]]
 
 class Comparison(NamedTuple):
     """All runs of a comparison, in the order in which the methods were given.
+
+    A folder that `compare` has written becomes one again, without anything being run, by the same call with the same
+    ``out``.
 
     Attributes:
       config: what all runs share.
@@ -38,6 +47,12 @@ class Comparison(NamedTuple):
     baseline: str
     point: str = "pre"
 
+    def __repr__(self) -> str:
+        return runs_in_short("Comparison", self.cells, self.point)
+
+    def _repr_html_(self) -> str:
+        return runs_html(self.markdown())
+
     @property
     def failed(self) -> list[Cell]:
         """The runs that failed."""
@@ -49,17 +64,7 @@ class Comparison(NamedTuple):
 
     def rows(self) -> list[dict[str, Any]]:
         """A row per run: method, seed, the figures of `summary.figures_of`, any error."""
-        figures = [
-            {
-                "method": cell.method,
-                "seed": cell.seed,
-                **cell.figures,
-                "diverged_round": _diverged(cell),
-                "error": cell.error,
-            }
-            for cell in self.cells
-        ]
-        return figures
+        return rows_of(self._named())
 
     def csv(self) -> str:
         """A line per run."""
@@ -76,6 +81,36 @@ class Comparison(NamedTuple):
         table = markdown(self.cells, {"method.name": self.baseline}, self.point, heading="method")
         return f"{title}\n\n{what}\n\n{table}"
 
+    def to_frame(self, *, history: bool = False) -> "pandas.DataFrame":
+        """`rows` as a pandas frame; or, for curves, a row per run and evaluated round.
+
+        Args:
+          history: the latter: columns ``method``, ``seed``, ``round`` and the metrics of ``Result.history``.
+
+        Raises:
+          ConfigError: pandas is not installed.
+        """
+        return history_frame(self._named()) if history else run_frame(self._named())
+
+    def pivot(
+        self,
+        index: str | Sequence[str] | None = None,
+        columns: str | Sequence[str] | None = None,
+        values: str = "headline",
+        *,
+        aggregate: str = "mean",
+    ) -> "pandas.DataFrame":
+        """A figure summed up over seeds, by method; as `Sweep.pivot`, whose fields are here ``method`` and ``seed``."""
+        return pivot(self._named(), "seed", index, columns, values, aggregate)
+
+    def to_latex(self, figures: Sequence[str] = POINTS, *, bold: bool = True) -> str:
+        """The table in LaTeX, for the package booktabs: a row per method; as `Sweep.to_latex`."""
+        return latex(self.cells, figures, heading="method", bold=bold)
+
+    def _named(self) -> list[Cell]:
+        """The runs with their values under the names of `rows`."""
+        return [cell._replace(values={"method": cell.method, "seed": cell.seed}) for cell in self.cells]
+
 
 def compare(
     config: Config,
@@ -85,9 +120,9 @@ def compare(
     baseline: str | None = None,
     point: str = "pre",
     out: str | os.PathLike[str] | None = None,
-    data: Sequence[np.ndarray] | None = None,
+    data: Any = None,
     progress: Callable[[str], None] | None = None,
-    executor: str = "local",
+    executor: Executor = "local",
 ) -> Comparison:
     """Runs several methods with several seeds, all else equal, and sums them up.
 
@@ -174,7 +209,3 @@ def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | N
             changed = config.replace({**changes, SEED: seed, "run.out": folder})
             cells.append(Cell({"method.name": method, SEED: seed}, changed))
     return cells
-
-
-def _diverged(cell: Cell) -> int | None:
-    return cell.summary.get("diverged_round") if cell.summary else None

@@ -6,11 +6,12 @@ function that they name: its signature is the schema.
 
 import inspect
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Required, Self, TypedDict, Unpack, overload
 
 import tomli_w
 from pydantic import (
@@ -18,22 +19,28 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     ValidationError,
     create_model,
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from fedjax_pfl.data.augment import Augment, Copies
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.html import config_html
 from fedjax_pfl.experiment.protocols import lie_under, tables_of
+from fedjax_pfl.experiment.registry import load_entry_points
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
 from fedjax_pfl.ops.finetune import Scope
 from fedjax_pfl.ops.robust import RULES
 
 Share = Annotated[float, Field(gt=0, lt=1)]
+_Portion = Annotated[float, Field(gt=0, le=1)]
 # A value of one of these brings a table of options of its own.
 _SELECTORS = ("method.name", "model.name", "data.partition.kind")
 
@@ -44,6 +51,27 @@ def hyperparameters(factory: Callable) -> dict[str, inspect.Parameter]:
     return {name: given for name, given in parameters.items() if given.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
+def options_model(name: str, factory: Callable) -> type[BaseModel]:
+    """The table of a factory's hyperparameters as a pydantic model, named ``name``."""
+    hints = typing.get_type_hints(factory, include_extras=True)
+    usual = {field: ... if arg.default is arg.empty else arg.default for field, arg in hyperparameters(factory).items()}
+    fields: dict[str, Any] = {field: (hints[field], default) for field, default in usual.items()}
+    return create_model(name, __config__=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False), **fields)
+
+
+def descriptions(documented: Any, heading: str = "Attributes") -> dict[str, str]:
+    """What a docstring says of each name under a heading, ``Attributes`` or ``Args``, in one line."""
+    _, _, below = (inspect.getdoc(documented) or "").partition(f"\n{heading}:\n")
+    section = re.split(r"^\S", below, maxsplit=1, flags=re.MULTILINE)[0]
+    entries = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def summary_line(documented: Any) -> str:
+    """The first line of a docstring."""
+    return (inspect.getdoc(documented) or "").partition("\n")[0]
+
+
 def _choose(section: str, key: str, table: Mapping[str, Callable]) -> BeforeValidator:
     """Checks a table {key: name, **options} against the signature of table[name], and fills in the defaults."""
 
@@ -52,16 +80,15 @@ def _choose(section: str, key: str, table: Mapping[str, Callable]) -> BeforeVali
             raise ConfigError(section, given, f'expected a table such as {{{key} = "{next(iter(table))}"}}')
         options = dict(given)
         name = options.pop(key, None)
+        if isinstance(name, str) and name not in table:
+            load_entry_points()
         if not isinstance(name, str) or name not in table:
             raise ConfigError(f"{section}.{key}", name, f"allowed: {', '.join(table)}")
-        hints = typing.get_type_hints(table[name], include_extras=True)
-        fields = {field: (hints[field], arg.default) for field, arg in hyperparameters(table[name]).items()}
-        # The types of the fields are known at run time only, which the overloads of create_model cannot express.
-        schema = create_model(name, __config__=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False), **fields)  # type: ignore[call-overload]
+        schema = options_model(name, table[name])
         try:
             return {key: name, **schema(**options).model_dump()}
         except ValidationError as error:
-            raise _config_error(error, section, list(fields), f" of {name}") from None
+            raise _config_error(error, section, list(schema.model_fields), f" of {name}") from None
 
     return BeforeValidator(check)
 
@@ -85,7 +112,18 @@ class _Section(BaseModel):
           TypeError: always; `Config.replace` is what is meant.
         """
         del update, deep
-        raise TypeError('a config is copied by Config.replace, which checks: config.replace({"training.lr": 0.1})')
+        raise TypeError('a config is copied by Config.replace, which checks: config.replace("training.lr", 0.1)')
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Fields are described by the docstring."""
+        found = handler(core)
+        schema = handler.resolve_ref_schema(found)
+        schema["description"] = summary_line(cls)
+        texts = descriptions(cls)
+        for name, field in cls.model_fields.items():
+            schema["properties"][name]["description"] = texts.get(name) or summary_line(field.annotation)
+        return found
 
 
 class Data(_Section):
@@ -255,7 +293,7 @@ class Participation(_Section):
       collaborate: false for the control without collaboration: each client runs the method with a server of its own.
     """
 
-    ratio: Annotated[float | tuple[float, float], BeforeValidator(_ratio)] = 1.0
+    ratio: Annotated[_Portion | tuple[_Portion, _Portion], BeforeValidator(_ratio)] = 1.0
     dropout: float = Field(0.0, ge=0, lt=1)
     sampling: Literal["fixed", "poisson"] = "fixed"
     collaborate: bool = True
@@ -395,6 +433,11 @@ class Run(_Section):
         they are scored on: ``features``, the input of the last layer, and ``predictions``, with the logits. It goes to
         ``export.npz``, and to ``Result.exported``.
       export_clients: whose; all clients' unless given.
+      keep: the state that the run directory keeps, to ask its models afterwards: ``final``, that after the last round;
+        ``best``, that of the evaluated round whose models are best on validation samples; or ``none``.
+      client_history: keep every client's scores of every evaluated round, not of the last one alone:
+        ``client_history.csv``, and ``Result.client_history``.
+      metrics: names of measures of your own (``register_metric``) that models are scored with besides.
       tensorboard: write the metrics to TensorBoard event files in the run directory, too (needs the package).
       compilation_cache: folder of compiled programs, or ``off``.
     """
@@ -409,6 +452,9 @@ class Run(_Section):
     diagnostics: bool = False
     export: list[Literal["features", "predictions"]] = Field(default_factory=list)
     export_clients: list[int] | None = Field(None, min_length=1)
+    keep: Literal["final", "best", "none"] = "final"
+    client_history: bool = False
+    metrics: list[str] = Field(default_factory=list)
     tensorboard: bool = False
     compilation_cache: str | None = None
 
@@ -419,12 +465,32 @@ class Run(_Section):
         return self
 
 
+class Tables(TypedDict, total=False):
+    """The tables of a config: what `Config` takes."""
+
+    data: Required[Mapping[str, Any] | Data]
+    model: Mapping[str, Any]
+    method: Required[Mapping[str, Any]]
+    training: Mapping[str, Any] | Training
+    finetune: Mapping[str, Any] | Finetune
+    participation: Mapping[str, Any] | Participation
+    aggregation: Mapping[str, Any] | Aggregation
+    attack: Mapping[str, Any] | Attack
+    compression: Mapping[str, Any] | Compression
+    privacy: Mapping[str, Any] | Privacy
+    run: Mapping[str, Any] | Run
+
+
 class Config(_Section):
     """A whole run. Only ``data.source`` and ``method.name`` have no default.
 
     ``Config(protocol="fedpac", ...)``, or ``protocol = "fedpac"`` above the tables of a file, takes what is not given
     from that protocol in the place of the defaults (``experiment/protocols.py``). A config holds the values, not the
     name: it equals one in which they are spelt out.
+
+    Attributes:
+      model: {name, ...}: what clients train; ``fedjax-pfl models`` lists all.
+      method: {name, ...}: how they do it together; ``fedjax-pfl methods`` lists all.
 
     Raises:
       ConfigError: an unknown key, a wrong type, a value out of range.
@@ -467,6 +533,13 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
+    def _the_best_is_best_on_validation_samples(self) -> "Config":
+        if self.run.keep == "best" and self.data.validation_share == 0:
+            allowed = '"final" or "none", or give data.validation_share a value above 0: it is chosen on those samples'
+            raise ConfigError("run.keep", "best", allowed)
+        return self
+
+    @model_validator(mode="after")
     def _exports_are_of_clients(self) -> "Config":
         who, clients = self.run.export_clients, self.data.clients
         if who is not None:
@@ -477,12 +550,12 @@ class Config(_Section):
                 raise ConfigError("run.export_clients", who, allowed)
         return self
 
-    def __init__(self, *, protocol: str | None = None, **tables: Any):
+    def __init__(self, *, protocol: str | None = None, **tables: Unpack[Tables]):
+        given: dict[str, Any] = {**tables}
         if protocol is not None:
-            given = {key: _given(table) for key, table in tables.items()}
-            tables = lie_under(given, tables_of(protocol))
+            given = lie_under({key: _given(table) for key, table in given.items()}, tables_of(protocol))
         try:
-            super().__init__(**tables)
+            super().__init__(**given)
         except ValidationError as error:
             raise _config_error(error, "", ["protocol", *type(self).model_fields]) from None
 
@@ -491,17 +564,27 @@ class Config(_Section):
         """The seed of test part, partition and split."""
         return self.run.seed if self.data.seed is None else self.data.seed
 
-    def replace(self, changes: Mapping[str, Any]) -> "Config":
-        """A copy with other values, by dotted field: ``config.replace({"training.lr": 0.1, "method.name": "ditto"})``.
+    @overload
+    def replace(self, changes: Mapping[str, Any]) -> "Config": ...
+
+    @overload
+    def replace(self, changes: str, value: Any) -> "Config": ...
+
+    def replace(self, changes: Mapping[str, Any] | str, value: Any = ...) -> "Config":
+        """A copy with other values: ``config.replace("training.lr", 0.1)``.
 
         Another ``method.name``, ``model.name`` or ``data.partition.kind`` brings the defaults of its other options. A
         ``protocol`` brings all its values, over which the other changes go.
+
+        Args:
+          changes: a dotted field; or several with their values, ``{"training.lr": 0.1, "method.name": "ditto"}``.
+          value: of the one field.
 
         Raises:
           ConfigError: a field or value that no config can have.
         """
         tables = self.model_dump()
-        changes = dict(changes)
+        changes = _changes(changes, value)
         if (protocol := changes.pop("protocol", None)) is not None:
             for section, values in tables_of(protocol).items():
                 tables[section] = values if section == "model" else tables[section] | values
@@ -519,6 +602,40 @@ class Config(_Section):
                 table.clear()
             table[key] = changes[field]
         return Config(**tables)
+
+    def non_defaults(self) -> dict[str, dict[str, Any]]:
+        """What differs from the defaults, by table: ``Config(**config.non_defaults())`` equals the config."""
+        tables = self.model_dump()
+        tables["model"] = _less_defaults(self.model, "name", MODELS)
+        tables["method"] = _less_defaults(self.method, "name", METHODS)
+        tables["data"]["partition"] = _less_defaults(self.data.partition, "kind", PARTITIONS)
+        found: dict[str, dict[str, Any]] = {}
+        for section, field in type(self).model_fields.items():
+            table = getattr(self, section)
+            if isinstance(table, _Section):
+                fields = {name: tables[section][name] for name in type(table).model_fields}
+                usual = {name: type(table).model_fields[name].get_default(call_default_factory=True) for name in fields}
+                found[section] = {name: value for name, value in fields.items() if value != usual[name]}
+            elif tables[section] != field.default:
+                found[section] = tables[section]
+        return {section: table for section, table in found.items() if table}
+
+    def __repr__(self) -> str:
+        tables = ", ".join(f"{section}={table!r}" for section, table in self.non_defaults().items())
+        return f"{type(self).__name__}({tables})"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        texts = {}
+        for section, table in self:
+            if isinstance(table, _Section):
+                texts[section] = summary_line(type(table)), descriptions(type(table))
+            else:
+                parts: Mapping[str, Callable] = MODELS if section == "model" else METHODS
+                part = parts.get(table["name"])
+                texts[section] = summary_line(part), descriptions(part, "Args")
+        return config_html(self.model_dump(), self.non_defaults(), texts)
 
     def to_toml(self) -> str:
         """The resolved config; fields that are not set are left out."""
@@ -576,6 +693,24 @@ def _override(tables: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError("override", override, f"{section} is a value, not a table")
     table[key] = parse_value(text)
+
+
+def _changes(changes: Mapping[str, Any] | str, value: Any) -> dict[str, Any]:
+    """Field -> value, from either form of the arguments of `Config.replace`."""
+    if isinstance(changes, str):
+        if value is ...:
+            raise ConfigError(changes, "(missing)", f'a value, as in config.replace("{changes}", value)')
+        return {changes: value}
+    if not isinstance(changes, Mapping) or value is not ...:
+        raise ConfigError("changes", changes, 'a field with its value, or a mapping such as {"training.lr": 0.1}')
+    return dict(changes)
+
+
+def _less_defaults(table: Mapping[str, Any], key: str, parts: Mapping[str, Callable]) -> dict[str, Any]:
+    """A table {key: name, **options} without the options that are as the part of that name has them anyway."""
+    name = table[key]
+    usual = hyperparameters(parts[name]) if name in parts else {}  # a config from elsewhere may name what is not here
+    return {field: value for field, value in table.items() if field not in usual or value != usual[field].default}
 
 
 def _given(table: Any) -> Any:

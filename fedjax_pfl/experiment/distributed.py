@@ -54,14 +54,15 @@ def to_host(tree: PyTree) -> PyTree:
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
-def agree(block: int, signal: int | None) -> tuple[int, int | None]:
+def agree(block: int, signal: int | None, stopped: bool) -> tuple[int, int | None, bool]:
     """What all processes do next.
 
     Args:
       block: how many rounds this process would run; the first process decides.
       signal: the signal that this process has caught, if any; one is enough for all.
+      stopped: whether a callback has asked this process to stop; likewise.
     """
     if jax.process_count() == 1:
-        return block, signal
-    proposed = multihost_utils.process_allgather(np.array([block, signal or 0], np.int32))
-    return int(proposed[0, 0]), int(proposed[:, 1].max()) or None
+        return block, signal, stopped
+    proposed = multihost_utils.process_allgather(np.array([block, signal or 0, stopped], np.int32))
+    return int(proposed[0, 0]), int(proposed[:, 1].max()) or None, bool(proposed[:, 2].any())

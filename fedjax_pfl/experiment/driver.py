@@ -3,119 +3,54 @@
 `drive` takes one run, or several as rows of one program (`programs`); a single run is R = 1.
 """
 
+import functools
 import os
+import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.sources import from_arrays, load
+from fedjax_pfl.data.intake import as_dataset
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.engine.metrics import Metric
 from fedjax_pfl.engine.round import Run
-from fedjax_pfl.engine.scoring import Evaluation
-from fedjax_pfl.engine.traffic import Traffic, count
 from fedjax_pfl.experiment.build import prepare
+from fedjax_pfl.experiment.callbacks import Callback, check_callbacks
 from fedjax_pfl.experiment.checkpoint import Saved, Stop, stop_on_signals
 from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.course import INTERRUPTED, Course
 from fedjax_pfl.experiment.distributed import agree
-from fedjax_pfl.experiment.privacy import spent
+from fedjax_pfl.experiment.parts import with_parts
 from fedjax_pfl.experiment.programs import Program, lay_out
+from fedjax_pfl.experiment.progress import Progress, reporting
+from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.resume import RunPlace, versions
-from fedjax_pfl.experiment.summary import (
-    Line,
-    client_table,
-    first_reached,
-    history_of,
-    judged,
-    label_accuracy,
-    label_table,
-    line_of,
-    majority_class,
-    mean_line,
-    summary_of,
-)
-from fedjax_pfl.method import State
+from fedjax_pfl.experiment.summary import mean_line
+from fedjax_pfl.method import Method, State
 
 # A block of rounds should return to the host about this often, to report progress.
 _SECONDS_PER_BLOCK = 2.0
 
 
-class Progress(NamedTuple):
-    """What is reported before compilation and after each block of rounds.
-
-    Attributes:
-      round: rounds done.
-      rounds: rounds in all.
-      loss: mean training loss of the last round's participants, mean over the runs of a program; NaN before the first.
-      last: the newest line of ``metrics.jsonl``, mean over the runs of a program; None before the first evaluation.
-      seconds_left: estimated time to the end; NaN before the first round.
-      memory: estimated bytes that the program will take.
-      runs: runs that go on together.
-    """
-
-    round: int
-    rounds: int
-    loss: float
-    last: Line | None
-    seconds_left: float
-    memory: int
-    runs: int = 1
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run leaves.
-
-    Attributes:
-      summary: the content of ``summary.json``.
-      history: metric -> array over evaluated rounds, e.g. ``history["pre.accuracy"]``; ``history["round"]`` says which.
-      clients: column -> array [N], as in ``clients.csv``.
-      labels: column -> array, as in ``labels.csv``: a row per client and label that it is scored on.
-      partition: the content of ``partition.json``.
-      exported: column -> array, as in ``export.npz``: what ``run.export`` asks for; nothing unless it does.
-      state: server and client state after the last round.
-      config: the resolved config.
-    """
-
-    summary: dict[str, Any]
-    history: dict[str, np.ndarray]
-    clients: dict[str, np.ndarray]
-    labels: dict[str, np.ndarray]
-    partition: dict[str, Any]
-    exported: dict[str, np.ndarray]
-    state: State
-    config: Config
-
-    def rounds_to(self, target: float, metric: str = "global") -> int | None:
-        """The first evaluated round after which a metric is the target or more; see `first_reached`.
-
-        Args:
-          target: in the metric's own unit: 0.66 for an accuracy of 66 %.
-          metric: a name in ``history``; by default the accuracy of the global model.
-
-        Returns:
-          The number of rounds; None where the target is never reached, or there is no global model to reach it.
-
-        Raises:
-          ValueError: ``history`` has no such metric.
-        """
-        if metric not in self.history:
-            raise ValueError(f"no metric {metric!r} in the history; there are {', '.join(self.history)}")
-        at = first_reached(self.history[metric], target)
-        return None if at is None else int(self.history["round"][at])
-
-
 def simulate(
     config: Config,
-    data: Sequence[np.ndarray] | None = None,
+    data: Any = None,
     *,
+    model: Any = None,
+    features: str | None = None,
+    method: Callable[..., Method] | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    callbacks: Sequence[Callback] = (),
     overwrite: bool = False,
     resume: str | os.PathLike[str] | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | Literal["auto"] | None = "auto",
+    interrupt: Literal["auto", "raise", "return"] = "auto",
 ) -> Result:
     """Runs one federated experiment.
 
@@ -125,14 +60,23 @@ def simulate(
 
     Args:
       config: what to run.
-      data: (images, labels) or (images, labels, test_images, test_labels) instead of ``data.source``; images are
-        [n, h, w, c] uint8.
+      data: samples and labels instead of ``data.source``: arrays (x, y) or (x, y, x_test, y_test), x being uint8 images
+        [n, h, w, c] or float32 [n, ...], or what else :func:`fedjax_pfl.data.intake.as_dataset` takes.
+      model: in the place of the config's: a Flax module or what else :func:`fedjax_pfl.models.own.own_model` takes.
+      features: of such a model, the layer after which it is cut into extractor and head.
+      method: in the place of the config's: a factory, as `register_method` takes it.
+      metrics: name -> JAX function, measured on top of the config's; see :mod:`fedjax_pfl.engine.metrics`.
+      callbacks: called while the run goes on; see :class:`fedjax_pfl.Callback`.
       overwrite: replace what an earlier run left in ``run.out``.
       resume: the run directory of an interrupted run, which goes on from its newest checkpoint and ends, on the same
         machine and with the same packages and placement, bit for bit where it would have ended. The config must be the
         same, except that clients may be placed otherwise, and ``training.rounds`` may grow; output goes to this
         directory.
-      progress: called before compilation, with round 0, and after each block of rounds.
+      progress: called before compilation, with round 0, and after each block of rounds; ``"auto"`` shows a bar on a
+        terminal and in a notebook.
+      interrupt: what a first SIGINT leads to, after one more round: ``"return"`` of what there is so far, or, at once,
+        ``"raise"``; ``"auto"`` returns where a person is at a prompt or a notebook. With ``run.out`` such a run is not
+        complete, and can be resumed.
 
     Returns:
       Summary, history per evaluated round, per-client table, final state. The numbers depend on config and data alone.
@@ -143,10 +87,21 @@ def simulate(
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after the checkpoint is written.
     """
     began = time.perf_counter()
+    check_callbacks(callbacks)
+    config = with_parts(config, model=model, features=features, method=method, metrics=metrics)
     prepare(config.run)
-    dataset = load(config.data.source) if data is None else from_arrays(*data)
+    dataset = load(config.data.source) if data is None else as_dataset(data)
     place = RunPlace(config, resume=resume, overwrite=overwrite)
-    return drive([config], dataset, [place], began=began, progress=progress)[0]
+    returns = interrupt == "return" or (interrupt == "auto" and is_interactive())
+    with reporting(config, progress) as report:
+        return drive(
+            [config], dataset, [place], began=began, progress=report, callbacks=callbacks, returns=returns, data=data
+        )[0]
+
+
+def is_interactive() -> bool:
+    """Whether a person is at a prompt or a notebook."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
 def drive(
@@ -156,6 +111,10 @@ def drive(
     *,
     began: float,
     progress: Callable[[Progress], None] | None = None,
+    callbacks: Sequence[Callback] = (),
+    returns: bool = False,
+    room: int | None = None,
+    data: Any = None,
 ) -> list[Result]:
     """Runs configs that are alike but for seed and numbers (`programs.alike`), as rows of one program.
 
@@ -165,23 +124,43 @@ def drive(
       places: where each is recorded, and goes on from.
       began: when the work on them began, by ``time.perf_counter``.
       progress: called before compilation, and after each block of rounds.
+      callbacks: of each run.
+      returns: whether SIGINT ends the runs early, and what there is so far is returned.
+      room: as in `lay_out`; a run that a callback stops then ends by itself, and the others go on. Without room it
+        ends them all.
+      data: what the data set was made of, if not of ``data.source``, for the results to go back to.
     """
     first, runs, report = configs[0], len(configs), progress or (lambda now: None)
     rounds, every = first.training.rounds, first.run.checkpoint_every or first.training.rounds
-    program = lay_out(configs, dataset)
+    program = lay_out(configs, dataset, room=room)
     done, held = _begin(program, places)
     report(Progress(done[0].round, rounds, float("nan"), None, float("nan"), program.bytes(), runs))
     program.compile()
     states = program.init() if held is None else program.put(held)
-    t, round_seconds, lines = done[0].round, done[0].round_seconds, [list(saved.lines) for saved in done]
+
+    def state_of(run: int) -> State:
+        # Arrays of their own: those from a CPU's devices, or of several runs, are views of what is used up.
+        own: State = jax.tree.map(np.array, program.each(states)[run].state)
+        return own
+
+    courses = [
+        Course(run, program, place, saved, callbacks, functools.partial(state_of, run))
+        for run, (place, saved) in enumerate(zip(places, done, strict=True))
+    ]
+    t, round_seconds = done[0].round, done[0].round_seconds
     began -= runs * done[0].seconds
-    scores: list[Evaluation] | None = None
+    one_by_one = any(type(callback).on_round is not Callback.on_round for callback in callbacks)
+    catches = returns or any(place.checkpoints for place in places)
     block, started_running = 1, time.perf_counter()
-    catching = stop_on_signals() if any(place.checkpoints for place in places) else nullcontext(Stop())
-    with catching as stopping:
-        while t < rounds:
-            next_evaluation = min(rounds, (t // first.run.eval_every + 1) * first.run.eval_every)
-            stop = min(t + block, next_evaluation, (t // every + 1) * every)
+    with stop_on_signals() if catches else nullcontext(Stop()) as stopping:
+        for course in courses:
+            course.tell("on_start")
+        if any(course.live.stopped for course in courses):
+            for course in courses:
+                course.end = max(t, 1)
+        while going := [course for course in courses if course.end > t]:
+            next_evaluation = min(*(of.end for of in going), (t // first.run.eval_every + 1) * first.run.eval_every)
+            stop = min(t + (1 if one_by_one else block), next_evaluation, (t // every + 1) * every)
             started, evaluated = time.perf_counter(), stop == next_evaluation
             states = program.rounds(states, t, stop, evaluate=evaluated)
             losses = [float(loss) for loss in program.each([state.loss for state in states])]  # waits for the devices
@@ -190,46 +169,55 @@ def drive(
             block = max(
                 1, int(_SECONDS_PER_BLOCK * (t - done[0].round) / (runs * (round_seconds - done[0].round_seconds)))
             )
-            block, stopping.signal = agree(block, stopping.signal)
+            for course in going:
+                course.live.round, course.live.loss = t, losses[course.run]
+                course.tell("on_round")
             if evaluated:
-                scores = program.score(states, t)
-                sent = program.each([state.traffic for state in states])
+                scores, sent = program.score(states, t), program.each([state.traffic for state in states])
                 seconds = (time.perf_counter() - began) / runs
-                for run, (config, place) in enumerate(zip(configs, places, strict=True)):
-                    of = line_of(scores[run], program.manifests[run], config.data.evaluate_on, program.engine.new)
-                    cost = {"megabytes": program.exchange.sent_bytes(sent[run]) / 1e6, "seconds": seconds}
-                    lines[run].append({"round": t, "train_loss": losses[run], **of, **cost})
-                    place.append(lines[run][-1])
-            due = first.run.checkpoint_every and (t % every == 0 or t == rounds)
-            interrupted = stopping.signal and t < rounds
+                for course in going:
+                    course.record(scores[course.run], sent[course.run], seconds)
+            back = returns and stopping.signal == signal.SIGINT
+            if back:
+                for course in courses:
+                    course.live.stop(INTERRUPTED)
+            asked = any(course.live.stopped for course in courses)
+            block, stopping.signal, stopped = agree(block, stopping.signal, asked)
+            for course in going:
+                if stopped if room is None else course.live.stopped:
+                    course.end = min(course.end, t if evaluated else t + 1)  # the last round is an evaluated one
+                    program.end(course.run, course.end)
+            end = max(course.end for course in courses)
+            due = first.run.checkpoint_every and (t % every == 0 or t == end)
+            interrupted = stopping.signal and (t == end if back else t < end)
             if due or interrupted:
                 seconds = (time.perf_counter() - began) / runs
-                for run, state in enumerate(program.each(states)):
-                    now = done[run]._replace(round=t, lines=lines[run], seconds=seconds, round_seconds=round_seconds)
-                    places[run].save(state, now)
-            if interrupted:
+                for course, state in zip(courses, program.each(states), strict=True):
+                    course.save(state, t, seconds, round_seconds)
+            if interrupted and not back:
                 stopping.leave()
-            left = (time.perf_counter() - started_running) / (t - done[0].round) * (rounds - t)
-            last = mean_line([found[-1] for found in lines]) if lines[0] else None
+            left = (time.perf_counter() - started_running) / (t - done[0].round) * (end - t)
+            last = mean_line([course.lines[-1] for course in courses]) if courses[0].lines else None
             report(Progress(t, rounds, float(np.mean(losses)), last, left, program.bytes(), runs))
-    if scores is None:  # the checkpoint was that of the last round
-        scores = program.score(states, t)
+    if courses[0].scores is None:  # the checkpoint was that of the last round
+        for course, scored in zip(courses, program.score(states, t), strict=True):
+            course.scores = scored
     timing = {
         **({"runs_in_the_program": runs} if runs > 1 else {}),
         "compile_seconds": program.compile_seconds / runs,
-        "seconds_per_round": round_seconds / rounds,
+        "seconds_per_round": round_seconds / t,
         "total_seconds": (time.perf_counter() - began) / runs,
     }
-    results, ended = [], program.each(states)
-    for run, (state, exported) in enumerate(zip(ended, program.export(ended, t), strict=True)):
-        config, manifest = configs[run], program.manifests[run]
-        labels = label_table(manifest, config.data.evaluate_on, scores[run])
-        summary = _summary(program, config, dataset.name, manifest, lines[run], labels, state.traffic, timing)
-        clients = client_table(manifest, config.data.evaluate_on, scores[run], program.engine.new)
-        history = history_of(lines[run])
-        results.append(Result(summary, history, clients, labels, manifest, exported, state.state, config))
-    for place, result in zip(places, results, strict=True):
-        place.finish(result.clients, result.labels, result.exported, result.summary)
+    ended = program.each(states)
+    exports = program.export(ended, t)
+    results = [
+        course.result(state, exported, timing, dataset.name, data)
+        for course, state, exported in zip(courses, ended, exports, strict=True)
+    ]
+    for course, result in zip(courses, results, strict=True):
+        course.finish(result)
+    for course, result in zip(courses, results, strict=True):
+        course.tell("on_end", result)
     return results
 
 
@@ -241,8 +229,8 @@ def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], l
     common = set.intersection(*(set(place.found()) for place in places))
     pairs = list(zip(places, program.manifests, strict=True))
     if not common:
-        for place, manifest in pairs:
-            place.begin(manifest)
+        for (place, manifest), holdings in zip(pairs, program.holdings, strict=True):
+            place.begin(manifest, holdings)
         hashes = [
             (config.model_dump(mode="json"), manifest["hash"])
             for config, (_, manifest) in zip(program.configs, pairs, strict=True)
@@ -254,50 +242,3 @@ def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], l
         place.go_back(saved)
     done, states = zip(*found, strict=True)
     return list(done), list(states)
-
-
-def _summary(
-    program: Program,
-    config: Config,
-    dataset: str,
-    manifest: dict[str, Any],
-    lines: Sequence[Line],
-    labels: dict[str, np.ndarray],
-    traffic: Traffic,
-    timing: dict[str, Any],
-) -> dict[str, Any]:
-    """The content of ``summary.json``."""
-    exchange, memory, engine = program.exchange, program.memory, program.engine
-    identity = {
-        "method": config.method["name"],
-        "headline": engine.method.headline,
-        "dataset": dataset,
-        "model": config.model["name"],
-        "clients": config.data.clients,
-        "rounds": config.training.rounds,
-        "seed": config.run.seed,
-        "partition_hash": manifest["hash"],
-        "evaluated_on": config.data.evaluate_on,
-        "majority_class": majority_class(manifest, config.data.evaluate_on, engine.new),
-        "label_accuracy": label_accuracy(labels, program.data.classes, judged(manifest, engine.new)),
-        **({"attackers": manifest["attackers"]} if "attackers" in manifest else {}),
-        **({"privacy": spent(config)} if config.privacy.clip is not None else {}),
-    }
-    costs = {
-        "timing": timing,
-        "traffic": {
-            "floats_up_per_client_round": count(exchange.up),
-            "floats_down_per_client_round": count(exchange.down),
-            "megabytes_total": exchange.sent_bytes(traffic) / 1e6,
-            "megabytes_dense": exchange.dense_bytes(traffic) / 1e6,
-        },
-        "memory": {"estimate_bytes": program.bytes(), **memory._asdict()},
-        "environment": {
-            **versions(),
-            "platform": jax.default_backend(),
-            "process_count": jax.process_count(),
-            "device_count": program.devices,
-            "clients_side_by_side": engine.placement.chunk,
-        },
-    }
-    return summary_of(lines, identity, costs, new=engine.new)

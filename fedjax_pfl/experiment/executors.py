@@ -1,85 +1,37 @@
-"""Where programs of several runs run: here, one after the other, or as tasks of a Ray cluster."""
+"""Where programs of several runs run: here, one after the other, as tasks of a Ray cluster, or as jobs of SLURM."""
 
 import functools
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
-
-import jax
-import numpy as np
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.sources import from_arrays, load
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import prepare
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.driver import Progress, drive
-from fedjax_pfl.experiment.resume import RunPlace
+from fedjax_pfl.experiment.jobs import check_jobs, run_as_jobs
+from fedjax_pfl.experiment.worker import Outcome, Report, dataset_of, run_elsewhere, run_program, surroundings
+
+Executor = str | Mapping[str, Any]
+"""A name, or a table with a name and options: ``{"name": "submitit", "slurm_partition": "gpu"}``."""
 
 
-class Finished(NamedTuple):
-    """What is kept of a run among many: a `driver.Result` without its state.
-
-    Attributes:
-      summary: the content of ``summary.json``.
-      history: metric -> array over evaluated rounds.
-      clients: column -> array [N].
-    """
-
-    summary: dict[str, Any]
-    history: dict[str, np.ndarray]
-    clients: dict[str, np.ndarray]
-
-
-# The runs of a program, or why it failed.
-Outcome = list[Finished] | str
-Report = Callable[[int, str], None]
-"""Program, line of text -> None."""
-_Data = Sequence[np.ndarray] | None
-
-# A line about a program that goes on comes this often.
-_SECONDS_PER_LINE = 5.0
-
-
-def _run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: Callable[[str], None]) -> Outcome:
-    began = last = time.perf_counter()
-
-    def report(now: Progress) -> None:
-        nonlocal last
-        if now.last is not None and (now.round == now.rounds or time.perf_counter() - last > _SECONDS_PER_LINE):
-            last = time.perf_counter()
-            scores = ", ".join(f"{point} {100 * now.last[point]['accuracy']:.2f} %" for point in ("pre", "post"))
-            say(f"round {now.round}/{now.rounds}, loss {now.loss:.4f}, {scores}, {last - began:.0f} s")
-        elif now.last is None and np.isnan(now.loss):
-            say(f"about {now.memory / 1e9:.2g} GB of memory; compiling")
-
-    try:
-        prepare(configs[0].run)
-        places = [RunPlace(config, go_on=True) for config in configs]
-        results = drive(configs, dataset(), places, began=began, progress=report)
-    except ConfigError as error:
-        return str(error)
-    return [Finished(result.summary, result.history, result.clients) for result in results]
-
-
-def _run_here(programs: Sequence[Sequence[Config]], data: _Data, report: Report) -> Iterator[tuple[int, Outcome]]:
+def _run_here(programs: Sequence[Sequence[Config]], data: Any, report: Report) -> Iterator[tuple[int, Outcome]]:
     """Runs one program after the other."""
     loaded: dict[str, Dataset] = {}
 
     for number, configs in enumerate(programs):
-        source = configs[0].data.source
 
-        def dataset(source: str = source) -> Dataset:
+        def dataset(first: Config = configs[0]) -> Dataset:
+            source = first.data.source
             if source not in loaded:
                 loaded.clear()
-                loaded[source] = load(source) if data is None else from_arrays(*data)
+                loaded[source] = dataset_of(first, data)
             return loaded[source]
 
-        yield number, _run_program(configs, dataset, functools.partial(report, number))
+        yield number, run_program(configs, dataset, functools.partial(report, number))
 
 
-def _run_on_ray(programs: Sequence[Sequence[Config]], data: _Data, report: Report) -> Iterator[tuple[int, Outcome]]:
+def _run_on_ray(programs: Sequence[Sequence[Config]], data: Any, report: Report) -> Iterator[tuple[int, Outcome]]:
     """Runs programs as tasks of Ray, as many at once as there is room for; they come as they end."""
     import ray
 
@@ -96,11 +48,11 @@ def _run_on_ray(programs: Sequence[Sequence[Config]], data: _Data, report: Repor
         gpu = "GPU" in ray.cluster_resources()
         # A process for each program: devices cannot be prepared twice, and JAX keeps a GPU's memory to its end.
         # No second try: a program too large for a machine's memory would take its workers down again and again.
-        task = ray.remote(max_calls=1, max_retries=0)(_run_in_a_worker)
-        shared = ray.put(data)
+        task = ray.remote(max_calls=1, max_retries=0)(run_elsewhere)
+        shared, around = ray.put(data), surroundings(programs)
         for number, configs in enumerate(programs):
             room = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": max(1, min(len(configs), node))}
-            running[task.options(**room).remote(configs, shared, dict(jax.config.values))] = number
+            running[task.options(**room).remote(configs, shared, around)] = number
             report(number, "handed to Ray")
         while running:
             (ended, *_), _ = ray.wait(list(running))
@@ -119,31 +71,64 @@ def _run_on_ray(programs: Sequence[Sequence[Config]], data: _Data, report: Repor
             ray.shutdown()
 
 
-def _run_in_a_worker(configs: Sequence[Config], data: _Data, settings: dict[str, Any]) -> Outcome:
-    """A program, under the settings of JAX that the sweep was called with."""
-    for name, value in settings.items():
-        if jax.config.values[name] != value:
-            jax.config.update(name, value)
-
-    def dataset() -> Dataset:
-        return load(configs[0].data.source) if data is None else from_arrays(*data)
-
-    return _run_program(configs, dataset, lambda line: None)
+EXECUTORS: dict[str, Callable[..., Iterator[tuple[int, Outcome]]]] = {
+    "local": _run_here,
+    "ray": _run_on_ray,
+    "submitit": run_as_jobs,
+}
 
 
-EXECUTORS = {"local": _run_here, "ray": _run_on_ray}
+def run_programs(
+    executor: Executor, programs: Sequence[Sequence[Config]], data: Any, report: Report
+) -> Iterator[tuple[int, Outcome]]:
+    """Runs programs.
+
+    Args:
+      executor: where; one that `check_executor` has passed.
+      programs: the configs of each.
+      data: as in `simulate`.
+      report: called with a program's number and a line of text now and then.
+
+    Yields:
+      A program's number and what came out, as they end.
+    """
+    name, options = name_and_options(executor)
+    yield from EXECUTORS[name](programs, data, report, **options)
 
 
-def check_executor(name: str) -> None:
+def check_executor(executor: Executor, out: str | os.PathLike[str] | None) -> None:
     """Checks that programs can be run there.
 
+    Args:
+      executor: where.
+      out: the folder of the runs.
+
     Raises:
-      ConfigError: the executor is unknown, or not installed.
+      ConfigError: the executor is unknown, not installed, or cannot be used so.
     """
+    name, options = name_and_options(executor)
     if name not in EXECUTORS:
         raise ConfigError("executor", name, f"allowed: {', '.join(EXECUTORS)}")
+    if name == "submitit":
+        check_jobs(options, out)
+    elif options:
+        option, value = next(iter(options.items()))
+        raise ConfigError(f"executor.{option}", value, f"leave it out: {name} has no options")
     if name == "ray":
         try:
             import ray  # noqa: F401  # only whether it can be
         except ImportError:
             raise ConfigError("executor", name, 'it needs Ray: pip install "fedjax_pfl[ray]"') from None
+
+
+def name_and_options(executor: Executor) -> tuple[str, dict[str, Any]]:
+    """The parts of an executor's table.
+
+    Raises:
+      ConfigError: it is no such table.
+    """
+    table = {"name": executor} if isinstance(executor, str) else executor
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        allowed = 'a name, or a table with a name and options: {"name": "submitit", "timeout_min": 60}'
+        raise ConfigError("executor", executor, allowed)
+    return table["name"], {key: value for key, value in table.items() if key != "name"}

@@ -5,25 +5,29 @@ run spreads its clients over the devices. Several runs are spread over the devic
 these busy, and otherwise go one after the other, each with its clients over all devices, through the same program.
 """
 
+import functools
 import json
 import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation
+from fedjax_pfl.data.rows import Holdings
 from fedjax_pfl.engine.memory import Hardware, Memory, release_freed, survey, this_hardware
+from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.engine.placement import Placement, map_clients
 from fedjax_pfl.engine.round import UPDATE_COSINE, Engine, Run
 from fedjax_pfl.engine.scoring import Answers, Evaluation
@@ -32,7 +36,8 @@ from fedjax_pfl.experiment.build import (
     DataShape,
     attackers,
     cores,
-    divide,
+    deal,
+    federate,
     make_engine,
     place,
     place_runs,
@@ -51,6 +56,8 @@ Over = Literal["clients", "runs"]
 # What a backend multiplies with unless told: the fastest whose effect on accuracy is lost in that of the seed
 # (`benchmarks/results/precision.json`).
 _PRECISION = {"cpu": "float32", "gpu": "tensorfloat32", "tpu": "bfloat16"}
+# Rounds of a run that is to end with the others.
+_UNLIMITED = np.int32(2**31 - 1)
 # Compiled programs that a process keeps, for the next run with the same shapes.
 _KEPT = 8
 # What no program depends on, but through shapes: samples, number of rounds and seed are inputs.
@@ -79,6 +86,8 @@ _NOT_COMPILED = {
         "chunk",
         "export",
         "export_clients",
+        "keep",
+        "client_history",
     ),
 }
 
@@ -91,12 +100,14 @@ class Row(NamedTuple):
       inputs: the numbers of its config that are inputs, by dotted field.
       clients: who trains on, validates on and is tested on what; and the pooled test set.
       malicious: which clients are; None where nobody is.
+      limit: rounds that it goes to, where runs are over the devices and may end before others; else None.
     """
 
     keys: UInt32[Array, "*runs 2 words"]
     inputs: dict[str, Float[Array, "*runs"]]
     clients: tuple[Clients, Clients | None, Clients, Clients]
     malicious: Bool[Array, "*runs N"] | None = None
+    limit: Any = None  # int32 [*runs]
 
 
 class _Shared(NamedTuple):
@@ -115,15 +126,15 @@ class _Compiled(NamedTuple):
     score: Callable[[_Shared, Row, Run], Evaluation]
 
 
-_store: OrderedDict[tuple[str, Callable, Callable], _Compiled] = OrderedDict()
+_store: OrderedDict[tuple[str, Callable, Callable, tuple[Callable, ...]], _Compiled] = OrderedDict()
 
 
 def alike(config: Config) -> str:
     """What runs of one program have in common: the config without its seed, its directory and its inputs."""
     tables = config.model_dump(mode="json")
     tables["run"] |= {"seed": None, "out": None}
-    for field in program_inputs(config):
-        section, _, key = field.partition(".")
+    for number in program_inputs(config):
+        section, _, key = number.partition(".")
         tables[section][key] = "input"
     return json.dumps(tables, sort_keys=True)
 
@@ -139,10 +150,12 @@ class Program:
       over: what is spread over the devices.
       runs_on: where the runs go, if it is they that are spread over the devices.
       manifests: of each run, the content of ``partition.json``.
+      holdings: likewise, that of ``partition.npz``.
       memory: what one run needs.
       exchange: what its clients and server exchange.
       samples: the pool of samples and labels.
       rows: the inputs of the runs, stacked if runs are over the devices.
+      order: the run that each row is of. Of several rows of a run the first one counts.
       precision: of products of matrices and convolutions.
       compile_seconds: time that `compile` took.
     """
@@ -153,13 +166,16 @@ class Program:
     over: Over
     runs_on: Placement
     manifests: list[dict[str, Any]]
+    holdings: list[Holdings]
     memory: Memory
     exchange: Exchange
     samples: tuple[Array, Array]
     rows: list[Row]
+    order: Int[np.ndarray, " rows"]
     precision: str
     compile_seconds: float = 0.0
     _compiled: _Compiled | None = None
+    _ends: dict[int, int] = field(default_factory=dict)  # run -> its rounds, where runs go one by one
 
     def compile(self) -> None:
         """Compiles the program, unless this process has compiled its like before; it comes before `init` or `put`."""
@@ -189,7 +205,7 @@ class Program:
         own = memory.resident - memory.samples  # of each further run; the samples are there once
         if self.over == "clients":
             return memory.total(clients_on.devices, clients_on.chunk) + (len(self.rows) - 1) * own
-        together = len(self.configs) if memory.process else self.runs_on.chunk
+        together = len(self.order) if memory.process else self.runs_on.chunk
         return memory.total(1, clients_on.chunk) + (together - 1) * (own + clients_on.chunk * memory.per_client)
 
     def init(self) -> list[Run]:
@@ -198,8 +214,24 @@ class Program:
 
     def rounds(self, states: list[Run], start: int, stop: int, *, evaluate: bool) -> list[Run]:
         """Rounds start ... stop - 1 of all runs; the states given are used up."""
-        shared = self._shared(start, stop, evaluate)
-        return [self._ready.rounds(shared, row, state) for row, state in zip(self.rows, states, strict=True)]
+        stops = [min(stop, self._ends.get(run, stop)) for run in range(len(states))]
+        return [
+            self._ready.rounds(self._shared(start, last, evaluate), row, state) if start < last else state
+            for row, state, last in zip(self.rows, states, stops, strict=True)
+        ]
+
+    def end(self, run: int, t: int) -> None:
+        """Lets a run go no further than t rounds, a bound that a block of rounds ends at.
+
+        It costs no more rounds, keeps its state, and its scores mean nothing after these. Where runs go side by side,
+        or the program has no ``room``, nothing is saved by its end: it goes on with the others.
+        """
+        if self.over == "clients":
+            self._ends[run] = t
+        elif self.rows[0].limit is not None:
+            limit = np.array(self.rows[0].limit)
+            limit[self._at[run]] = t
+            self.rows[0] = self.rows[0]._replace(limit=jax.device_put(limit, _rows_sharding(self.runs_on)))
 
     def score(self, states: list[Run], t: int) -> list[Evaluation]:
         """The scores of each run after t rounds, on the host."""
@@ -227,7 +259,7 @@ class Program:
         # One run after the other on one device: it is a single pass over some clients' samples.
         program, (x, y), rows = jax.jit(answers), to_host(self.samples), to_host(self.rows)
         if self.over == "runs":
-            rows = [jax.tree.map(lambda leaf, run=run: leaf[run], rows[0]) for run in range(len(self.configs))]
+            rows = [jax.tree.map(lambda leaf, at=at: leaf[at], rows[0]) for at in self._at]
         with jax.default_matmul_precision(self.precision):
             found = [program(row, state.state, x, y) for row, state in zip(rows, states, strict=True)]
         return [
@@ -239,14 +271,20 @@ class Program:
         if self.over == "clients":
             return [to_host(group) for group in groups]
         whole = to_host(groups[0])
-        return [jax.tree.map(lambda leaf, run=run: leaf[run], whole) for run in range(len(self.configs))]
+        return [jax.tree.map(lambda leaf, at=at: leaf[at], whole) for at in self._at]
 
     def put(self, states: Sequence[Run]) -> list[Run]:
         """The reverse of `each`: states from the host, where the program expects them."""
         if self.over == "clients":
             layout = _layout(self.engine)
             return [jax.device_put(state, layout) for state in states]
-        return [jax.device_put(_stack_rows(list(states), self.runs_on), _rows_sharding(self.runs_on))]
+        stacked = jax.tree.map(lambda *leaves: np.stack([leaves[run] for run in self.order]), *states)
+        return [jax.device_put(stacked, _rows_sharding(self.runs_on))]
+
+    @property
+    def _at(self) -> list[int]:
+        """The row of each run."""
+        return np.searchsorted(self.order, np.arange(len(self.configs))).tolist()
 
     @property
     def _ready(self) -> _Compiled:
@@ -257,20 +295,24 @@ class Program:
         return _Shared(*self.samples, np.int32(start), np.int32(stop), np.bool_(evaluate))
 
 
-def lay_out(configs: Sequence[Config], dataset: Dataset, hardware: Hardware | None = None) -> Program:
+def lay_out(
+    configs: Sequence[Config], dataset: Dataset, hardware: Hardware | None = None, room: int | None = None
+) -> Program:
     """Divides the data among the clients of each run, and decides where runs and clients go; compiles nothing.
 
     Args:
       configs: of the runs; `alike` is the same for all.
       dataset: what they share out among their clients.
       hardware: what the program is made for, by default what there is here.
+      room: the number of runs that the program is made for, this many or more, where runs may end before others
+        (`Program.end`): a later program of any number up to it is the same one. No room unless given.
 
     Raises:
       ConfigError: config, data and method do not fit together, or into memory.
     """
     first, data = configs[0], shape_of(dataset)
     hardware = hardware or this_hardware()
-    federations, manifests = zip(*_divisions(configs, dataset), strict=True)
+    federations, manifests, holdings = map(list, zip(*_divisions(configs, dataset), strict=True))
     numbers = [program_inputs(config) for config in configs]
     # A coefficient that is 0 in all runs is none of the inputs: methods leave out a term that is off (rule R12).
     fields = [field for field in numbers[0] if any(found[field] != 0 for found in numbers)]
@@ -298,17 +340,23 @@ def lay_out(configs: Sequence[Config], dataset: Dataset, hardware: Hardware | No
     tables = [federation.train for federation in federations]
     full = len({table.index.shape for table in tables}) == 1 and all(map(_is_full, tables))
     engine = replace(engine, diagnostics=names, equal=full and hardware.backend != "cpu")
-    over, runs_on, engine = _place(first, len(configs), memory, engine, hardware)
+    runs = max(len(configs), room or 0)
+    over, runs_on, engine = _place(first, runs, memory, engine, hardware)
+    order = np.arange(len(configs))
     if over == "runs":
-        layout = _rows_sharding(runs_on)
+        layout, padded = _rows_sharding(runs_on), runs_on.padded(runs)
+        order = np.arange(padded) * len(configs) // padded  # what is to do is spread evenly over the devices
+        rows = [rows[run] for run in order]
         stacked = Row(
             jnp.stack([row.keys for row in rows]),
             jax.tree.map(lambda *values: jnp.stack(values), *(row.inputs for row in rows)),
             _stack_tables([row.clients for row in rows]),
             jax.tree.map(lambda *values: jnp.stack(values), *(row.malicious for row in rows)),
         )
-        filled = jax.tree.map(lambda leaf: _fill(leaf, runs_on), stacked)
-        rows = [jax.device_put(filled, layout) if layout else filled]
+        if room is not None and runs_on.chunk == 1:
+            counts = np.append(True, order[1:] != order[:-1])
+            stacked = stacked._replace(limit=np.where(counts, _UNLIMITED, np.int32(0)))
+        rows = [jax.device_put(stacked, layout) if layout else stacked]
         samples = _replicate(samples, runs_on)
     else:
         if len(rows) > 1:  # one program for all: index tables of the same width
@@ -317,9 +365,16 @@ def lay_out(configs: Sequence[Config], dataset: Dataset, hardware: Hardware | No
                 row._replace(clients=jax.tree.map(lambda leaf, at=at: leaf[at], tables)) for at, row in enumerate(rows)
             ]
         rows, samples = _replicate((rows, samples), engine.placement)
-    asked = first.run.precision
-    precision = _PRECISION.get(hardware.backend, "float32") if asked == "auto" else asked
-    return Program(configs, data, engine, over, runs_on, list(manifests), memory, exchange, samples, rows, precision)
+    precision = precision_of(first, hardware.backend)
+    return Program(
+        configs, data, engine, over, runs_on, manifests, holdings, memory, exchange, samples, rows, order, precision
+    )
+
+
+def precision_of(config: Config, backend: str) -> str:
+    """What a config's run multiplies with on a backend."""
+    asked = config.run.precision
+    return _PRECISION.get(backend, "float32") if asked == "auto" else asked
 
 
 def _place(
@@ -359,11 +414,20 @@ def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any,
 
     def rounds(shared: _Shared, row: Row, run: Run) -> Run:
         engine, _, key, federation = of(row, shared)
-        return engine.rounds(key, run, shared.start, shared.stop, shared.evaluate, federation)
+        stop = shared.stop if row.limit is None else jnp.minimum(shared.stop, row.limit)
+        return engine.rounds(key, run, shared.start, stop, shared.evaluate, federation)
 
     def score(shared: _Shared, row: Row, run: Run) -> Evaluation:
         engine, _, key, federation = of(row, shared)
-        return engine.score(key, shared.stop, run, federation)
+
+        def scores() -> Evaluation:
+            return engine.score(key, shared.stop, run, federation)
+
+        if row.limit is None:
+            return scores()
+        shapes = jax.eval_shape(scores)
+        nothing = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return lax.cond(shared.stop <= row.limit, scores, nothing)
 
     def over_runs(fn: Callable) -> Callable:
         if over == "clients":
@@ -419,7 +483,8 @@ def _compile(program: Program) -> _Compiled:
     ]
     described = repr((tables, data._replace(name=""), shapes, where, sorted(jax.config.values.items())))
     # The factories themselves: a name may stand for another one since, as in a notebook where a method is worked on.
-    name = described, METHODS[config.method["name"]], MODELS[config.model["name"]]
+    metrics = tuple(METRICS[metric] for metric in config.run.metrics)
+    name = described, METHODS[config.method["name"]], MODELS[config.model["name"]], metrics
     if name in _store:
         _store.move_to_end(name)
         return _store[name]
@@ -459,31 +524,17 @@ def _replicate(tree: PyTree, placement: Placement) -> Any:
     return tree if placement.mesh is None else put_everywhere(tree, NamedSharding(placement.mesh, P()))
 
 
-def _fill(leaf: Array, placement: Placement) -> Array:
-    """Rows up to a multiple of devices x chunk: the last one once more."""
-    more = placement.padded(len(leaf)) - len(leaf)
-    return jnp.concatenate([leaf, *[leaf[-1:]] * more])
-
-
-def _stack_rows(states: list[Run], placement: Placement) -> Run:
-    def stack(*leaves: np.ndarray) -> np.ndarray:
-        more = placement.padded(len(leaves)) - len(leaves)
-        return np.stack([*leaves, *[leaves[-1]] * more])
-
-    stacked: Run = jax.tree.map(stack, *states)
-    return stacked
-
-
-def _divisions(configs: Sequence[Config], dataset: Dataset) -> list[tuple[Federation, dict[str, Any]]]:
-    """Federation and manifest of each config; those with the same seed of the partition share one, all the samples."""
-    made: dict[int, tuple[Federation, dict[str, Any]]] = {}
+def _divisions(configs: Sequence[Config], dataset: Dataset) -> list[tuple[Federation, dict[str, Any], Holdings]]:
+    """Who holds what in each config; those with the same seed of the partition share it, all the samples."""
+    made: dict[int, tuple[Federation, dict[str, Any], Holdings]] = {}
     for config in configs:
         if config.partition_seed not in made:
-            federation, manifest = divide(config, dataset)
+            holdings, manifest = deal(config, dataset)
+            federation = federate(config, dataset, holdings)
             if (malicious := attackers(config)) is not None:
                 manifest["attackers"] = np.flatnonzero(malicious).tolist()
             first = next(iter(made.values()))[0] if made else federation
-            made[config.partition_seed] = federation._replace(x=first.x, y=first.y), manifest
+            made[config.partition_seed] = federation._replace(x=first.x, y=first.y), manifest, holdings
     return [made[config.partition_seed] for config in configs]
 
 

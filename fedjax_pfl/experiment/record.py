@@ -4,17 +4,18 @@ import csv
 import json
 import os
 import shutil
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedjax_pfl.data.rows import Holdings, save
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config, load_config
-from fedjax_pfl.experiment.summary import Line, flat, without_nan
+from fedjax_pfl.experiment.kept import STATE, Kept, write_state
+from fedjax_pfl.experiment.summary import Line, flat, history_of, without_nan
 
 # How a run is carried out: these may differ between a run that was begun and its continuation.
 _FREE = (
@@ -27,20 +28,34 @@ _FREE = (
     "run.compilation_cache",
     "run.export",
     "run.export_clients",
+    "run.keep",
+    "run.client_history",
 )
-_FILES = ("config.toml", "partition.json", "metrics.jsonl", "clients.csv", "labels.csv", "export.npz", "summary.json")
+_CLIENT_HISTORY = "client_history.csv"
+_PARTITION = "partition.npz"
+_FILES = (
+    "config.toml",
+    "partition.json",
+    _PARTITION,
+    "metrics.jsonl",
+    _CLIENT_HISTORY,
+    "clients.csv",
+    "labels.csv",
+    "export.npz",
+    STATE,
+    "summary.json",
+)
 _CHECKPOINTS = "checkpoints"
 _EVENTS = "tensorboard"
 
 
 class RunDirectory:
-    """Writes ``config.toml``, ``partition.json``, ``metrics.jsonl``, tables of clients and labels, exports, summary.
-
-    If wanted, the metrics also go to a TensorBoard event file, in the folder ``tensorboard``.
+    """Writes config and partition, scores of evaluated rounds, tables of clients and labels, exports, summary.
 
     Attributes:
       path: the directory.
       checkpoints: the folder in it that checkpoints go to.
+      events: the folder in it that TensorBoard's event file goes to, if it is wanted.
     """
 
     def __init__(
@@ -49,7 +64,6 @@ class RunDirectory:
         *,
         overwrite: bool = False,
         resume: bool = False,
-        tensorboard: bool = False,
     ):
         """Checks the directory; nothing is written yet.
 
@@ -57,14 +71,13 @@ class RunDirectory:
           path: the directory; it may exist if it is empty.
           overwrite: replace an earlier run's files; other files stay.
           resume: the directory is that of a run that goes on.
-          tensorboard: write an event file, too; `check_tensorboard` says whether that is possible.
 
         Raises:
           ConfigError: the path is a file, or a directory that holds something or cannot be read.
         """
         self.path = Path(path)
         self.checkpoints = self.path / _CHECKPOINTS
-        self._events = _EventFile(self.path / _EVENTS) if tensorboard else None
+        self.events = self.path / _EVENTS
         with self._usable():
             is_file = any(at.is_file() for at in (self.path, *self.path.parents))
             holds_something = self.path.is_dir() and any(self.path.iterdir())
@@ -82,8 +95,13 @@ class RunDirectory:
         """Whether a run has ended here."""
         return (self.path / "summary.json").exists()
 
-    def begin(self, config: str, partition: dict[str, Any]) -> None:
+    def begin(self, config: str, partition: dict[str, Any], holdings: Holdings) -> None:
         """Creates the directory and writes config and partition; an earlier run's files go.
+
+        Args:
+          config: as TOML.
+          partition: who holds how much, for ``partition.json``.
+          holdings: who holds what, for ``partition.npz``.
 
         Raises:
           ConfigError: the directory cannot be created or written.
@@ -93,30 +111,70 @@ class RunDirectory:
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
             shutil.rmtree(self.checkpoints, ignore_errors=True)
-            self._begin_events([])
+            shutil.rmtree(self.events, ignore_errors=True)
             write_atomically(self.path / "config.toml", config)
             write_atomically(self.path / "partition.json", json.dumps(partition) + "\n")
+            save(self.path / _PARTITION, holdings)
 
     def resume(self, config: str, lines: Sequence[Line]) -> None:
-        """Takes the directory back to a checkpoint: the metrics up to it, and no summary.
+        """Takes the directory back to a checkpoint: metrics and client history up to it, and no summary.
 
         Raises:
           ConfigError: the directory cannot be written.
         """
         metrics = "".join(json.dumps(without_nan(line)) + "\n" for line in lines)
         with self._usable():
-            for name in ("summary.json", "clients.csv", "labels.csv", "export.npz"):
+            for name in ("summary.json", "clients.csv", "labels.csv", "export.npz", STATE):
                 (self.path / name).unlink(missing_ok=True)
             write_atomically(self.path / "config.toml", config)
             write_atomically(self.path / "metrics.jsonl", metrics)
-            self._begin_events(lines)
+            history = self._client_rows(lines[-1]["round"] if lines else 0)
+            if history:
+                write_atomically(self.path / _CLIENT_HISTORY, history)
+            else:
+                (self.path / _CLIENT_HISTORY).unlink(missing_ok=True)
+            shutil.rmtree(self.events, ignore_errors=True)
 
-    def append(self, metrics: Line) -> None:
-        """Adds a line to ``metrics.jsonl`` and its scalars to the event file, at once."""
+    def append(self, metrics: Line, clients: dict[str, np.ndarray]) -> None:
+        """Adds a line to ``metrics.jsonl`` and rows to ``client_history.csv``, at once.
+
+        Args:
+          metrics: the line.
+          clients: column -> array [N], the round's rows; none without ``run.client_history``.
+        """
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(without_nan(metrics)) + "\n")
-        if self._events:
-            self._events.append(metrics)
+        if clients:
+            path = self.path / _CLIENT_HISTORY
+            heading = [] if path.exists() else [list(clients)]
+            with path.open("a", encoding="utf-8") as file:
+                rows = zip(*(column.tolist() for column in clients.values()), strict=True)
+                csv.writer(file, lineterminator="\n").writerows([*heading, *rows])
+
+    def client_history(self, until: int) -> dict[str, np.ndarray]:
+        """The rows of ``client_history.csv`` up to a round, column -> array; nothing where none are kept.
+
+        Raises:
+          ConfigError: the file is damaged.
+        """
+        try:
+            rows = self._client_rows(until)
+            return read_table(rows) if rows else {}
+        except (OSError, ValueError, IndexError):
+            path = str(self.path / _CLIENT_HISTORY)
+            allowed = "a table of numbers; without this file, the run goes on and keeps the rounds from here on"
+            raise ConfigError("run.client_history", path, allowed) from None
+
+    def _client_rows(self, until: int) -> str:
+        """The text of ``client_history.csv`` up to a round, with its heading; nothing where there is no row.
+
+        A run that was killed while it wrote leaves a line that does not end.
+        """
+        path = self.path / _CLIENT_HISTORY
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        heading, *rows = [line for line in text.splitlines(keepends=True) if line.endswith("\n")] or [""]
+        kept = [row for row in rows if int(row.partition(",")[0]) <= until]
+        return "".join([heading, *kept]) if kept else ""
 
     def finish(
         self,
@@ -124,8 +182,9 @@ class RunDirectory:
         labels: dict[str, np.ndarray],
         exported: dict[str, np.ndarray],
         summary: dict[str, Any],
+        kept: Kept | None,
     ) -> None:
-        """Writes tables, exports and, last of all, the summary: a directory with one is complete."""
+        """Writes tables, exports, the state and, last of all, the summary: a directory with one is complete."""
         for name, table in (("clients.csv", clients), ("labels.csv", labels)):
             with (self.path / name).open("w", encoding="utf-8", newline="") as file:
                 writer = csv.writer(file)
@@ -133,6 +192,8 @@ class RunDirectory:
                 writer.writerows(zip(*(column.tolist() for column in table.values()), strict=True))
         if exported:
             np.savez_compressed(self.path / "export.npz", **exported)  # type: ignore[arg-type]  # its allow_pickle
+        if kept is not None:
+            write_state(self.path / STATE, kept)
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     @contextmanager
@@ -143,67 +204,6 @@ class RunDirectory:
             allowed = f"name a directory that can be written ({error.strerror})"
             raise ConfigError("run.out", str(self.path), allowed) from None
 
-    def _begin_events(self, lines: Sequence[Line]) -> None:
-        """Replaces what an earlier run, or this one before it was stopped, has left of events."""
-        shutil.rmtree(self.path / _EVENTS, ignore_errors=True)
-        if self._events:
-            self._events.begin(lines)
-
-
-class _EventFile:
-    """The lines of ``metrics.jsonl`` as scalars for TensorBoard; a scalar's step is the round.
-
-    Written record by record: the package's own event writer keeps a thread and an open file for every run, and a sweep
-    has many runs at once.
-    """
-
-    def __init__(self, folder: Path):
-        self._path = folder / "events.out.tfevents.metrics"  # TensorBoard knows it by the part before the last
-
-    def begin(self, lines: Sequence[Line]) -> None:
-        """Writes a new file that holds these lines."""
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self._path.parent.mkdir(exist_ok=True)
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"), "wb")
-        for line in lines:
-            self.append(line)
-
-    def append(self, line: Line) -> None:
-        """Adds a line's numbers; what is None has no scalar."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        scalars = {name.replace(".", "/"): value for name, value in flat(line).items()}
-        known = {tag: value for tag, value in scalars.items() if value is not None and tag != "round"}
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
-        self._write(Event(wall_time=time.time(), step=line["round"], summary=Summary(value=values)), "ab")
-
-    def _write(self, event: Any, mode: str) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        with self._path.open(mode) as file:
-            RecordWriter(file).write(event.SerializeToString())
-
-
-def check_tensorboard(out: str | os.PathLike[str] | None) -> None:
-    """Checks that ``run.tensorboard = true`` can be had.
-
-    Args:
-      out: the run directory, or the folder of several.
-
-    Raises:
-      ConfigError: there is no directory to write to, or the package is not installed.
-    """
-    if not out:
-        raise ConfigError("run.tensorboard", True, "false without a run directory: give run.out")
-    try:
-        import tensorboard.compat.proto.event_pb2
-        import tensorboard.summary.writer.record_writer  # noqa: F401  # only whether they can be
-    except ImportError:
-        allowed = 'false without the package tensorboard: pip install "fedjax_pfl[tensorboard]"'
-        raise ConfigError("run.tensorboard", True, allowed) from None
-
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file at once: a reader, or a run that is stopped, never leaves or sees half of it."""
@@ -213,31 +213,92 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """Summary and client table of the complete run in a config's directory, if it holds one.
+def read_table(text: str) -> dict[str, np.ndarray]:
+    """A CSV file of numbers, column -> array: whole numbers where all of a column are, or else floats.
 
     Raises:
-      ConfigError: the run that was begun there is another one, or has another number of rounds.
+      ValueError, IndexError: it holds something else.
+    """
+    heading, *rows = csv.reader(text.splitlines())
+
+    def numbers(column: Sequence[str]) -> np.ndarray:
+        try:
+            return np.array([int(entry) for entry in column])
+        except ValueError:
+            return np.array([float(entry) for entry in column])
+
+    return {name: numbers([row[at] for row in rows]) for at, name in enumerate(heading)}
+
+
+def _history(text: str) -> dict[str, np.ndarray]:
+    """Metric -> array, from the lines of ``metrics.jsonl``, of which there is one or more."""
+    found = history_of([json.loads(line) for line in text.splitlines()])
+    return {"round": found.pop("round"), **found}
+
+
+def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]] | None:
+    """Summary, history and client table of the complete run in a config's directory, if it holds one.
+
+    Raises:
+      ConfigError: the run that was begun there is another one, or has another number of rounds; a file is damaged.
     """
     folder = config.run.out
     if folder is None or not (Path(folder) / "config.toml").exists():
         return None
     check_alike(load_config(Path(folder) / "config.toml"), config, folder)
-    path = Path(folder) / "summary.json"
-    if not path.exists():
+    if not (Path(folder) / "summary.json").exists():
         return None
-    try:
-        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        rounds = summary["rounds"]
-        with (Path(folder) / "clients.csv").open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-        clients = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        raise ConfigError("summary", str(path), "the summary of a run; without this file it is run again") from None
+    path = Path(folder)
+    summary, rounds = _read("summary", path / "summary.json", lambda text: ((of := json.loads(text)), of["rounds"]))
+    history = _read("metrics", path / "metrics.jsonl", _history)
+    clients = _read("clients", path / "clients.csv", read_table)
     if rounds != config.training.rounds:
         allowed = f"{rounds}, as in the complete run in {folder}"
         raise ConfigError("training.rounds", config.training.rounds, allowed)
-    return summary, clients
+    return summary, history, clients
+
+
+def read_run(folder: Path) -> tuple[Config, dict[str, Any]]:
+    """Config of a complete run, and what else its directory holds but for the state, by the fields of a `Result`.
+
+    Raises:
+      ConfigError: there is no complete run, a part that it names is not registered here, or a file is damaged.
+    """
+    if not (folder / "config.toml").exists():
+        raise ConfigError("directory", str(folder), "a run directory: there is no config.toml in this one")
+    try:
+        config = load_config(folder / "config.toml")
+    except ConfigError as error:
+        if error.field in ("method.name", "model.name", "data.partition.kind"):
+            allowed = f"registered in this process; register yours (register_method, ...) before you load {folder}"
+            raise ConfigError(error.field, error.value, allowed) from None
+        raise
+    if not (folder / "summary.json").exists():
+        allowed = f"a run that has ended; this one goes on with simulate(config, resume={str(folder)!r})"
+        raise ConfigError("directory", str(folder), allowed)
+    exported: dict[str, np.ndarray] = {}
+    if (folder / "export.npz").exists():
+        with np.load(folder / "export.npz") as columns:
+            exported = dict(columns)
+    history = _read("metrics", folder / "metrics.jsonl", _history)
+    found = {
+        "summary": _read("summary", folder / "summary.json", json.loads),
+        "history": history,
+        "clients": _read("clients", folder / "clients.csv", read_table),
+        "labels": _read("labels", folder / "labels.csv", read_table),
+        "partition": _read("partition", folder / "partition.json", json.loads),
+        "exported": exported,
+        "client_history": RunDirectory(folder, resume=True).client_history(int(history["round"][-1])),
+    }
+    return config, found
+
+
+def _read(what: str, path: Path, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        allowed = f"the {what} of a run; without summary.json it is run again"
+        raise ConfigError(what, str(path), allowed) from None
 
 
 def check_alike(old: Config, new: Config, directory: str) -> None:

@@ -1,5 +1,6 @@
 """Where a run is recorded, and what it goes on from."""
 
+import functools
 import importlib.metadata
 import os
 import warnings
@@ -8,12 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pfl.data.rows import Holdings
 from fedjax_pfl.engine.round import Run
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.checkpoint import Checkpoints, Saved
+from fedjax_pfl.experiment.callbacks import Callback, TensorBoard, check_tensorboard
+from fedjax_pfl.experiment.checkpoint import Best, Checkpoints, Saved
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import is_first
-from fedjax_pfl.experiment.record import RunDirectory, check_alike, check_tensorboard
+from fedjax_pfl.experiment.kept import Kept
+from fedjax_pfl.experiment.record import RunDirectory, check_alike
 from fedjax_pfl.experiment.summary import Line
 
 _PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
@@ -24,6 +28,8 @@ class RunPlace:
 
     Attributes:
       checkpoints: of the run; None without a directory.
+      client_history: column -> array, what is kept of its clients' scores up to the checkpoint that was read.
+      best: the best round up to there and its state, with ``run.keep = "best"``.
     """
 
     def __init__(
@@ -48,6 +54,8 @@ class RunPlace:
         self._config, self._resume, self._go_on = config, resume, go_on
         self._record: RunDirectory | None = None
         self.checkpoints: Checkpoints | None = None
+        self.client_history: dict[str, np.ndarray] = {}
+        self.best: Best | None = None
         folder = resume if resume is not None else config.run.out
         if config.run.tensorboard:
             check_tensorboard(folder)
@@ -61,7 +69,6 @@ class RunPlace:
             folder,
             overwrite=overwrite or begun or not is_first(),  # the first process has looked, and may have begun
             resume=resume is not None,
-            tensorboard=config.run.tensorboard,
         )
         self.checkpoints = Checkpoints(self._record.checkpoints)
 
@@ -86,12 +93,15 @@ class RunPlace:
         if saved.versions != versions():
             message = f"{directory} was run with {saved.versions}, here are {versions()}: the last bits may differ"
             warnings.warn(message, stacklevel=5)
+        self.client_history = self._record.client_history(round)
+        if self._config.run.keep == "best" and saved.lines:
+            self.best = self.checkpoints.best(round, like.state)
         return saved, self.checkpoints.run(round, like)
 
-    def begin(self, manifest: dict[str, Any]) -> None:
+    def begin(self, manifest: dict[str, Any], holdings: Holdings) -> None:
         """Writes what is known before the first round."""
         if self._record is not None and is_first():
-            self._record.begin(self._config.to_toml(), manifest)
+            self._record.begin(self._config.to_toml(), manifest, holdings)
             self.checkpoints = Checkpoints(self._record.checkpoints)  # those that had been found are gone
 
     def go_back(self, saved: Saved) -> None:
@@ -100,15 +110,21 @@ class RunPlace:
             self._record.resume(self._config.to_toml(), saved.lines)
             self.checkpoints.forget_after(saved.round)
 
-    def append(self, line: Line) -> None:
-        """Records an evaluated round."""
-        if self._record is not None and is_first():
-            self._record.append(line)
+    def callbacks(self) -> list[Callback]:
+        """What the config asks to be called during the run."""
+        if self._record is None or not self._config.run.tensorboard or not is_first():
+            return []
+        return [TensorBoard(self._record.events)]
 
-    def save(self, run: Run, saved: Saved) -> None:
+    def append(self, line: Line, clients: dict[str, np.ndarray]) -> None:
+        """Records an evaluated round: its line of metrics, and the rows of its clients, if they are kept."""
+        if self._record is not None and is_first():
+            self._record.append(line, clients)
+
+    def save(self, run: Run, saved: Saved, best: Best | None) -> None:
         """Writes a checkpoint."""
         if self.checkpoints is not None and is_first():
-            self.checkpoints.save(run, saved)
+            self.checkpoints.save(run, saved, best)
 
     def finish(
         self,
@@ -116,10 +132,11 @@ class RunPlace:
         labels: dict[str, np.ndarray],
         exported: dict[str, np.ndarray],
         summary: dict[str, Any],
+        kept: Kept | None,
     ) -> None:
         """Records the end."""
         if self._record is not None and is_first():
-            self._record.finish(clients, labels, exported, summary)
+            self._record.finish(clients, labels, exported, summary, None if self._config.run.keep == "none" else kept)
 
 
 def _check_resumable(saved: Saved, config: Config, partition: str, directory: str) -> None:
@@ -147,6 +164,7 @@ def _check_resumable(saved: Saved, config: Config, partition: str, directory: st
         raise ConfigError("training.rounds", config.training.rounds, f"{saved.round} or more: so many are done")
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """The installed versions of the packages that a run's numbers depend on."""
     return {package: importlib.metadata.version(package) for package in _PACKAGES}

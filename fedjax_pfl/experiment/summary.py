@@ -10,17 +10,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
-from fedjax_pfl.engine.scoring import Evaluation, Scores
+from fedjax_pfl.engine.scoring import Evaluation, Scored, Scores
 
 Line = dict[str, Any]
 """A line of ``metrics.jsonl``: metric -> number, or a table of metrics; None for what a run does not have."""
 
 POINTS = ("pre", "post")
-# Of these, and of all other metrics in a point's table, the largest is the best; the rest are no scores of a model.
-_COSTS = ("round", "train_loss", "megabytes", "seconds")
-_NO_BEST = ("loss", "std_clients")
+MEASURES = (
+    "accuracy",
+    "weighted",
+    "std_clients",
+    "worst_10_percent",
+    "macro_f1",
+    "macro_f1_union",
+    "loss",
+    "i_local",
+    "hm",
+    "correct",
+)
+"""What every run measures at a point; no metric of somebody's own is called so."""
+# Of these the largest is the best. Of others it may be the worst, or they are no scores of a model.
+_GLOBAL = ("global", "global_macro_f1", "global_macro_f1_union")
+_RISING = tuple(name for name in MEASURES if name not in ("loss", "std_clients"))
 _DIAGNOSTICS = "diagnostics"
 _LAST_ROUNDS = 10
 
@@ -89,7 +102,7 @@ def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, 
       ``pre`` and ``post`` as `summarize` has them, with ``hm``, the harmonic mean of the global accuracy and
       ``i_local``; likewise ``validation_pre`` and ``validation_post`` where these samples are scored, too; ``global``,
       ``global_macro_f1`` and ``global_macro_f1_union``, None without a global model; ``diagnostics``, where the method
-      has any.
+      has any. A metric of the config's is there at each point, unweighted mean over clients, and of the global model.
     """
     shared = None if scores.shared is None else {name: float(x) for name, x in scores.shared._asdict().items()}
     accuracy = None if shared is None else shared["accuracy"]
@@ -100,16 +113,22 @@ def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, 
         found = summarize(rows, np.asarray(samples)[who])
         return {**found, "hm": None if accuracy is None else float(harmonic_mean(accuracy, found["i_local"]))}
 
+    def own(of: Scored, samples: Sequence[int], who: Int[np.ndarray, " clients"]) -> dict[str, float]:
+        held = who[np.asarray(samples)[who] > 0]
+        return {name: float(np.asarray(values, np.float64)[held].mean()) for name, values in of.own.items()}
+
     line: Line = {}
     for point, of in zip(POINTS, (scores.pre, scores.post), strict=True):
         samples = manifest[f"n_{evaluated_on}"]
-        line[point] = personal(of.test, samples, benign)
+        line[point] = personal(of.test, samples, benign) | own(of, samples, benign)
         if new:
-            line[f"new_{point}"] = personal(of.test, samples, np.arange(clients - new, clients))
+            those = np.arange(clients - new, clients)
+            line[f"new_{point}"] = personal(of.test, samples, those) | own(of, samples, those)
         if of.validation is not None:
             line[f"validation_{point}"] = personal(of.validation, manifest["n_validation"], benign)
     known = shared or dict.fromkeys(Scores._fields)
     of_all = {"global": known["accuracy"]} | {f"global_{name}": known[name] for name in ("macro_f1", "macro_f1_union")}
+    of_all |= {f"global_{name}": float(value) for name, value in scores.shared_own.items()}
     said = {name: float(value) for name, value in scores.diagnostics.items()}
     return {**line, **of_all, **({_DIAGNOSTICS: said} if said else {})}
 
@@ -162,7 +181,7 @@ def summary_of(
     metrics = {}
     for name, values in history.items():
         point, _, metric = name.rpartition(".")
-        if name in _COSTS or metric in _NO_BEST or point == _DIAGNOSTICS:
+        if not (name in _GLOBAL or (point and point != _DIAGNOSTICS and metric in _RISING)):
             metrics[name] = {"last": _known(values[-1])}
             continue
         best = int(np.argmax(np.where(np.isnan(values), -np.inf, values)))
@@ -251,9 +270,31 @@ def client_table(
         table["new"] = (client >= len(samples) - new).astype(int)
     if "attackers" in manifest:
         table["attacker"] = np.isin(client, manifest["attackers"]).astype(int)
+    return table | _client_scores(samples, scores)
+
+
+def client_rows(
+    round: int, manifest: Mapping[str, Any], evaluated_on: str, scores: Evaluation
+) -> dict[str, Float[np.ndarray, " N"] | Int[np.ndarray, " N"]]:
+    """An evaluated round's rows of ``client_history.csv``: round, client, and the scores of `client_table`."""
+    samples = np.asarray(manifest[f"n_{evaluated_on}"])
+    known = {name: values.astype(np.float64) for name, values in _client_scores(samples, scores).items()}
+    return {"round": np.full(len(samples), round), "client": np.arange(len(samples)), **known}
+
+
+def stacked(tables: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Shaped[np.ndarray, " rows"]]:
+    """Tables with the same columns, one below the other; empty ones count as none."""
+    held = [table for table in tables if table]
+    return {name: np.concatenate([table[name] for table in held]) for name in held[0]} if held else {}
+
+
+def _client_scores(samples: Int[np.ndarray, " N"], scores: Evaluation) -> dict[str, Float[np.ndarray, " N"]]:
+    """Point and metric -> of each client; NaN for one without samples to be scored on."""
+    table = {}
     for point, of in zip(POINTS, (scores.pre, scores.post), strict=True):
-        for metric in ("accuracy", "macro_f1"):
-            table[f"{point}_{metric}"] = np.where(samples > 0, np.asarray(getattr(of.test, metric)), np.nan)
+        found = {"accuracy": of.test.accuracy, "macro_f1": of.test.macro_f1, **of.own}
+        for metric, values in found.items():
+            table[f"{point}_{metric}"] = np.where(samples > 0, np.asarray(values), np.nan)
     return table
 
 

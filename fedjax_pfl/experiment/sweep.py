@@ -8,21 +8,31 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.callbacks import check_tensorboard
 from fedjax_pfl.experiment.config import Config, load_config, read_toml
-from fedjax_pfl.experiment.executors import EXECUTORS, Outcome, check_executor
+from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
+from fedjax_pfl.experiment.frames import history_frame, pivot, run_frame
+from fedjax_pfl.experiment.headline import runs_in_short
+from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.programs import alike
-from fedjax_pfl.experiment.record import RunDirectory, check_tensorboard, complete_run, write_atomically
-from fedjax_pfl.experiment.summary import flat
-from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, markdown, rows_of, show, without_seed
+from fedjax_pfl.experiment.record import RunDirectory, complete_run, write_atomically
+from fedjax_pfl.experiment.summary import POINTS, flat
+from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of, show, without_seed
+from fedjax_pfl.experiment.worker import Outcome
+from fedjax_pfl.methods import METHODS
+
+if TYPE_CHECKING:
+    import pandas
 
 
 class Sweep(NamedTuple):
     """All runs of a sweep, in the order of the grid.
+
+    A folder that `sweep` has written becomes one again, without anything being run, by the same call with the same
+    ``out``.
 
     Attributes:
       cells: one per combination.
@@ -33,6 +43,12 @@ class Sweep(NamedTuple):
     cells: list[Cell]
     baseline: dict[str, Any]
     point: str = "pre"
+
+    def __repr__(self) -> str:
+        return runs_in_short("Sweep", self.cells, self.point)
+
+    def _repr_html_(self) -> str:
+        return runs_html(self.markdown())
 
     @property
     def failed(self) -> list[Cell]:
@@ -51,6 +67,57 @@ class Sweep(NamedTuple):
         """Mean and sample standard deviation over seeds of each combination, and differences from the baseline."""
         return markdown(self.cells, self.baseline, self.point)
 
+    def to_frame(self, *, history: bool = False) -> "pandas.DataFrame":
+        """The tidy table as a pandas frame; or, for curves, a row per run and evaluated round.
+
+        Args:
+          history: the latter: the fields of the grid, ``round``, and the metrics of ``Result.history``; NaN where a run
+            does not have a field or metric, no row where it failed.
+
+        Raises:
+          ConfigError: pandas is not installed.
+        """
+        return history_frame(self.cells) if history else run_frame(self.cells)
+
+    def pivot(
+        self,
+        index: str | Sequence[str] | None = None,
+        columns: str | Sequence[str] | None = None,
+        values: str = "headline",
+        *,
+        aggregate: str = "mean",
+    ) -> "pandas.DataFrame":
+        """A figure summed up over seeds, as a pandas frame: NaN where no run has it.
+
+        Args:
+          index: one field of the grid or more, for the rows; unless given, the method and what else varies.
+          columns: likewise, for the columns; unless given, the fields of the data that vary, if any do.
+          values: one of the figures of `summary.figures_of`; accuracies lie in [0, 1].
+          aggregate: ``mean``, ``std`` (of the sample; NaN for one seed) or ``count`` of the runs that have the figure.
+
+        Raises:
+          ConfigError: there is no such field, figure or aggregate; a field that varies is in neither index nor columns;
+            pandas is not installed.
+        """
+        return pivot(self.cells, SEED, index, columns, values, aggregate)
+
+    def to_latex(self, figures: Sequence[str] = POINTS, *, bold: bool = True) -> str:
+        """A table in LaTeX, for the package booktabs: mean ± sample standard deviation over seeds, in %.
+
+        A row per combination of what is not of the data; for each data setting, a column per figure.
+
+        Args:
+          figures: those of `summary.figures_of` that are shares.
+          bold: print the highest mean of each column, and so of each data setting, in bold; ``std_clients`` has none.
+
+        Returns:
+          A ``tabular``, after comments that say what a caption may need and which runs failed.
+
+        Raises:
+          ConfigError: there is no such figure.
+        """
+        return latex(self.cells, figures, heading="run", bold=bold)
+
 
 def sweep(
     config: Config,
@@ -59,9 +126,9 @@ def sweep(
     baseline: Mapping[str, Any] | None = None,
     point: str = "pre",
     out: str | os.PathLike[str] | None = None,
-    data: Sequence[np.ndarray] | None = None,
+    data: Any = None,
     progress: Callable[[str], None] | None = None,
-    executor: str = "local",
+    executor: Executor = "local",
 ) -> Sweep:
     """Runs every combination of the values in a grid.
 
@@ -71,7 +138,9 @@ def sweep(
 
     Args:
       config: what all runs share.
-      grid: dotted field -> values, e.g. ``{"training.lr": [0.01, 0.1], "run.seed": [0, 1, 2]}``.
+      grid: dotted field -> values, e.g. ``{"training.lr": [0.01, 0.1], "run.seed": [0, 1, 2]}``. A hyperparameter of
+        one of several methods goes by the method's name, and is combined with that method's runs only:
+        ``{"method.name": ["fedavg", "fedprox"], "fedprox.mu": [0.01, 0.1]}`` are three runs.
       baseline: the values, without the seed, of the runs that the others are compared with, each within its data
         setting; the first combination unless given.
       point: where all runs are compared: ``pre`` or ``post``.
@@ -80,24 +149,28 @@ def sweep(
         checkpoint (``run.checkpoint_every``, or that of a signal). Nothing is written unless given.
       data: as in `simulate`.
       progress: called with a line of text when a program starts, every few seconds, and when it ends.
-      executor: where programs run: ``local``, here, one after the other; or ``ray``, as tasks of the Ray cluster that
+      executor: where programs run: ``local``, here, one after the other; ``ray``, as tasks of the Ray cluster that
         this process is connected to, or that the environment variable ``RAY_ADDRESS`` names, or else of one that is
         started on this machine for the sweep. A task asks for a CPU per run of its program, at most for all of the
         largest node, or, in a cluster with GPUs, for one CPU and one GPU; all that fit run at once, each in a process
         of its own, which takes over the settings of JAX (``jax.config``). On several machines, all need this package,
         ``out`` must be on a file system that they share, and data must be found on each: under an absolute path or the
-        machine's own ``$FEDJAX_PFL_DATA``.
+        machine's own ``$FEDJAX_PFL_DATA``. All this holds, too, for ``submitit``, a job of a SLURM cluster for each
+        program, with options as in ``{"name": "submitit", "slurm_partition": "gpu", "gpus_per_node": 1,
+        "timeout_min": 240}``; `jobs.check_jobs` has more of them. A job that SLURM ends for others or for its time
+        leaves checkpoints and is queued again; one that is still in the queue when this process has ended is found by
+        the same call.
 
     Returns:
       The runs; one that failed is reported among them and does not stop the others.
 
     Raises:
       ConfigError: a field or value that no config can have, a run directory holds another run, or the executor is
-        unknown, not installed or cannot be reached; raised before anything is run.
+        unknown, not installed, has no such option or cannot be reached; raised before anything is run.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
     """
     out = folder_of(config, out, executor)
-    cells = [Cell(values, _configure(config, values, out)) for values in _combinations(grid)]
+    cells = [Cell(values, _configure(config, values, out)) for values in _combinations(config, grid)]
     chosen = dict(baseline) if baseline is not None else without_seed(cells[0].values)
     if all(without_seed(cell.values) != chosen for cell in cells):
         raise ConfigError("baseline", show(chosen), "one of the combinations in the grid, without the seed")
@@ -117,10 +190,10 @@ def sweep(
 
 def run_cells(
     cells: Sequence[Cell],
-    data: Sequence[np.ndarray] | None,
+    data: Any,
     write: Callable[[list[Cell]], None],
     progress: Callable[[str], None] | None,
-    executor: str,
+    executor: Executor,
 ) -> list[Cell]:
     """Runs what is not complete yet.
 
@@ -129,7 +202,7 @@ def run_cells(
       data: as in `simulate`.
       write: called with all runs that are done, in the order of the cells, after each program.
       progress: called with a line of text now and then.
-      executor: a name in ``EXECUTORS``.
+      executor: where, as in `sweep`.
 
     Raises:
       ConfigError: the directory of a cell holds another run.
@@ -138,7 +211,8 @@ def run_cells(
     for number, cell in enumerate(cells):
         complete = complete_run(cell.config)
         if complete is not None:
-            done[number] = cell._replace(summary=complete[0], clients=complete[1])
+            summary, history, clients = complete
+            done[number] = cell._replace(summary=summary, history=history, clients=clients)
 
     def in_order() -> list[Cell]:
         return [done[number] for number in sorted(done)]
@@ -152,16 +226,16 @@ def run_cells(
             if isinstance(outcome, str):
                 done[missing[place]] = cell._replace(error=outcome)
             else:
-                done[missing[place]] = cell._replace(summary=outcome[at].summary, clients=outcome[at].clients)
+                done[missing[place]] = cell._replace(**outcome[at]._asdict())
         write(in_order())
     return in_order()
 
 
 def run_configs(
     configs: Sequence[Config],
-    data: Sequence[np.ndarray] | None = None,
+    data: Any = None,
     progress: Callable[[str], None] | None = None,
-    executor: str = "local",
+    executor: Executor = "local",
 ) -> Iterator[tuple[list[int], Outcome]]:
     """Runs configs in as few programs as shapes allow; gives the places of a program's configs and what came out."""
     programs: dict[str, list[int]] = {}
@@ -176,7 +250,8 @@ def run_configs(
             progress(f"program {program + 1} of {len(places)} ({of[0].method['name']}, {runs}): {line}")
 
     if places:
-        for program, outcome in EXECUTORS[executor]([[configs[at] for at in of] for of in places], data, report):
+        to_run = [[configs[at] for at in of] for of in places]
+        for program, outcome in run_programs(executor, to_run, data, report):
             yield places[program], outcome
 
 
@@ -190,15 +265,16 @@ def check_point(point: str) -> None:
         raise ConfigError("point", point, "pre (after aggregation) or post (after local training)")
 
 
-def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: str) -> Path | None:
+def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Executor) -> Path | None:
     """The folder of many runs, checked as far as it can be before any of them."""
-    check_executor(executor)
+    check_executor(executor, out)
     if config.run.tensorboard:
         check_tensorboard(out)
     if out is None:
         return None
     RunDirectory(out, overwrite=True)  # raises where it is a file
-    return Path(out).absolute() if executor == "ray" else Path(out)  # workers may have another working directory
+    # Elsewhere, the working directory may be another one.
+    return Path(out) if name_and_options(executor)[0] == "local" else Path(out).absolute()
 
 
 def load_sweep(
@@ -222,7 +298,7 @@ def load_sweep(
     return config, flat(tables.get("grid", {})), None if chosen is None else flat(chosen)
 
 
-def _combinations(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def _combinations(config: Config, grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     if not grid:
         raise ConfigError("grid", {}, "one field or more, each with a list of values")
     for field, values in grid.items():
@@ -231,16 +307,41 @@ def _combinations(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
             raise ConfigError(f"grid.{field}", values, "a list of one value or more, each of them once")
         if field.startswith("run.") and field != SEED:
             raise ConfigError(f"grid.{field}", values, f"of the run table, {SEED} alone changes numbers")
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    methods = grid.get("method.name", [config.method["name"]])
+    owner = {field: method for field in grid if (method := _owner(field, methods))}
+    for field, method in owner.items():
+        of_all = f"method.{field.partition('.')[2]}"
+        if method not in methods:
+            allowed = f"a hyperparameter of a method that is run: {', '.join(map(str, methods))}"
+            raise ConfigError(f"grid.{field}", grid[field], allowed)
+        if of_all in grid:
+            raise ConfigError(f"grid.{field}", grid[field], f"nothing beside {of_all}, which is for all methods")
+    found: list[dict[str, Any]] = []
+    for values in itertools.product(*grid.values()):
+        given = dict(zip(grid, values, strict=True))
+        name = given.get("method.name", config.method["name"])
+        mine = {field: value for field, value in given.items() if owner.get(field, name) == name}
+        if mine not in found:
+            found.append(mine)
+    return found
+
+
+def _owner(field: str, methods: Sequence[Any]) -> str | None:
+    """The method whose hyperparameter a field is, such as ``fedprox.mu``; None for a field of the config."""
+    table = field.partition(".")[0]
+    return table if (table in METHODS or table in methods) and table not in Config.model_fields else None
 
 
 def _configure(config: Config, values: Mapping[str, Any], out: Path | None) -> Config:
     """The config of a combination."""
+    changes: dict[str, Any] = {"run.out": None if out is None else str(out / _folder(values))}
+    method = values.get("method.name", config.method["name"])
     for field, value in values.items():
-        if "." not in field:
+        _, dot, key = field.partition(".")
+        if not dot:
             raise ConfigError(f"grid.{field}", value, "a dotted field such as training.lr")
-    folder = None if out is None else str(out / _folder(values))
-    return config.replace({**values, "run.out": folder})
+        changes[f"method.{key}" if _owner(field, [method]) else field] = value
+    return config.replace(changes)
 
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

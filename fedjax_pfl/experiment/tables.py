@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.statistics import ENOUGH_SEEDS, bootstrap_over_clients, holm, paired_difference
-from fedjax_pfl.experiment.summary import figures_of
+from fedjax_pfl.experiment.summary import FIGURES, figures_of
 
 NONE = "—"
 SEED = "run.seed"
@@ -25,6 +26,7 @@ class Cell(NamedTuple):
       config: its config.
       summary: what ``summary.json`` says; None where the run failed.
       clients: column -> array, as in ``clients.csv``; likewise.
+      history: metric -> array over evaluated rounds; likewise.
       error: why it failed.
     """
 
@@ -32,6 +34,7 @@ class Cell(NamedTuple):
     config: Config
     summary: dict[str, Any] | None = None
     clients: dict[str, np.ndarray] | None = None
+    history: dict[str, np.ndarray] | None = None
     error: str | None = None
 
     @property
@@ -89,6 +92,11 @@ _PERCENT = {
     "worst_10_percent": "worst 10 %",
     "global": "global",
 }
+_LATEX = str.maketrans(
+    {letter: rf"\{letter}" for letter in "&%$#_{}"}
+    | {letter: rf"\text{name}{{}}" for letter, name in {"<": "less", ">": "greater", "|": "bar"}.items()}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)
 _LEGEND = (
     "Accuracy in %, mean over seeds ± sample standard deviation. PRE: after aggregation, POST: after local training, "
     "after the last round, unweighted mean over clients; *: what the method is judged by, and what the next columns "
@@ -159,6 +167,75 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
     return "\n\n".join([legend, grid(names, [[row[name] for name in names] for row in shown]), *notes]) + "\n"
 
 
+def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: bool) -> str:
+    """The table in LaTeX: a row per combination; for each data setting, a column per figure.
+
+    Args:
+      cells: the runs.
+      figures: as in `Sweep.to_latex`.
+      heading: of the first column.
+      bold: print the highest mean of each column in bold.
+
+    Raises:
+      ConfigError: there is no such figure, or it is no share.
+    """
+    allowed = {"headline": "accuracy", **_PERCENT}
+    if isinstance(figures, str) or not figures or not set(figures) <= set(allowed):
+        raise ConfigError("figures", figures, f"a list of one or more of {', '.join(allowed)}")
+    columns: dict[str, dict[str, Group]] = {}
+    rows: dict[str, None] = {}
+    for group in grouped(cells):
+        of_data = {field: value for field, value in group.values.items() if field.startswith("data.")}
+        row = show({field: value for field, value in group.values.items() if field not in of_data}) or "all"
+        rows[row] = None
+        columns.setdefault(show(of_data), {})[row] = group
+    shown = {
+        (setting, figure): _latex_column(of, figure, bold=bold and figure != "std_clients")
+        for setting, of in columns.items()
+        for figure in figures
+    }
+    lines = [rf"\begin{{tabular}}{{l{'r' * len(shown)}}}", r"\toprule"]
+    if len(columns) > 1:
+        width, ends = len(figures), range(1, len(shown), len(figures))
+        spans = [rf"\multicolumn{{{width}}}{{c}}{{{_escaped(setting)}}}" for setting in columns]
+        rules = [rf"\cmidrule(lr){{{end + 1}-{end + width}}}" for end in ends]
+        lines += [rf" & {' & '.join(spans)} \\", " ".join(rules)]
+    headings = [heading, *(allowed[figure] for _, figure in shown)]
+    lines += [rf"{' & '.join(map(_escaped, headings))} \\", r"\midrule"]
+    lines += [rf"{' & '.join([_escaped(row), *(of.get(row, '---') for of in shown.values())])} \\" for row in rows]
+    return "\n".join([*_latex_notes(cells, bold), *lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _latex_column(groups: Mapping[str, Group], figure: str, *, bold: bool) -> dict[str, str]:
+    """Row -> what stands there; those with the highest mean, as it is printed, in bold."""
+    percent = {row: [100 * value for value in group.by_seed(figure).values()] for row, group in groups.items()}
+    printed = {row: float(mean_and_spread(values).split()[0]) for row, values in percent.items() if values}
+    column = {}
+    for row in printed:
+        entry = mean_and_spread(percent[row]).replace("±", r"$\pm$")
+        if bold and len(printed) > 1 and printed[row] == max(printed.values()):
+            entry = rf"\textbf{{{entry}}}"
+        column[row] = entry + (r"$^\dagger$" if groups[row].diverged else "")
+    return column
+
+
+def _latex_notes(cells: Sequence[Cell], bold: bool) -> list[str]:
+    """What a caption may need, as comments."""
+    groups = grouped(cells)
+    seeds = sorted({len(group.cells) for group in groups} - {0}) or [0]
+    of = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else "one seed" if seeds == [1] else f"{seeds[0]} seeds"
+    best = "; bold: the highest mean of a column" if bold else ""
+    notes = [rf"Needs \usepackage{{booktabs}}. In %: mean and sample standard deviation over {of}{best}."]
+    if any(group.diverged for group in groups):
+        notes.append("Dagger: diverged: some answers were no numbers, which count as wrong.")
+    notes += [f"Failed: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
+    return [f"% {' '.join(note.split())}" for note in notes]
+
+
+def _escaped(text: str) -> str:
+    return text.translate(_LATEX)
+
+
 def _is_row(group: Group, baseline: Mapping[str, Any]) -> bool:
     """Whether this is the baseline's row in its data setting."""
     wanted = {field: value for field, value in baseline.items() if not field.startswith("data.")}
@@ -213,11 +290,21 @@ def _interval(low: float, high: float, mean: float | None = None) -> str:
     return ends if mean is None else f"{100 * mean:+.2f} {ends}".rstrip()
 
 
-def rows_of(cells: Iterable[Cell]) -> list[dict[str, Any]]:
-    """The tidy table: a row per run with the fields of the grid, the figures of `summary.figures_of`, any error."""
+def fields_of(cells: Sequence[Cell]) -> list[str]:
+    """The names of the values that runs have: first those of a run with most of them."""
+    return list(dict.fromkeys(itertools.chain(*sorted((cell.values for cell in cells), key=len, reverse=True))))
+
+
+def rows_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The tidy table: a row per run with the fields of the grid, the figures of `summary.figures_of`, any error.
+
+    All rows have the same columns: None for a value, NaN for a figure that a run does not have.
+    """
+    fields = fields_of(cells)
     return [
         {
-            **cell.values,
+            **{field: cell.values.get(field) for field in fields},
+            **dict.fromkeys(FIGURES, math.nan),
             **cell.figures,
             "diverged_round": cell.summary and cell.summary.get("diverged_round"),
             "error": cell.error,

@@ -8,10 +8,11 @@ from fedjax_pfl.models.base import Model, Projection, build
 from fedjax_pfl.models.char_lstm import char_lstm
 from fedjax_pfl.models.cnn import cnn2, cnn2s, cnn3, cnn_digits
 from fedjax_pfl.models.mlp import mlp
+from fedjax_pfl.models.own import Own
 from fedjax_pfl.models.projection import cnn_digits_proj, cnn_proj, mlp_proj, resnet18_proj
 from fedjax_pfl.models.resnet import resnet18
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module | Own]] = {
     "mlp": mlp,
     "cnn2": cnn2,
     "cnn3": cnn3,
@@ -25,4 +26,4 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "char_lstm": char_lstm,
 }
 
-__all__ = ["MODELS", "Model", "Projection", "build"]
+__all__ = ["MODELS", "Model", "Own", "Projection", "build"]

@@ -1,6 +1,7 @@
 """What every model offers: an extractor, a linear head, and the feature maps in between."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import flax.linen as nn
@@ -92,6 +93,21 @@ def dense(features: int, init: Init, fan_in: int, name: str) -> nn.Dense:
     return nn.Dense(features, kernel_init=inits.kernel, bias_init=inits.bias, name=name)
 
 
+def normalised(
+    x: Shaped[Array, "batch ..."], *, mean: Float[Array, " c"] | None, std: Float[Array, " c"] | None
+) -> Shaped[Array, "batch ..."]:
+    """What a network reads of raw samples: pixels (uint8) scaled to [0, 1] and normalised, all else as it is.
+
+    Args:
+      x: raw samples.
+      mean: per channel; None for tokens, which are uint8, too.
+      std: likewise.
+    """
+    if mean is None or std is None or x.dtype != jnp.uint8:
+        return x
+    return (x.astype(jnp.float32) / 255.0 - mean) / std
+
+
 def build(
     extractor: nn.Module,
     shape: tuple[int, ...],
@@ -125,8 +141,7 @@ def build(
     dim = z.shape[-1]
     head = dense(classes, init, dim, "head")
 
-    def normalise(x: Shaped[Array, "batch ..."]) -> Shaped[Array, "batch ..."]:
-        return x if mean is None or std is None else (x.astype(jnp.float32) / 255.0 - mean) / std
+    normalise = partial(normalised, mean=mean, std=std)
 
     def init_params(key: Key[Array, ""]) -> Params:
         key_extractor, key_head = jax.random.split(key)

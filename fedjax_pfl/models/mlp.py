@@ -10,13 +10,13 @@ from fedjax_pfl.models.base import Init, Maps, Mask, dense
 
 
 class MLP(nn.Module):
-    """Flattened pixels, one hidden ReLU layer (McMahan et al.'s 2NN with one layer; 784-100-10 on MNIST)."""
+    """Flattened samples, one hidden ReLU layer (McMahan et al.'s 2NN with one layer; 784-100-10 on MNIST)."""
 
     hidden: int
     init_style: Init
 
     @nn.compact
-    def __call__(self, x: Float[Array, "batch h w c"], mask: Mask = None) -> tuple[Float[Array, "batch dim"], Maps]:
+    def __call__(self, x: Float[Array, "batch ..."], mask: Mask = None) -> tuple[Float[Array, "batch dim"], Maps]:
         """Returns features [batch, hidden] and no feature maps: there is no spatial layer."""
         del mask
         x = x.reshape(x.shape[0], -1)

@@ -43,20 +43,46 @@ class BatchNorm(nn.Module):
             self.param("running_mean", nn.initializers.zeros_init(), channels),
             self.param("running_var", nn.initializers.ones_init(), channels),
         )
-        mean, var = lax.stop_gradient(running)
-        if mask is not None:
-            samples = jnp.sum(mask)
-            values = jnp.maximum(samples, 1.0) * x.shape[1] * x.shape[2]
-            valid = mask[:, None, None, None]
-            batch_mean = jnp.sum(valid * x, axis=(0, 1, 2)) / values
-            batch_var = jnp.sum(valid * (x - batch_mean) ** 2, axis=(0, 1, 2)) / values
-            enough = samples >= 2
-            # Stored without bias, used with it, as in PyTorch.
-            towards = batch_mean, batch_var * values / jnp.maximum(values - 1.0, 1.0)
-            update = jax.tree.map(lambda old, new: jnp.where(enough, MOMENTUM * (old - new), 0.0), (mean, var), towards)
-            x = _with_update(x, running, lax.stop_gradient(update))
-            mean, var = jnp.where(enough, batch_mean, mean), jnp.where(enough, batch_var, var)
-        return (x - mean) * (lax.rsqrt(var + EPSILON) * scale) + bias
+        return batch_norm(x, mask, running, scale, bias)
+
+
+def batch_norm(
+    x: Float[Array, "batch *space c"],
+    mask: Mask,
+    running: tuple[Float[Array, " c"], Float[Array, " c"]],
+    scale: Float[Array, " c"] | float,
+    bias: Float[Array, " c"] | float,
+    *,
+    momentum: float = MOMENTUM,
+    epsilon: float = EPSILON,
+) -> Float[Array, "batch *space c"]:
+    """Normalises every channel, then scales and shifts it; see the module's docstring.
+
+    Args:
+      x: of any number of axes between the batch and the channels.
+      mask: with one it is a training pass, without one an evaluation.
+      running: mean and variance, from theta; their gradient is what to subtract from them.
+      scale: of each channel.
+      bias: of each channel.
+      momentum: how far the running statistics go towards the batch's.
+      epsilon: added to the variance.
+    """
+    mean, var = lax.stop_gradient(running)
+    if mask is not None:
+        samples, all_but_channels = jnp.sum(mask), tuple(range(x.ndim - 1))
+        values = jnp.maximum(samples, 1.0)
+        for size in x.shape[1:-1]:
+            values = values * size
+        valid = mask[(slice(None), *(None,) * (x.ndim - 1))]
+        batch_mean = jnp.sum(valid * x, axis=all_but_channels) / values
+        batch_var = jnp.sum(valid * (x - batch_mean) ** 2, axis=all_but_channels) / values
+        enough = samples >= 2
+        # Stored without bias, used with it, as in PyTorch.
+        towards = batch_mean, batch_var * values / jnp.maximum(values - 1.0, 1.0)
+        update = jax.tree.map(lambda old, new: jnp.where(enough, momentum * (old - new), 0.0), (mean, var), towards)
+        x = _with_update(x, running, lax.stop_gradient(update))
+        mean, var = jnp.where(enough, batch_mean, mean), jnp.where(enough, batch_var, var)
+    return (x - mean) * (lax.rsqrt(var + epsilon) * scale) + bias
 
 
 @jax.custom_vjp

@@ -37,7 +37,7 @@ class Projected(nn.Module):
         """Names the head's parameters."""
         self.projection = ProjectionHead(self.dim, self.init_style)
 
-    def encode(self, x: Float[Array, "batch h w c"], mask: Mask = None) -> Float[Array, "batch width"]:
+    def encode(self, x: Float[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch width"]:
         """E(x)."""
         return self.encoder(x, mask)[0]
 
@@ -45,7 +45,7 @@ class Projected(nn.Module):
         """H(f)."""
         return self.projection(f)
 
-    def __call__(self, x: Float[Array, "batch h w c"], mask: Mask = None) -> tuple[Float[Array, "batch dim"], Maps]:
+    def __call__(self, x: Float[Array, "batch ..."], mask: Mask = None) -> tuple[Float[Array, "batch dim"], Maps]:
         """Returns H(E(x)) and the feature maps of the encoder."""
         f, maps = self.encoder(x, mask)
         return self.project(f), maps

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 from fedjax_pfl.data.federated import Batch, ClientData, Count
 from fedjax_pfl.method import Diagnostics, Round, TrainInfo
 from fedjax_pfl.models.norm import is_statistic
+from fedjax_pfl.models.randomness import within_step
 
 Carry = TypeVar("Carry")
 Params = TypeVar("Params")
@@ -91,7 +92,9 @@ def scan_batches(
             slots = number * width + jnp.arange(width)
             valid = slots < data.count
             batch = seen.take(order[jnp.where(valid, slots, 0)], valid)
-            new = step(carry, batch, jax.random.fold_in(key_steps, number))
+            key_step = jax.random.fold_in(key_steps, number)
+            with within_step(lambda: phase_key(key_step, "dropout")):
+                new = step(carry, batch, key_step)
             if not side_by_side or alike:
                 return new
             return jax.tree.map(lambda new, old: jnp.where(number < in_epoch, new, old), new, carry)

@@ -280,7 +280,7 @@ def test_signatures_are_config_schemas(kind):
     assert [p.name for p in parameters[:4]] == ["users" if kind == "natural" else "labels", "clients", "seed", "size"]
     for parameter in parameters[4:]:
         assert parameter.kind is parameter.KEYWORD_ONLY
-        assert parameter.default is not parameter.empty
+        assert (parameter.default is parameter.empty) == (parameter.name == "file")
         assert parameter.annotation is not parameter.empty
 
 

@@ -125,27 +125,27 @@ def test_an_unknown_source_error_lists_all_sources():
         ({"pictures": IMAGES, "label": LABELS}, "present: pictures, label"),
         ({"image": IMAGES}, r"label \(or y\); present: image$"),
         ({}, "present: none"),
-        ({"image": IMAGES / 255, "label": LABELS}, "images must be uint8.*float64; scale values of 0..1 by 255"),
-        ({"image": IMAGES.astype(int), "label": LABELS}, "images must be uint8.*int64$"),
-        ({"image": IMAGES.reshape(6, -1), "label": LABELS}, r"\(6, 60\); reshape flat images to \[n, h, w, c\]"),
-        ({"image": IMAGES[np.newaxis], "label": LABELS}, r"images must be \[n, h, w, c\]"),
-        ({"image": IMAGES[:0], "label": LABELS[:0]}, "images hold nothing"),
-        ({"image": IMAGES, "label": LABELS[:4]}, "6 images and 4 labels"),
+        ({"image": IMAGES / np.nan, "label": LABELS}, "samples must be finite; 360 of 360 numbers, in 6 rows"),
+        ({"image": IMAGES.astype(int), "label": LABELS}, "samples must be uint8.*int64: "),
+        ({"image": IMAGES.reshape(6, -1), "label": LABELS}, r"\(6, 60\); reshape flat images"),
+        ({"image": IMAGES[np.newaxis], "label": LABELS}, r"samples must be \[n, h, w, c\]"),
+        ({"image": IMAGES[:0], "label": LABELS[:0]}, "samples hold nothing"),
+        ({"image": IMAGES, "label": LABELS[:4]}, "6 samples and 4 labels"),
         ({"image": IMAGES, "label": LABELS.astype(float)}, "labels must be integers, got float64"),
         ({"image": IMAGES, "label": LABELS.astype(bool)}, "labels must be integers, got bool"),
         ({"image": IMAGES, "label": LABELS.astype(int) - 1}, "0 or more, the smallest is -1"),
         ({"image": IMAGES, "label": LABELS + np.int64(2**31)}, "fit into int32"),
-        ({"image": IMAGES, "label": LABELS[:, np.newaxis]}, r"labels must be \[n\], got \(6, 1\)"),
+        ({"image": IMAGES, "label": LABELS[:, np.newaxis]}, r"class numbers \[n\], got \(6, 1\)"),
         ({"image": IMAGES, "label": np.array([None] * 6)}, "cannot be read as plain arrays"),
         ({"image": IMAGES, "label": LABELS, "image_test": TEST_IMAGES}, "both its images and its labels"),
         ({"image": IMAGES, "label": LABELS, "y_test": TEST_LABELS}, "both its images and its labels"),
         (
             {"image": IMAGES, "label": LABELS, "x_test": TEST_IMAGES[:, 1:], "y_test": TEST_LABELS},
-            r"\(4, 5, 3\) and test images \(3, 5, 3\) must agree",
+            r"\(4, 5, 3\) and test samples uint8 \(3, 5, 3\) must agree",
         ),
         (
             {"image": IMAGES, "label": LABELS, "x_test": TEST_IMAGES, "y_test": TEST_LABELS[:1]},
-            "2 test images and 1 test labels",
+            "2 test samples and 1 test labels",
         ),
         (
             {"image": IMAGES, "label": LABELS, "user": LABELS[:5]},
@@ -160,7 +160,10 @@ def test_an_unknown_source_error_lists_all_sources():
             {"image": IMAGES, "label": LABELS, "x_test": TEST_IMAGES, "y_test": TEST_LABELS, "user": LABELS},
             "users of every part that there is, or none",
         ),
-        ({"image": IMAGES, "label": LABELS, "x_test": TEST_IMAGES / 2, "y_test": TEST_LABELS}, "test images must be"),
+        (
+            {"image": IMAGES, "label": LABELS, "x_test": TEST_IMAGES / 2, "y_test": TEST_LABELS},
+            "test samples float32 .* must agree in type",
+        ),
     ],
 )
 def test_bad_npz_contents(tmp_path, arrays, message):
@@ -194,6 +197,11 @@ def test_files_that_are_no_npz(tmp_path):
 
 
 def test_arrays_given_in_python_name_the_field_data():
-    with pytest.raises(ConfigError, match="got float32; scale") as caught:
-        from_arrays(IMAGES.astype(np.float32), LABELS, name="mine")
+    with pytest.raises(ConfigError, match="got int32: ") as caught:
+        from_arrays(IMAGES.astype(np.int32), LABELS, name="mine")
     assert (caught.value.field, caught.value.value) == ("data", "mine")
+
+
+def test_floats_of_a_file_stay_as_they_are(tmp_path):
+    data = load(save(tmp_path / "table.npz", x=IMAGES.reshape(6, 60) / 7, y=LABELS))
+    np.testing.assert_array_equal(data.images, (IMAGES.reshape(6, 60) / 7).astype(np.float32))

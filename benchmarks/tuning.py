@@ -1,0 +1,154 @@
+"""A search as one program against `simulate` once per trial, and against a process per trial: FedProx's lr and mu.
+
+    python benchmarks/tuning.py --json benchmarks/results/tuning.json
+
+Ten clients of scikit-learn's digits, 20 rounds, evaluated every fifth; 24 trials drawn at random, none of them pruned,
+so that all sides run the same ones. The sides alternate, each time in a fresh process that finds its compiled programs
+in the disk cache: one untimed repeat comes first. Wall-clock seconds of a side run from its first call to its last
+result; imports and the data set, which all need once per process, come before, and CPU seconds hold them, too. The side
+of one process per trial is timed from start to end of the processes, which is what such a search costs.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedjax_pfl import Config, LogUniform, Uniform, simulate, tune
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.experiment.build import cores, prepare
+
+SPACE = {"training.lr": LogUniform(1e-3, 0.3), "method.mu": Uniform(0, 1)}
+SIDES = ("one program", "simulate per trial", "process per trial")
+
+
+def config(rounds: int) -> Config:
+    return Config(
+        data={
+            "source": "digits",
+            "clients": 10,
+            "partition": {"kind": "dirichlet", "beta": 0.3},
+            "validation_share": 0.2,
+        },
+        model={"name": "mlp"},
+        method={"name": "fedprox"},
+        training={"rounds": rounds, "batch_size": 10},
+        run={"eval_every": 5},
+    )
+
+
+def drawn(trials: int) -> list[dict[str, float]]:
+    """The fields of each trial: those that the search draws, too."""
+    import optuna
+
+    ranges = {field: (given.low, given.high, isinstance(given, LogUniform)) for field, given in SPACE.items()}
+    distributions = {
+        field: optuna.distributions.FloatDistribution(low, high, log=log) for field, (low, high, log) in ranges.items()
+    }
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    return [study.ask(distributions).params for _ in range(trials)]
+
+
+def value(base: Config, fields: dict[str, float]) -> float:
+    """What a search makes of a trial, by `simulate`."""
+    return float(simulate(base.replace(fields), progress=None).history["validation_pre.accuracy"][-1])
+
+
+def measure(side: str, base: Config, trials: int) -> list[float]:
+    """The values of all trials."""
+    import optuna
+
+    if side == "simulate per trial":
+        return [value(base, fields) for fields in drawn(trials)]
+    options = {"sampler": optuna.samplers.RandomSampler(seed=0), "pruner": optuna.pruners.NopPruner()}
+    study = tune(base, SPACE, n_trials=trials, batch=trials, **options)
+    return [trial.value for trial in study.trials]
+
+
+def child(arguments: list[str], *more: str) -> Any:
+    """What a fresh process prints in its last line."""
+    command = [sys.executable, __file__, *arguments, *more]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def timed(side: str, arguments: list[str], trials: int) -> dict[str, Any]:
+    """Seconds, CPU seconds and values of a side."""
+    used, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    if side == "process per trial":
+        values = [child(arguments, "--trial", json.dumps(fields)) for fields in drawn(trials)]
+        found = {"seconds": time.perf_counter() - began, "values": values}
+    else:
+        found = child(arguments, "--side", side)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {**found, "cpu_seconds": after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime}
+
+
+def main() -> None:
+    """Prints the sides and their ratios, and writes them where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--side", help="one side, as JSON on standard output")
+    parser.add_argument("--trial", type=json.loads, help="one trial, likewise")
+    options = parser.parse_args()
+    base = config(options.rounds)
+    if options.trial:
+        print(json.dumps(value(base, options.trial)))
+        return
+    if options.side:
+        prepare(base.run)
+        load(base.data.source)
+        began = time.perf_counter()
+        values = measure(options.side, base, options.trials)
+        print(json.dumps({"seconds": time.perf_counter() - began, "values": values}))
+        return
+    arguments = ["--trials", str(options.trials), "--rounds", str(options.rounds)]
+    measured: dict[str, list[dict[str, Any]]] = {side: [] for side in options.sides}
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+        for repeat in range(options.repeats + 1):
+            for side in options.sides:
+                if repeat == 0 and side == "process per trial":  # its program is that of `simulate`
+                    continue
+                found = timed(side, arguments, options.trials)
+                if repeat:
+                    measured[side].append(found)
+                    print(f"{side}: {found['seconds']:.1f} s, {found['cpu_seconds']:.1f} CPU-s", flush=True)
+    median = {
+        side: {name: statistics.median(found[name] for found in runs) for name in ("seconds", "cpu_seconds")}
+        for side, runs in measured.items()
+    }
+    first, ratios = options.sides[0], {}
+    for side in options.sides[1:]:
+        ratios[side] = {name: median[side][name] / median[first][name] for name in ("seconds", "cpu_seconds")}
+        pairs = zip(measured[first][0]["values"], measured[side][0]["values"], strict=True)
+        ratios[side]["largest_difference"] = max(abs(a - b) for a, b in pairs)
+        print(
+            f"{first} against {side}: {ratios[side]['seconds']:.1f} times as fast, in CPU-s "
+            f"{ratios[side]['cpu_seconds']:.1f} times; best value {max(measured[first][0]['values']):.4f} and "
+            f"{max(measured[side][0]['values']):.4f}; largest difference of a value "
+            f"{ratios[side]['largest_difference']:.1e}"
+        )
+    if options.json:
+        machine = {"cores": cores(), "backend": jax.default_backend(), "jax": jax.__version__}
+        setting = {"trials": options.trials, "rounds": options.rounds, "repeats": options.repeats}
+        found = {"machine": machine, **setting, "median": median, "ratios": ratios, "measured": measured}
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Data sets of Hugging Face's ``datasets`` library: from its hub, from a folder, or as objects in hand."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from fedjax_pfl.data.dataset import Dataset, from_arrays
+from fedjax_pfl.errors import ConfigError
+
+_OPTIONS = ("image", "label", "config")
+# Where no type tells a column, or more than one has the type, its name does; the first that is there counts.
+_IMAGE_NAMES = ("image", "img", "x", "features", "pixels")
+_LABEL_NAMES = ("label", "labels", "fine_label", "y", "target")
+_PARTS = ("train", "test")
+_GRAY = ("1", "L", "LA", "La")  # Pillow's modes with one channel of at most 8 bits
+_CHUNK = 1000  # samples decoded at once
+
+
+def options(argument: str) -> tuple[str, dict[str, str]]:
+    """Divides ``NAME?image=img&label=fine_label&config=plain_text`` into the name and the options.
+
+    Raises:
+      ConfigError: field ``data.source``, for an option that there is not.
+    """
+    name, mark, text = argument.partition("?")
+    given = dict(pair.partition("=")[::2] for pair in text.split("&")) if mark else {}
+    if not name or not all(given.values()) or not set(given) <= set(_OPTIONS):
+        allowed = "hf:NAME or hf:FOLDER; options are ?image=COLUMN&label=COLUMN&config=NAME, each of them once or not"
+        _refuse(argument, allowed)
+    return name, given
+
+
+def load(argument: str, folder: Path | None) -> Dataset:
+    """Loads the parts ``train`` and ``test`` of a data set.
+
+    Args:
+      argument: a name for ``datasets.load_dataset`` and `options`: which columns hold samples and labels, and the
+        configuration of the data set.
+      folder: what ``save_to_disk`` has written, to be read instead of what the library knows under the name.
+
+    Returns:
+      The `Dataset`; ``test`` is the official test part, where there is one. Other parts are left out.
+
+    Raises:
+      ConfigError: field ``data.source``: the library is not installed, there is no such data set, or no such columns.
+    """
+    name, given = options(argument)
+    try:
+        import datasets
+    except ImportError:
+        _refuse(argument, 'it needs the package datasets: pip install "fedjax_pfl[hf]"')
+    try:
+        found = datasets.load_dataset(name, given.get("config")) if folder is None else datasets.load_from_disk(folder)
+    except Exception as error:  # the library and those below it raise what they like, down to OSError
+        looked = "no such folder, and as a data set of the hub it " if folder is None else ""
+        _refuse(argument, f"{looked}cannot be loaded ({type(error).__name__}: {_first_line(error)})")
+    parts = found if is_dict(found) else {"train": found}
+    try:
+        named = arrays(parts, given.get("image"), given.get("label"))
+        return from_arrays(*named, name=os.path.basename(name))
+    except ConfigError as error:
+        _refuse(argument, error.allowed)
+
+
+def is_dict(data: Any) -> bool:
+    """Whether it is a ``DatasetDict``; nothing is imported to find out."""
+    return _is(data, "datasets.dataset_dict", "DatasetDict")
+
+
+def is_data_set(data: Any) -> bool:
+    """Whether it is a ``Dataset`` of this library."""
+    return _is(data, "datasets.arrow_dataset", "Dataset")
+
+
+def arrays(parts: Mapping[str, Any], image: str | None = None, label: str | None = None) -> list[np.ndarray]:
+    """Samples and labels of the training part, and of the test part where there is one.
+
+    Args:
+      parts: a ``DatasetDict``, or the like.
+      image: the column of the samples; found by its type or name unless given.
+      label: that of the labels, likewise.
+
+    Raises:
+      ConfigError: field ``data``: there is no training part, or no such column.
+    """
+    if "train" not in parts:
+        raise ConfigError("data", "DatasetDict", f"it needs a part 'train'; present: {', '.join(parts) or 'none'}")
+    return [array for part in _PARTS if part in parts for array in columns(parts[part], part, image, label)]
+
+
+def columns(data: Any, part: str, image: str | None = None, label: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Samples and labels of a ``Dataset``, as its columns are stored, whatever format or transform is set.
+
+    Args:
+      data: the ``Dataset``.
+      part: what errors call it.
+      image: as in `arrays`.
+      label: likewise.
+    """
+    if not len(data):
+        raise ConfigError("data", part, "the part holds nothing")
+    features = data.features
+    types = {name: type(feature).__name__ for name, feature in features.items()}
+    image = _column(types, "Image", _IMAGE_NAMES, "image", image)
+    label = _column(types, "ClassLabel", _LABEL_NAMES, "label", label)
+    labels = np.asarray(data.with_format(None).select_columns(label)[:][label])
+    if types[image] == "Image":
+        return _decoded(data.with_format(None).select_columns(image), image, part), labels
+    return _numbers(data.with_format("numpy").select_columns(image)[:][image], features[image], image, part), labels
+
+
+def _column(types: Mapping[str, str], wanted: str, names: tuple[str, ...], option: str, given: str | None) -> str:
+    """The column that is given, or else the one of the type, or else the one with the first of the usual names."""
+    present = ", ".join(f"{name} ({kind})" for name, kind in types.items())
+    if given is not None:
+        if given not in types:
+            raise ConfigError("data", "Dataset", f"there is no column {given!r}; present: {present}")
+        return given
+    typed = [name for name, kind in types.items() if kind == wanted]
+    if len(typed) == 1:
+        return typed[0]
+    named = [name for name in names if name in (typed or types)]
+    if not named:
+        said = f"hf:NAME?{option}=COLUMN, or rename_column(COLUMN, {option!r})"
+        allowed = f"which column is the {option} must be said: {said}; present: {present}"
+        raise ConfigError("data", "Dataset", allowed)
+    return named[0]
+
+
+def _decoded(data: Any, column: str, part: str) -> np.ndarray:
+    """Images as one array; with one channel if all are gray, else three."""
+    found: list[np.ndarray] = []
+    for start in range(0, len(data), _CHUNK):
+        for image in data[start : start + _CHUNK][column]:
+            if image is None or image.mode[0] in "IF":
+                what = "no image" if image is None else f"more than 8 bits (Pillow's mode {image.mode})"
+                raise ConfigError("data", part, f"sample {len(found)} has {what} in column {column!r}")
+            found.append(np.asarray(image.convert("L" if image.mode in _GRAY else "RGB")))
+            if found[-1].shape[:2] != found[0].shape[:2]:
+                sizes = f"sample 0 has {found[0].shape[:2]}, sample {len(found) - 1} {found[-1].shape[:2]}"
+                raise ConfigError("data", part, f"images of one size (height, width) are needed; {sizes}")
+    if all(image.ndim == 2 for image in found):
+        return np.stack(found)[..., np.newaxis]
+    return np.stack([image if image.ndim == 3 else np.repeat(image[..., np.newaxis], 3, -1) for image in found])
+
+
+def _numbers(x: Any, feature: Any, column: str, part: str) -> np.ndarray:
+    """Numbers as one array; whole ones with rows and columns of pixels from 0 to 255 are pixels."""
+    if not isinstance(x, np.ndarray) or x.dtype == object:
+        raise ConfigError("data", part, f"the samples in column {column!r} must be numbers, in one shape")
+    while hasattr(feature, "feature"):  # a list of lists
+        feature = feature.feature
+    kept = getattr(feature, "dtype", "") == "uint8"
+    pixels = x.dtype.kind in "iu" and x.ndim > 2 and x.min() >= 0 and x.max() <= 255
+    return x.astype(np.uint8) if kept or pixels else x
+
+
+def _is(data: Any, module: str, name: str) -> bool:
+    return any((kind.__module__, kind.__name__) == (module, name) for kind in type(data).__mro__)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _refuse(argument: str, reason: str) -> NoReturn:
+    raise ConfigError("data.source", f"hf:{argument}", reason) from None

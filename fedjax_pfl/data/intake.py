@@ -1,0 +1,176 @@
+"""Data from Python: how what people have at hand becomes a `Dataset`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedjax_pfl.data import hugging_face
+from fedjax_pfl.data.dataset import Dataset, from_arrays
+from fedjax_pfl.data.partition import check_rows
+from fedjax_pfl.errors import ConfigError
+
+_ACCEPTED = (
+    "(x, y) or (x, y, x_test, y_test) of arrays; FederatedData; a data set of (x, y) samples, or a pair of them, for "
+    "training and test; a Hugging Face Dataset or DatasetDict; or a list of tuples of arrays, one for each client"
+)
+_NAMES = ("samples", "labels", "test samples", "test labels")
+
+
+@dataclass(frozen=True, eq=False)
+class FederatedData:
+    """Samples and labels, and whose they are.
+
+    Arrays are NumPy's, JAX's, torch's or lists: see `as_dataset` and :func:`fedjax_pfl.data.dataset.from_arrays`.
+
+    Attributes:
+      x: samples ``[train, ...]``.
+      y: labels ``[train]``.
+      x_test: the official test part, ``[test, ...]``, where there is one.
+      y_test: its labels ``[test]``.
+      users: who each sample is from, integers or strings ``[train]``: the clients of the partition ``natural``.
+      test_users: the same of the test part.
+      clients: instead of users, the row numbers of each client, in their order; no row belongs to two, and some may
+        belong to none. Rows of the test part are counted on from those of `x`.
+      name: what reports call the data; by default ``"arrays"``, or what the data source is called.
+    """
+
+    x: Any
+    y: Any
+    x_test: Any = None
+    y_test: Any = None
+    users: Any = None
+    test_users: Any = None
+    clients: Sequence[Any] | None = None
+    name: str | None = None
+
+
+def as_dataset(data: Any, *, name: str = "arrays") -> Dataset:
+    """Makes a `Dataset` of what people have at hand.
+
+    An array is whatever NumPy makes one of: its own, JAX's, torch's, pandas', a list.
+
+    Args:
+      data: one of these:
+
+        - arrays ``(x, y)`` or, with an official test part, ``(x, y, x_test, y_test)``; what they may hold says
+          :func:`fedjax_pfl.data.dataset.from_arrays`
+        - :class:`FederatedData`, with users or row numbers of the clients
+        - a data set with ``len`` and ``[i] -> (x, y)``, as torch has them, or a pair of them: training and test part
+        - a ``Dataset`` of Hugging Face, a pair of them, or a ``DatasetDict`` with ``train`` and maybe ``test``
+        - a list with a tuple ``(x, y)`` or ``(x, y, x_test, y_test)`` of arrays for each client, who keeps them
+        - a `Dataset` of this package, as it is
+      name: what reports and errors call the data.
+
+    Raises:
+      ConfigError: field ``data``, for anything else, and for arrays that do not fit.
+    """
+    if isinstance(data, Dataset):
+        return data
+    if isinstance(data, FederatedData):
+        return _federated(data, data.name or name)
+    if hugging_face.is_dict(data):
+        return from_arrays(*hugging_face.arrays(data), name=name)
+    if _is_data_set(data):
+        data = (data,)
+    elif not isinstance(data, list | tuple):
+        loader = "; of a DataLoader, take its .dataset" if hasattr(data, "dataset") else ""
+        raise ConfigError("data", type(data).__name__, f"{_ACCEPTED}{loader}")
+    if 1 <= len(data) <= 2 and all(map(_is_data_set, data)):
+        parts = [_samples(part, which, name) for part, which in zip(data, ("train", "test"), strict=False)]
+        return from_arrays(*(array for part in parts for array in part), name=name)
+    if isinstance(data, list) and data and all(isinstance(part, tuple) for part in data):
+        return _of_clients(data, name)
+    if len(data) not in (2, 4):
+        raise ConfigError("data", f"{type(data).__name__} of {len(data)}", _ACCEPTED)
+    return from_arrays(*_arrays(data, name), name=name)
+
+
+def _is_data_set(data: Any) -> bool:
+    """Whether it gives samples one by one: what is no array, list or table, and yet has a length and items."""
+    plain = isinstance(data, list | tuple | str | bytes | Mapping) or hasattr(data, "__array__")
+    return not plain and hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
+def _samples(part: Any, which: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The samples and labels of one part of the data."""
+    if hugging_face.is_data_set(part):
+        return hugging_face.columns(part, which)
+    if not len(part):
+        raise ConfigError("data", name, f"the {which} part holds nothing")
+    x, y = [], []
+    for number in range(len(part)):
+        sample = part[number]
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            raise ConfigError("data", name, f"each sample must be (x, y), and [{number}] is {type(sample).__name__}")
+        x.append(_array(sample[0], f"x of sample {number}", name))
+        y.append(_array(sample[1], f"y of sample {number}", name))
+        for what, found in ("x", x), ("y", y):
+            if found[-1].shape != found[0].shape:
+                shapes = f"that of sample 0 is {found[0].shape}, and of sample {number} {found[-1].shape}"
+                raise ConfigError("data", name, f"{what} must have one shape: {shapes}")
+    return np.stack(x), np.stack(y)
+
+
+def _of_clients(data: Sequence[tuple], name: str) -> Dataset:
+    """The data of all clients, whose users are their numbers."""
+    lengths = {len(part) for part in data}
+    if lengths not in ({2}, {4}):
+        allowed = "a tuple (x, y) for each client, or (x, y, x_test, y_test) for each"
+        raise ConfigError("data", name, f"{allowed}; their lengths are {', '.join(map(str, sorted(lengths)))}")
+    held = [_arrays(part, name, f" of client {client}") for client, part in enumerate(data)]
+    for client, part in enumerate(held):
+        for x, y in zip(part[::2], part[1::2], strict=True):
+            if not x.ndim or not y.ndim or len(x) != len(y):
+                raise ConfigError("data", name, f"client {client} has samples {x.shape} and labels {y.shape}")
+            if x.shape[1:] != held[0][0].shape[1:] or x.dtype != held[0][0].dtype:
+                ones = f"{held[0][0].dtype} {held[0][0].shape[1:]}, and of client {client} {x.dtype} {x.shape[1:]}"
+                raise ConfigError("data", name, f"samples must have one type and shape: those of client 0 are {ones}")
+    users = [np.repeat(np.arange(len(held)), [len(part[at]) for part in held]) for at in range(1, len(held[0]), 2)]
+    columns = [np.concatenate(parts) for parts in zip(*held, strict=True)]
+    made = from_arrays(*columns, name=name)
+    return made._replace(users=np.concatenate(users).astype(np.int32), divided=True)
+
+
+def _federated(data: FederatedData, name: str) -> Dataset:
+    given = (data.x, data.y, data.x_test, data.y_test)
+    x, y, x_test, y_test = (
+        None if array is None else _array(array, what, name) for array, what in zip(given, _NAMES, strict=True)
+    )
+    if x is None or y is None:
+        raise ConfigError("data", name, "FederatedData needs x and y")
+    users, test_users = (None if given is None else _names(given, name) for given in (data.users, data.test_users))
+    if users is not None and data.clients is not None:
+        raise ConfigError(
+            "data", name, "FederatedData takes users, one for each row, or clients, rows for each, not both"
+        )
+    made = from_arrays(x, y, x_test, y_test, users=users, test_users=test_users, name=name)
+    if data.clients is None:
+        return made
+    rows = [_array(given, f"rows of client {client}", name) for client, given in enumerate(data.clients)]
+    if not rows or any(held.ndim != 1 or held.dtype.kind not in "iu" for held in rows):
+        raise ConfigError("data", name, "clients must be row numbers, integers [n], for each of one client or more")
+    check_rows(rows, len(made.labels), len(rows), "data", name)
+    owner = np.full(len(made.labels), -1, np.int32)
+    for client, held in enumerate(rows):
+        owner[held] = client
+    return made._replace(users=owner, divided=True)
+
+
+def _names(given: Any, name: str) -> np.ndarray:
+    """Users; pandas hands out strings as objects."""
+    users = _array(given, "users", name)
+    return users.astype(str) if users.dtype == object else users
+
+
+def _arrays(data: Sequence[Any], name: str, whose: str = "") -> list[np.ndarray]:
+    return [_array(array, f"{what}{whose}", name) for array, what in zip(data, _NAMES, strict=False)]
+
+
+def _array(given: Any, what: str, name: str) -> np.ndarray:
+    """What NumPy makes of it; a list of unequal rows, or a torch tensor on a GPU, is none."""
+    try:
+        return np.asarray(given)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError("data", name, f"the {what} are no array ({str(error).partition(chr(10))[0]})") from None

@@ -1,0 +1,92 @@
+"""A divided data set in the folder layout of PFLlib (Zhang et al. 2023, arXiv:2312.04992).
+
+``train/0.npz``, ``test/0.npz`` and so on hold one object, a dict of x and y, which its
+``np.load(file, allow_pickle=True)["data"].tolist()`` reads; ``config.json`` says how the data were divided.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.rows import Holdings, union
+from fedjax_pfl.errors import ConfigError
+
+_FIELD = "--pfllib"
+_KINDS = {"dirichlet": "dir", "pathological": "pat"}  # what PFLlib calls them
+
+
+def export(
+    folder: str,
+    dataset: Dataset,
+    holdings: Holdings,
+    *,
+    partition: Mapping[str, Any],
+    batch_size: int,
+    mean: float | Sequence[float],
+    std: float | Sequence[float],
+) -> None:
+    """Writes the samples of every client, as PFLlib reads them.
+
+    Args:
+      folder: where to; new or empty.
+      dataset: the samples.
+      holdings: who trains and is tested on which.
+      partition: kind and options, for ``config.json``.
+      batch_size: likewise.
+      mean: what pixels, scaled to [0, 1], are normalised with: one number or one for each channel; 0.5 is PFLlib's.
+      std: likewise.
+
+    Raises:
+      ConfigError: the folder holds something or cannot be written; the samples are text, or some are for validation,
+        which PFLlib does not have.
+    """
+    if dataset.vocabulary is not None:
+        raise ConfigError(_FIELD, folder, f"images or numbers: {dataset.name} is text")
+    if any(len(rows.validation) for rows in holdings.splits):
+        raise ConfigError(_FIELD, folder, "data.validation_share = 0: PFLlib has no validation samples")
+    target = Path(folder)
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise ConfigError(_FIELD, folder, "a folder that is new or empty")
+    try:
+        for part in ("train", "test"):
+            (target / part).mkdir(parents=True)
+            for client, split in enumerate(holdings.splits):
+                rows = getattr(split, part)
+                x = _as_read(dataset.images[rows], mean, std)
+                held = np.array({"x": x, "y": dataset.labels[rows].astype(np.int64)})
+                np.savez_compressed(target / part / f"{client}.npz", data=held)
+        (target / "config.json").write_text(json.dumps(_config(dataset, holdings, partition, batch_size)))
+    except OSError as error:
+        raise ConfigError(_FIELD, folder, f"a folder that can be written ({error.strerror})") from None
+
+
+def _as_read(
+    x: Shaped[np.ndarray, "samples ..."], mean: float | Sequence[float], std: float | Sequence[float]
+) -> Float[np.ndarray, "samples ..."]:
+    """Samples as float32, pixels normalised, the channels of images first."""
+    if x.dtype == np.uint8:
+        x = (x.astype(np.float32) / 255 - np.asarray(mean, np.float32)) / np.asarray(std, np.float32)
+    return np.moveaxis(x, -1, 1) if x.ndim == 4 else x
+
+
+def _config(dataset: Dataset, holdings: Holdings, partition: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
+    labels = [dataset.labels[union([rows.train, rows.test])] for rows in holdings.splits]
+    sizes = [len(held) for held in labels]
+    return {
+        "num_clients": len(labels),
+        "num_classes": dataset.classes,
+        "non_iid": partition["kind"] != "iid",
+        "balance": max(sizes) - min(sizes) <= 1,
+        "partition": _KINDS.get(partition["kind"], partition["kind"]),
+        "Size of samples for labels in clients": [
+            [[int(label), int(count)] for label, count in zip(*np.unique(held, return_counts=True), strict=True)]
+            for held in labels
+        ],
+        "alpha": partition.get("beta"),
+        "batch_size": batch_size,
+    }

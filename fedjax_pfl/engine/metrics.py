@@ -1,0 +1,76 @@
+"""Measures of answers besides the package's own, compiled into the evaluation.
+
+A metric is a JAX function in one of two forms:
+
+    (logits [n, classes], labels [n]) -> [n]         a value for each sample, of which the mean over samples is taken
+    (logits, labels, mask [n]) -> []                 one value for all samples with mask 1; those with 0 are padding
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fedjax_pfl.errors import ConfigError
+
+Metric = Callable[..., Float[Array, "..."]]
+METRICS: dict[str, Metric] = {}
+"""Name -> metric; empty but for what is registered."""
+
+
+def measure(
+    metrics: Mapping[str, Metric],
+    logits: Float[Array, "n classes"],
+    labels: Int[Array, " n"],
+    mask: Float[Array, " n"],
+) -> dict[str, Float[Array, ""]]:
+    """The value of each metric on the samples with mask 1; 0 without any.
+
+    A model that answers with what is no number is measured as it answers.
+    """
+    count = jnp.sum(mask)
+
+    def value(metric: Metric) -> Float[Array, ""]:
+        if _arguments(metric) == 3:
+            found = metric(logits, labels, mask)
+        else:
+            found = jnp.sum(jnp.where(mask > 0, metric(logits, labels), 0.0)) / jnp.maximum(count, 1.0)
+        return jnp.where(count > 0, found, 0.0).astype(jnp.float32)
+
+    return {name: value(metric) for name, metric in metrics.items()}
+
+
+def check_metrics(metrics: Mapping[str, Metric], classes: int) -> None:
+    """Traces each metric on shapes alone.
+
+    Raises:
+      ConfigError: field ``run.metrics``: one fails, or returns something else than its form says.
+    """
+    for name, metric in metrics.items():
+        n = 7  # a number that none of the usual axes has
+        shapes = [
+            jax.ShapeDtypeStruct((n, classes), jnp.float32),
+            jax.ShapeDtypeStruct((n,), jnp.int32),
+            jax.ShapeDtypeStruct((n,), jnp.float32),
+        ]
+        arguments = _arguments(metric)
+        wanted, form = ((), "one number") if arguments == 3 else ((n,), "one number for each sample, [n]")
+        try:
+            found: Any = jax.eval_shape(metric, *shapes[:arguments])
+        except Exception as error:  # whatever the function does
+            first_line = str(error).strip().partition("\n")[0]
+            allowed = f"it fails on logits [n, {classes}] and labels [n] ({type(error).__name__}: {first_line[:200]})"
+            raise ConfigError("run.metrics", name, allowed) from error
+        if not isinstance(found, jax.ShapeDtypeStruct) or found.shape != wanted:
+            shown = getattr(found, "shape", type(found).__name__)
+            raise ConfigError("run.metrics", name, f"with {arguments} arguments it must return {form}, not {shown}")
+
+
+def _arguments(metric: Metric) -> int:
+    """Two or three: how many arguments a metric must be given."""
+    parameters = inspect.signature(metric).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is p.empty for p in parameters)

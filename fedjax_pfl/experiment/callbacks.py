@@ -1,0 +1,340 @@
+"""What people hang onto a run: early stopping, the best model, loggers. ``simulate(config, callbacks=[...])``."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.summary import Line, flat
+from fedjax_pfl.method import State
+
+if TYPE_CHECKING:
+    from fedjax_pfl.experiment.result import Result
+
+
+class Running:
+    """A run while it goes on, as callbacks see it.
+
+    Attributes:
+      config: of the run.
+      headline: ``pre`` or ``post``, the evaluation point that its method is judged by.
+      round: rounds done.
+      loss: mean training loss of the last round's participants; NaN before the first.
+      lines: the lines of ``metrics.jsonl`` so far.
+      stopped: why it is to end early; None where it is not.
+    """
+
+    def __init__(self, config: Config, headline: str, round: int, lines: list[Line], state: Callable[[], State]):
+        """A run at its beginning, or where it goes on from; ``state`` copies its state to the host."""
+        self.config, self.headline, self.round, self.lines = config, headline, round, lines
+        self.loss = math.nan
+        self.stopped: str | None = None
+        self._state = state
+
+    @property
+    def state(self) -> State:
+        """The state of server and clients now, as NumPy arrays; copied from the devices at each call."""
+        return self._state()
+
+    def stop(self, reason: str = "a callback asked for it") -> None:
+        """Ends the run after this block of rounds, as though these had been all: it is evaluated and recorded."""
+        self.stopped = reason
+
+    def values(self, metric: str | None) -> list[float]:
+        """A metric in the evaluated rounds so far.
+
+        Args:
+          metric: a name in ``history``, such as ``train_loss``; the accuracy on validation samples at the headline's
+            point unless given.
+
+        Raises:
+          ConfigError: there is no such metric, or no validation samples.
+        """
+        tables = [flat(line) for line in self.lines]
+        if metric is None:
+            of_test = self.config.data.evaluate_on == "test"
+            metric = f"{'validation_' if of_test else ''}{self.headline}.accuracy"
+            if of_test and self.config.data.validation_share == 0:
+                allowed = "a metric such as train_loss, or give data.validation_share for one on validation samples"
+                raise ConfigError("metric", None, allowed)
+        for table in tables:
+            if table.get(metric) is None:
+                known = ", ".join(name for name, value in table.items() if value is not None)
+                raise ConfigError("metric", metric, f"one of the run's: {known}")
+        return [table[metric] for table in tables]
+
+
+class Callback:
+    """What is called while a run goes on; a class of yours overrides what it needs.
+
+    A run of several processes calls it in each of them.
+    """
+
+    def on_start(self, run: Running) -> None:
+        """Before the first round, or the first one after a resumption; the program is compiled."""
+
+    def on_round(self, run: Running) -> None:
+        """After every round. Rounds then go one by one, which costs time where they are short."""
+
+    def on_evaluate(self, run: Running, line: Line) -> None:
+        """After every evaluation, with its line of ``metrics.jsonl``."""
+
+    def on_end(self, run: Running, result: "Result") -> None:
+        """After the last round, with what the run leaves."""
+
+
+class EarlyStopping(Callback):
+    """Ends a run whose metric has not risen (or fallen) for some time.
+
+    It looks at the recorded lines alone, so that an interrupted run stops where an uninterrupted one does.
+    """
+
+    def __init__(
+        self,
+        metric: str | None = None,
+        *,
+        patience: int = 10,
+        min_delta: float = 0.0,
+        mode: Literal["max", "min"] = "max",
+    ):
+        """Checks the arguments.
+
+        Args:
+          metric: as in :meth:`Running.values`: by default the accuracy on validation samples.
+          patience: evaluations without a better value.
+          min_delta: how much better a value has to be to count.
+          mode: whether larger or smaller is better.
+
+        Raises:
+          ConfigError: a value that none of these can have.
+        """
+        if patience < 1:
+            raise ConfigError("patience", patience, "1 evaluation or more")
+        if min_delta < 0:
+            raise ConfigError("min_delta", min_delta, "0 or more")
+        _check_mode(mode)
+        self.metric, self.patience, self.min_delta, self.sign = metric, patience, min_delta, 1 if mode == "max" else -1
+
+    def on_start(self, run: Running) -> None:
+        """Looks at what was recorded before a resumption."""
+        if run.lines:
+            self.on_evaluate(run, run.lines[-1])
+
+    def on_evaluate(self, run: Running, line: Line) -> None:
+        """Ends the run where the best value is too long ago."""
+        best, since = -math.inf, 0
+        for value in run.values(self.metric):
+            since += 1
+            if self.sign * value > best + self.min_delta:
+                best, since = self.sign * value, 0
+        if since >= self.patience:
+            run.stop(f"no better {self.metric or 'accuracy on validation samples'} in {since} evaluations")
+
+
+class BestModel(Callback):
+    """Keeps the state of the evaluated round whose metric is best, the first of several.
+
+    Attributes:
+      round: that round; None before the first evaluation.
+      value: its metric.
+      result: after the run, its result with that state instead of the last one, to predict with.
+    """
+
+    def __init__(self, metric: str | None = None, *, mode: Literal["max", "min"] = "max"):
+        """Args as in `EarlyStopping`."""
+        _check_mode(mode)
+        self.metric, self.sign = metric, 1 if mode == "max" else -1
+        self.round: int | None = None
+        self.value = math.nan
+        self.result: Result | None = None
+        self._state: State | None = None
+
+    def on_start(self, run: Running) -> None:
+        """A run that goes on has lost the states of the rounds before.
+
+        Raises:
+          ConfigError: the best round lies before the checkpoint that it goes on from.
+        """
+        values = self.sign * np.asarray(run.values(self.metric))
+        if len(values) and int(values.argmax()) < len(values) - 1:
+            allowed = 'run.keep = "best", which survives an interruption: the best round so far was before it'
+            raise ConfigError("BestModel", run.lines[int(values.argmax())]["round"], allowed)
+        if len(values):
+            self.on_evaluate(run, run.lines[-1])
+
+    def on_evaluate(self, run: Running, line: Line) -> None:
+        """Copies the state where it is better."""
+        value = run.values(self.metric)[-1]
+        if self._state is None or self.sign * value > self.sign * self.value:
+            self.round, self.value, self._state = line["round"], value, run.state
+
+    def on_end(self, run: Running, result: "Result") -> None:
+        """Makes the result that predicts with the best state."""
+        assert self._state is not None
+        assert self.round is not None
+        self.result = result.at(self.round, self._state)
+
+
+class TensorBoard(Callback):
+    """The lines of ``metrics.jsonl`` as scalars in an event file; a scalar's step is the round.
+
+    Written record by record: the package's own event writer keeps a thread and an open file for every run, and a sweep
+    has many runs at once. ``run.tensorboard = true`` is the same, in the run directory.
+    """
+
+    def __init__(self, folder: str | Path):
+        """An event file in this folder, in the place of an earlier one."""
+        check_tensorboard(folder)
+        self._path = Path(folder) / "events.out.tfevents.metrics"  # TensorBoard knows it by the part before the last
+
+    def on_start(self, run: Running) -> None:
+        """Begins a file that holds what was recorded before a resumption."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"), "wb")
+        for line in run.lines:
+            self.on_evaluate(run, line)
+
+    def on_evaluate(self, run: Running, line: Line) -> None:
+        """Adds a line's numbers; what is None has no scalar."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(line).items()]
+        self._write(Event(wall_time=time.time(), step=line["round"], summary=Summary(value=values)), "ab")
+
+    def _write(self, event: Any, mode: str) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        with self._path.open(mode) as file:
+            RecordWriter(file).write(event.SerializeToString())
+
+
+class WandbLogger(Callback):
+    """The lines of ``metrics.jsonl`` in a run of Weights & Biases, and at its end the summary."""
+
+    def __init__(self, **options: Any):
+        """Options of ``wandb.init``: ``project="pfl"``, ``mode="offline"``, ``id=...`` to go on with a run.
+
+        Raises:
+          ConfigError: the package wandb is not installed.
+        """
+        try:
+            import wandb  # noqa: F401  # only whether it can be
+        except ImportError:
+            raise ConfigError("WandbLogger", "wandb", 'an installed package: pip install "fedjax_pfl[wandb]"') from None
+        self._options = options
+        self._run: Any = None
+
+    def on_start(self, run: Running) -> None:
+        """Begins the run there, with the config."""
+        import wandb
+
+        self._run = wandb.init(config=run.config.model_dump(mode="json"), **self._options)
+
+    def on_evaluate(self, run: Running, line: Line) -> None:
+        """Logs a line; the step is the round."""
+        self._run.log(_scalars(line), step=line["round"])
+
+    def on_end(self, run: Running, result: "Result") -> None:
+        """Writes the summary, and ends the run there."""
+        self._run.summary.update(flat(result.summary["personal"]))
+        self._run.finish()
+
+
+class MLflowLogger(Callback):
+    """The lines of ``metrics.jsonl`` in a run of MLflow, with the config as its parameters."""
+
+    def __init__(self, *, experiment: str | None = None, tracking_uri: str | None = None, **options: Any):
+        """Where the run is logged.
+
+        Args:
+          experiment: its experiment; MLflow's default unless given.
+          tracking_uri: a server, or ``sqlite:///mlflow.db``; MLflow's default unless given.
+          options: of ``mlflow.client.MlflowClient.create_run``: ``run_name``, ``tags``.
+
+        Raises:
+          ConfigError: the package mlflow is not installed.
+        """
+        try:
+            import mlflow  # noqa: F401  # only whether it can be
+        except ImportError:
+            raise ConfigError(
+                "MLflowLogger", "mlflow", 'an installed package: pip install "fedjax_pfl[mlflow]"'
+            ) from None
+        self._experiment, self._uri, self._options = experiment, tracking_uri, options
+        self._client: Any = None
+        self._id = ""
+
+    def on_start(self, run: Running) -> None:
+        """Begins the run there, with the config."""
+        from mlflow.client import MlflowClient
+
+        self._client = MlflowClient(self._uri)
+        name = self._experiment or "Default"
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        self._id = self._client.create_run(experiment, **self._options).info.run_id
+        for field, value in flat(run.config.model_dump(mode="json")).items():
+            self._client.log_param(self._id, field, value)
+
+    def on_evaluate(self, run: Running, line: Line) -> None:
+        """Logs a line; the step is the round."""
+        for name, value in _scalars(line).items():
+            self._client.log_metric(self._id, name.replace("/", "."), value, step=line["round"])
+
+    def on_end(self, run: Running, result: "Result") -> None:
+        """Ends the run there."""
+        self._client.set_terminated(self._id)
+
+
+def check_tensorboard(out: Any) -> None:
+    """Checks that ``run.tensorboard = true`` can be had.
+
+    Args:
+      out: the run directory, or the folder of several.
+
+    Raises:
+      ConfigError: there is no directory to write to, or the package is not installed.
+    """
+    if not out:
+        raise ConfigError("run.tensorboard", True, "false without a run directory: give run.out")
+    try:
+        import tensorboard.compat.proto.event_pb2
+        import tensorboard.summary.writer.record_writer  # noqa: F401  # only whether they can be
+    except ImportError:
+        allowed = 'false without the package tensorboard: pip install "fedjax_pfl[tensorboard]"'
+        raise ConfigError("run.tensorboard", True, allowed) from None
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Checks that these are callbacks.
+
+    Raises:
+      ConfigError: one is none.
+    """
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError("callbacks", callbacks, "a list of callbacks")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            allowed = "an object of a class that inherits from fedjax_pfl.Callback"
+            allowed += ", not the class itself" if isinstance(callback, type) else ""
+            raise ConfigError("callbacks", callback, allowed)
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("max", "min"):
+        raise ConfigError("mode", mode, '"max" or "min"')
+
+
+def _scalars(line: Line) -> dict[str, float]:
+    """The numbers of a line, by tag; what is None has none."""
+    return {
+        name.replace(".", "/"): value for name, value in flat(line).items() if value is not None and name != "round"
+    }

@@ -1,0 +1,188 @@
+"""One of a program's runs on its way: what is recorded of it, who is told, and what it leaves."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_pfl.engine.round import Run
+from fedjax_pfl.engine.scoring import Evaluation
+from fedjax_pfl.engine.traffic import Traffic, count
+from fedjax_pfl.experiment.callbacks import Callback, Running
+from fedjax_pfl.experiment.checkpoint import Best, Saved
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.kept import Kept
+from fedjax_pfl.experiment.privacy import spent
+from fedjax_pfl.experiment.programs import Program
+from fedjax_pfl.experiment.result import Result
+from fedjax_pfl.experiment.resume import RunPlace, versions
+from fedjax_pfl.experiment.summary import (
+    Line,
+    client_rows,
+    client_table,
+    history_of,
+    judged,
+    label_accuracy,
+    label_table,
+    line_of,
+    majority_class,
+    stacked,
+    summary_of,
+)
+from fedjax_pfl.method import State
+
+INTERRUPTED = "interrupted"
+"""Why a run is stopped that can be resumed."""
+
+
+class Course:
+    """One run, from where it begins or goes on.
+
+    Attributes:
+      run: its number in the program.
+      live: as callbacks see it.
+      lines: those of ``metrics.jsonl`` so far.
+      scores: of the newest evaluation; None before the first one in this process.
+      end: its last round.
+    """
+
+    def __init__(
+        self,
+        run: int,
+        program: Program,
+        place: RunPlace,
+        saved: Saved,
+        callbacks: Sequence[Callback],
+        state: Callable[[], State],
+    ):
+        """Takes up what was recorded of it.
+
+        Args:
+          run: its number in the program.
+          program: laid out.
+          place: where it is recorded.
+          saved: what it goes on from.
+          callbacks: called besides those of the place.
+          state: copies its state to the host.
+        """
+        self.run, self.lines = run, list(saved.lines)
+        self.scores: Evaluation | None = None
+        self._config, self._program, self._place, self._saved = program.configs[run], program, place, saved
+        self.end = self._config.training.rounds
+        self.live = Running(self._config, program.engine.method.headline, saved.round, self.lines, state)
+        self._callbacks = [*place.callbacks(), *callbacks]
+        self._manifest = program.manifests[run]
+        self._client_rows = [place.client_history]
+        self._best = place.best
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Calls this function of its callbacks."""
+        for callback in self._callbacks:
+            getattr(callback, name)(self.live, *arguments)
+
+    def record(self, scores: Evaluation, sent: Traffic, seconds: float) -> None:
+        """Records an evaluation after the newest round, and tells of it.
+
+        Args:
+          scores: of the evaluation.
+          sent: all that was sent so far.
+          seconds: since the run began.
+        """
+        self.scores, t = scores, self.live.round
+        evaluated_on, new = self._config.data.evaluate_on, self._program.engine.new
+        cost = {"megabytes": self._program.exchange.sent_bytes(sent) / 1e6, "seconds": seconds}
+        of = line_of(scores, self._manifest, evaluated_on, new)
+        line = {"round": t, "train_loss": self.live.loss, **of, **cost}
+        rows = client_rows(t, self._manifest, evaluated_on, scores) if self._config.run.client_history else {}
+        self.lines.append(line)
+        self._client_rows.append(rows)
+        self._place.append(line, rows)
+        if self._config.run.keep == "best":
+            *before, now = self.live.values(None)
+            if all(now > value for value in before):
+                self._best = Best(np.asarray(t, np.int32), self.live.state)
+        self.tell("on_evaluate", line)
+
+    def save(self, state: Run, t: int, seconds: float, round_seconds: float) -> None:
+        """Writes a checkpoint after round t."""
+        now = self._saved._replace(round=t, lines=self.lines, seconds=seconds, round_seconds=round_seconds)
+        self._place.save(state, now, self._best)
+
+    def result(
+        self, ended: Run, exported: dict[str, np.ndarray], timing: dict[str, Any], dataset: str, data: Any
+    ) -> Result:
+        """What the run leaves.
+
+        Args:
+          ended: its state, on the host.
+          exported: what ``run.export`` asks for.
+          timing: of the summary.
+          dataset: name of the data set.
+          data: what it was made of, if not of ``data.source``.
+        """
+        assert self.scores is not None
+        config, program, manifest = self._config, self._program, self._manifest
+        on = config.data.evaluate_on
+        labels = label_table(manifest, on, self.scores)
+        summary = _summary(program, config, dataset, manifest, self.lines, labels, ended.traffic, timing)
+        if self.end < config.training.rounds:
+            summary |= {"rounds": self.end, "stopped": self.live.stopped}
+        clients = client_table(manifest, on, self.scores, program.engine.new)
+        kept = Kept(self.end, program.data, ended.state)
+        if self._best is not None:
+            kept = Kept(int(self._best.round), program.data, self._best.state)
+        history, client_history = history_of(self.lines), stacked(self._client_rows)
+        return Result(summary, history, clients, labels, manifest, exported, kept, config, client_history, data)
+
+    def finish(self, result: Result) -> None:
+        """Records the end, but of a run that was interrupted."""
+        if self.live.stopped != INTERRUPTED:
+            self._place.finish(result.clients, result.labels, result.exported, result.summary, result.kept)
+
+
+def _summary(
+    program: Program,
+    config: Config,
+    dataset: str,
+    manifest: dict[str, Any],
+    lines: Sequence[Line],
+    labels: dict[str, np.ndarray],
+    traffic: Traffic,
+    timing: dict[str, Any],
+) -> dict[str, Any]:
+    """The content of ``summary.json``."""
+    exchange, memory, engine = program.exchange, program.memory, program.engine
+    identity = {
+        "method": config.method["name"],
+        "headline": engine.method.headline,
+        "dataset": dataset,
+        "model": config.model["name"],
+        "clients": config.data.clients,
+        "rounds": config.training.rounds,
+        "seed": config.run.seed,
+        "partition_hash": manifest["hash"],
+        "evaluated_on": config.data.evaluate_on,
+        "majority_class": majority_class(manifest, config.data.evaluate_on, engine.new),
+        "label_accuracy": label_accuracy(labels, program.data.classes, judged(manifest, engine.new)),
+        **({"attackers": manifest["attackers"]} if "attackers" in manifest else {}),
+        **({"privacy": spent(config)} if config.privacy.clip is not None else {}),
+    }
+    costs = {
+        "timing": timing,
+        "traffic": {
+            "floats_up_per_client_round": count(exchange.up),
+            "floats_down_per_client_round": count(exchange.down),
+            "megabytes_total": exchange.sent_bytes(traffic) / 1e6,
+            "megabytes_dense": exchange.dense_bytes(traffic) / 1e6,
+        },
+        "memory": {"estimate_bytes": program.bytes(), **memory._asdict()},
+        "environment": {
+            **versions(),
+            "platform": jax.default_backend(),
+            "process_count": jax.process_count(),
+            "device_count": program.devices,
+            "clients_side_by_side": engine.placement.chunk,
+        },
+    }
+    return summary_of(lines, identity, costs, new=engine.new)

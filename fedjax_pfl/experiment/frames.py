@@ -1,0 +1,129 @@
+"""Tables as pandas frames: tidy, one row per observation and one column per field or measure."""
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.summary import FIGURES
+from fedjax_pfl.experiment.tables import Cell, fields_of, rows_of
+
+if TYPE_CHECKING:
+    import pandas
+
+_AGGREGATES = ("mean", "std", "count")
+
+
+def frame(columns: Mapping[str, Any]) -> "pandas.DataFrame":
+    """A frame of columns of one length.
+
+    Raises:
+      ConfigError: pandas is not installed.
+    """
+    return _pandas().DataFrame(dict(columns))
+
+
+def run_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
+    """A row per run: its values, the figures of `summary.figures_of`, any error.
+
+    Raises:
+      ConfigError: pandas is not installed.
+    """
+    found = _pandas().DataFrame(rows_of(cells))
+    return found.astype({"diverged_round": "Int64"})  # whole numbers, or nothing
+
+
+def history_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
+    """A row per run and evaluated round: the run's values, the round, the metrics under their names in ``history``.
+
+    A run that failed has no rows; what a run does not measure is NaN.
+
+    Raises:
+      ConfigError: pandas is not installed.
+    """
+    runs = [(cell.values, cell.history, len(cell.history["round"])) for cell in cells if cell.history]
+    columns: dict[str, Any] = {
+        field: [values.get(field) for values, _, rounds in runs for _ in range(rounds)] for field in fields_of(cells)
+    }
+    for name in dict.fromkeys(name for _, history, _ in runs for name in history):
+        parts = [history.get(name, np.full(rounds, np.nan)) for _, history, rounds in runs]
+        columns[name] = np.concatenate(parts)
+    return frame(columns)
+
+
+def pivot(
+    cells: Sequence[Cell],
+    seed: str,
+    index: str | Sequence[str] | None,
+    columns: str | Sequence[str] | None,
+    values: str,
+    aggregate: str,
+) -> "pandas.DataFrame":
+    """A figure of the runs, summed up over seeds; see `Sweep.pivot`.
+
+    Args:
+      cells: the runs.
+      seed: what the seed is called in their values.
+      index: as in `Sweep.pivot`.
+      columns: likewise.
+      values: likewise.
+      aggregate: likewise.
+
+    Raises:
+      ConfigError: there is no such field, figure or aggregate; a field that varies is in neither index nor columns;
+        pandas is not installed.
+    """
+    down, across = _axes(cells, seed, index, columns)
+    if values not in FIGURES:
+        raise ConfigError("values", values, f"one of {', '.join(FIGURES)}")
+    if aggregate not in _AGGREGATES:
+        raise ConfigError("aggregate", aggregate, f"one of {', '.join(_AGGREGATES)}")
+    table = run_frame(cells)
+    for field in (*down, *across):  # a list cannot be a label
+        table[field] = [str(value) if isinstance(value, list | tuple) else value for value in table[field]]
+    found = table.groupby([*down, *across], sort=False, dropna=False)[values].agg(aggregate)
+    return found.unstack(across, sort=False) if across else found.to_frame()
+
+
+def _axes(
+    cells: Sequence[Cell], seed: str, index: str | Sequence[str] | None, columns: str | Sequence[str] | None
+) -> tuple[list[str], list[str]]:
+    """The fields of the rows and of the columns, which make up all that varies but the seed."""
+    fields = fields_of(cells)
+    varying = [field for field in fields if field != seed and len({repr(cell.values.get(field)) for cell in cells}) > 1]
+    shown = list(dict.fromkeys([field for field in fields if field in ("method", "method.name")] + varying))
+    down, across = _listed("index", index, fields), _listed("columns", columns, fields)
+    if across is None:
+        across = [field for field in shown if field.startswith("data.") and field not in (down or ())]
+        if down is None and across == shown:  # data settings alone
+            down, across = across, []
+    if down is None:
+        down = [field for field in shown if field not in across]
+    if not down or set(down) & set(across):
+        raise ConfigError("index", index, f"one field or more that is not in columns, of {', '.join(fields)}")
+    missing = [field for field in varying if field not in (*down, *across)]
+    if missing:
+        allowed = f"with columns, all that varies but the seed: {', '.join(missing)} is missing"
+        raise ConfigError("index", index, allowed)
+    return down, across
+
+
+def _listed(argument: str, given: str | Sequence[str] | None, fields: Sequence[str]) -> list[str] | None:
+    """The names that are given, checked."""
+    if given is None:
+        return None
+    names = [given] if isinstance(given, str) else list(given)
+    if not set(names) <= set(fields) or len(set(names)) < len(names):
+        raise ConfigError(argument, given, f"one or more, each of them once, of {', '.join(fields)}")
+    return names
+
+
+def _pandas() -> ModuleType:
+    try:
+        import pandas
+    except ImportError:
+        raise ConfigError("pandas", None, 'frames need it: pip install "fedjax_pfl[pandas]"') from None
+    module: ModuleType = pandas
+    return module

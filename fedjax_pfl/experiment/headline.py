@@ -1,0 +1,98 @@
+"""What runs came to, in a few words: printed by the command line, shown by notebooks, and the `repr` of results."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedjax_pfl.experiment.summary import POINTS
+from fedjax_pfl.experiment.tables import NONE, Cell, grouped, show
+
+_COLUMNS = {
+    "last": "last",
+    "best": "best",
+    "by_validation": "by validation",
+    "mean_last_10": "mean of last 10",
+    "weighted_last": "weighted",
+    "weighted_best": "best weighted",
+    "std_clients": "std of clients",
+    "worst_10_percent": "worst 10 %",
+}
+_CAPTION = (
+    "Accuracy in %. PRE: after aggregation; POST: after local training; *: what the method is judged by.\n"
+    "best is selected on {evaluated_on} data; weighted: by the clients' samples, as PFLlib does."
+)
+
+
+def title(summary: Mapping[str, Any]) -> str:
+    """What was run."""
+    return f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} rounds"
+
+
+def table(summary: Mapping[str, Any]) -> list[list[str]]:
+    """The personal models' accuracies in %: a row of headings, then PRE and POST."""
+    names = [name for name in _COLUMNS if name != "by_validation" or summary["personal"]["pre"][name] is not None]
+    rows = [["", *(_COLUMNS[name] for name in names)]]
+    for point in POINTS:
+        mark = " *" if point == summary["headline"] else ""
+        rows.append([point.upper() + mark, *(_percent(summary["personal"][point][name]) for name in names)])
+    return rows
+
+
+def caption(summary: Mapping[str, Any]) -> str:
+    """How the table is to be read."""
+    return _CAPTION.format(**summary)
+
+
+def remarks(summary: Mapping[str, Any]) -> list[str]:
+    """What else is to be said of a run, line by line; what it cost comes last."""
+    said = []
+    if "stopped" in summary:
+        said.append(f"ended early: {summary['stopped']}")
+    if summary["new_clients"] is not None:
+        scores = _at_points(summary["new_clients"], "last")
+        said.append(f"new clients, which never trained: {scores}")
+    if summary["global"] is not None:
+        said.append(f"global model on the pooled {summary['evaluated_on']} set: {_percent(summary['global'])} %")
+        scores = _at_points(summary["personal"], "hm_last")
+        said.append(f"harmonic mean of it and I_local (accuracy and macro-F1 of the clients): {scores}")
+    if summary["diverged_round"] is not None:
+        said.append(
+            f"diverged: from round {summary['diverged_round']} on, answers are no numbers, which count as wrong; "
+            "try a smaller training.lr"
+        )
+    timing, traffic = summary["timing"], summary["traffic"]
+    said.append(
+        f"{timing['seconds_per_round']:.3f} s per round, {timing['compile_seconds']:.1f} s compilation, "
+        f"{timing['total_seconds']:.1f} s in all; {traffic['megabytes_total']:.1f} MB exchanged"
+    )
+    return said
+
+
+def run_in_short(summary: Mapping[str, Any]) -> str:
+    """A run in two lines."""
+    scores = [
+        f"{point.upper()} {_percent(of['last'])} % (best {_percent(of['best'])} %)"
+        for point, of in ((point, summary["personal"][point]) for point in POINTS)
+    ]
+    if summary["global"] is not None:
+        scores.append(f"global {_percent(summary['global'])} %")
+    return f"{title(summary)}, seed {summary['seed']}\n  {', '.join(scores)}"
+
+
+def runs_in_short(kind: str, cells: Sequence[Cell], point: str) -> str:
+    """Many runs in two lines: how many there are, and which fare best at a point, within each data setting."""
+    groups = [group for group in grouped(cells) if group.by_seed(point)]
+    failed = sum(cell.summary is None for cell in cells)
+    best = []
+    for setting in dict.fromkeys(group.setting for group in groups):
+        first = max((group for group in groups if group.setting == setting), key=lambda group: group.mean(point))
+        best.append(f"{show(first.values) or 'all'} {_percent(first.mean(point))} %")
+    counted = f"{len(cells)} runs" + (f", {failed} failed" if failed else "")
+    return f"{kind} of {counted}\n  highest mean {point.upper()}: {'; '.join(best) or NONE}"
+
+
+def _at_points(scores: Mapping[str, Any], name: str) -> str:
+    return ", ".join(f"{point.upper()} {_percent(scores[point][name])}" for point in POINTS)
+
+
+def _percent(value: float | None) -> str:
+    return NONE if value is None else f"{100 * value:.2f}"

@@ -1,0 +1,186 @@
+"""What a notebook shows: HTML that stands alone, without scripts, in the notebook's own colours."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+# Of a partition, more clients or classes than this are not shown: a notebook keeps all that it has shown.
+_SHOWN = 40
+# Both can be seen on white and on black; POST is dashed besides.
+_LINES = {"pre": ("#3b82f6", "none"), "post": ("#f59e0b", "5 3")}
+_WIDTH, _HEIGHT, _MARGIN = 420, 160, 36
+
+
+def result_html(
+    title: str,
+    table: Sequence[Sequence[str]],
+    history: Mapping[str, np.ndarray],
+    remarks: Sequence[str],
+    partition: Mapping[str, Any],
+    config: str,
+) -> str:
+    """A run: its headline, the curve of PRE and POST, what else is to be said, who held what, and the config.
+
+    Args:
+      title: what was run.
+      table: a row of headings, then rows of text.
+      history: metric -> array over evaluated rounds.
+      remarks: lines of text.
+      partition: the content of ``partition.json``.
+      config: as HTML.
+    """
+    headings, *rows = table
+    return _block(
+        f"<strong>{escape(title)}</strong>",
+        _table(headings, [_cells(map(escape, row)) for row in rows]),
+        _curve(history),
+        _notes(remarks),
+        _details("partition", partition_html(partition)),
+        _details("config", config),
+    )
+
+
+def runs_html(text: str) -> str:
+    """The table of many runs, the best in bold; what is to be said of it stands below.
+
+    Args:
+      text: the same in Markdown: headings, tables and paragraphs.
+    """
+    shown, notes = [], []
+    for block in text.strip().split("\n\n"):
+        if block.startswith("#"):
+            shown.append(f"<div><strong>{_inline(block.lstrip('# '))}</strong></div>")
+        elif block.startswith("|"):
+            headings, _, *rows = (line[2:-2].split(" | ") for line in block.split("\n"))
+            shown.append(_table(headings, [_cells(map(_inline, row)) for row in rows]))
+        else:
+            notes.append(block)
+    return _block(*shown, _notes(notes))
+
+
+def config_html(
+    tables: Mapping[str, Mapping[str, Any]],
+    changed: Mapping[str, Mapping[str, Any]],
+    texts: Mapping[str, tuple[str, Mapping[str, str]]],
+) -> str:
+    """Every table of a config, to be opened; what differs from the defaults is bold, and its table open.
+
+    Args:
+      tables: section -> field -> value.
+      changed: likewise, of what differs.
+      texts: section -> what it is, and field -> what that is.
+    """
+    shown = []
+    for section, values in tables.items():
+        about, fields = texts[section]
+        rows = []
+        for name, value in values.items():
+            given = escape(f"{name} = {'—' if value is None else json.dumps(value)}")
+            bold = f"<strong>{given}</strong>" if name in changed.get(section, {}) else given
+            rows.append(_cells([bold, _inline(fields.get(name, ""))], numbers=False))
+        shown.append(_details(f"[{section}] {_inline(about)}", _table((), rows), opened=section in changed))
+    return _block(*shown)
+
+
+def partition_html(partition: Mapping[str, Any]) -> str:
+    """Who holds what: a row per client, a column per class, the darker the more samples.
+
+    Args:
+      partition: ``Result.partition``, or the content of a run's ``partition.json``.
+    """
+    counts = np.asarray(partition["class_counts"])
+    clients, classes = (min(_SHOWN, there) for there in counts.shape)
+    columns = {"size": "sizes", "train": "n_train", "test": "n_test"}
+    rows = []
+    for client in range(clients):
+        known = [client, *(partition[name][client] for name in columns.values())]
+        shades = [_cell(str(n) if n else "·", shade=n / counts.max()) for n in counts[client, :classes]]
+        rows.append([*_cells(map(str, known)), *shades])
+    whole = dict(zip(("clients", "classes"), counts.shape, strict=True))
+    cut = [f"the first {_SHOWN} of {there} {what}" for what, there in whole.items() if there > _SHOWN]
+    shown = [f"shown: {' and '.join(cut)}"] if cut else []
+    return _block(
+        "samples per client and class",
+        _table(["client", *columns, *map(str, range(classes))], rows),
+        _notes([*shown, *partition["notes"], f"hash {partition['hash']}"]),
+    )
+
+
+def _block(*parts: str) -> str:
+    return f'<div style="color:inherit;background:transparent">{"".join(parts)}</div>'
+
+
+def _notes(lines: Iterable[str]) -> str:
+    return "".join(f'<div style="max-width:60em">{_inline(line)}</div>' for line in lines)
+
+
+def _details(title: str, body: str, *, opened: bool = False) -> str:
+    return f"<details{' open' if opened else ''}><summary>{title}</summary>{body}</details>"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of cells, below headings that are text."""
+    head = f"<thead><tr>{''.join(_cells(map(escape, headings), tag='th'))}</tr></thead>" if headings else ""
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    return f'<table style="color:inherit">{head}<tbody>{body}</tbody></table>'
+
+
+def _cells(contents: Iterable[str], *, tag: str = "td", numbers: bool = True) -> list[str]:
+    """The cells of a row, of which all but the first hold numbers, unless told otherwise."""
+    return [_cell(content, tag=tag, right=numbers and at > 0) for at, content in enumerate(contents)]
+
+
+def _cell(content: str, *, tag: str = "td", right: bool = True, shade: float = 0.0) -> str:
+    """A cell on a background from none (0) to dark (1), through which the notebook's own is seen."""
+    style = f"text-align:{'right' if right else 'left'};padding:1px 6px"
+    if shade:
+        style += f";background:rgba(59,130,246,{0.6 * shade:.2f})"
+    return f'<{tag} style="{style}">{content}</{tag}>'
+
+
+def _inline(text: str) -> str:
+    """Bold type and code of Markdown and docstrings; all else is as it is written."""
+    bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", escape(text))
+    return re.sub(r"``(.+?)``", r"<code>\1</code>", bold)
+
+
+def _curve(history: Mapping[str, np.ndarray]) -> str:
+    """Accuracy over rounds, PRE and POST, drawn with the ends of both scales; nothing where there is none."""
+    rounds = history["round"]
+    values = {point: 100 * history[f"{point}.accuracy"] for point in _LINES}
+    known = np.concatenate([of[~np.isnan(of)] for of in values.values()])
+    if not len(known):
+        return ""
+    low = 10 * np.floor(known.min() / 10)
+    high = max(10 * np.ceil(known.max() / 10), low + 10)
+    left, right, top, bottom = _MARGIN, _WIDTH - _MARGIN, _MARGIN / 2, _HEIGHT - _MARGIN / 2
+
+    def across(round: float) -> float:
+        return left + (right - left) * (round - rounds[0]) / max(rounds[-1] - rounds[0], 1)
+
+    texts = [
+        (left - 4, bottom, "end", "currentColor", f"{low:.0f} %"),
+        (left - 4, top + 4, "end", "currentColor", f"{high:.0f} %"),
+        (across(rounds[-1]), _HEIGHT - 4, "middle", "currentColor", f"round {rounds[-1]:.0f}"),
+    ]
+    drawn = [f'<path d="M{left},{top}V{bottom}H{right}" fill="none" stroke="currentColor" opacity="0.5"></path>']
+    for number, (point, (colour, dashes)) in enumerate(_LINES.items()):
+        places = [
+            (across(x), bottom - (bottom - top) * (y - low) / (high - low))
+            for x, y in zip(rounds, values[point], strict=True)
+            if not np.isnan(y)
+        ]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        stroke = f'stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"'
+        drawn.append(f'<polyline points="{line}" fill="none" {stroke}></polyline>')
+        drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{colour}"></circle>' for x, y in places]
+        texts.append((left + 4 + 40 * number, top - 4, "start", colour, point.upper()))
+    drawn += [
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="10">{text}</text>'
+        for x, y, anchor, colour, text in texts
+    ]
+    return f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" style="display:block">{"".join(drawn)}</svg>'

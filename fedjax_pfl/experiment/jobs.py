@@ -1,0 +1,244 @@
+"""Programs as jobs of a SLURM cluster, one job each, handed over by submitit as one job array.
+
+A job that is to end (its time is up, or another job takes its place) leaves checkpoints and is queued again; it goes
+on from there. Jobs outlive the process that handed them over: the same call finds those that are still at work.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.checkpoint import Stop
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.record import write_atomically
+from fedjax_pfl.experiment.worker import Outcome, Report, Surroundings, run_elsewhere, surroundings
+
+_FOLDER = "jobs"
+_CLUSTERS = ("slurm", "local")
+# submitit's own limit of time is five minutes. One file per job takes all that the job says.
+_DEFAULTS = {
+    "cluster": "slurm",
+    "max_num_timeout": 3,
+    "name": "fedjax_pfl",
+    "timeout_min": 60,
+    "stderr_to_stdout": True,
+}
+# A program is one process.
+_PROCESSES = ("nodes", "tasks_per_node", "ntasks_per_node")
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class Job:
+    """A program as submitit's jobs want it: callable, and sent again by ``checkpoint``."""
+
+    def __init__(self, configs: Sequence[Config], data: Any, around: Surroundings):
+        """Takes what `run_elsewhere` takes."""
+        self._configs, self._data, self._around = configs, data, around
+
+    def __call__(self) -> Outcome:
+        """Runs the program, from the newest checkpoints on; in the job's process, after submitit has set it up.
+
+        submitit's own handler would queue the job again in the middle of a round, and it passes over SIGTERM. Here
+        both are a request to the driver, which saves first. Where several come, as in a preemption, the last counts.
+        """
+        import submitit
+
+        environment, stop = submitit.JobEnvironment(), Stop()
+        preempted = signal.Signals[f"SIG{environment.USR_SIG}"]
+        queue_again: Any = signal.getsignal(preempted)
+        for number in (signal.SIGINT, signal.SIGTERM, preempted):
+            signal.signal(number, stop.ask)
+        try:
+            try:
+                outcome = run_elsewhere(self._configs, self._data, self._around, say=_print)
+            except SystemExit:
+                if stop.signal == preempted or (stop.signal == signal.SIGTERM and not _is_ended(environment)):
+                    queue_again(preempted, None)
+                raise
+        except Exception as error:  # whatever a program does
+            traceback.print_exc()
+            outcome = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if isinstance(outcome, str):
+            _print(f"failed: {outcome}")
+        return outcome
+
+    def checkpoint(self) -> Any:
+        """What is to run when the job's turn comes again."""
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def run_as_jobs(
+    programs: Sequence[Sequence[Config]], data: Any, report: Report, **options: Any
+) -> Iterator[tuple[int, Outcome]]:
+    """Runs programs as jobs; they come as they end.
+
+    Args:
+      programs: the configs of each; their run directories lie in one folder, which all machines share.
+      data: as in `simulate`.
+      report: called with a program's number and a line of text when its job's state changes.
+      options: as `check_jobs` takes them.
+
+    Raises:
+      ConfigError: SLURM does not take the jobs.
+    """
+    folder = Path(str(programs[0][0].run.out)).parent / _FOLDER
+    executor, around = _executor(folder, options), surroundings(programs)
+    directories = [[Path(str(config.run.out)).name for config in configs] for configs in programs]
+    outlive = executor.cluster == "slurm"
+    at_work = _jobs_at_work(folder) if outlive else []
+    waiting, new = {}, []
+    for number, mine in enumerate(directories):
+        taken = [(job, theirs) for job, theirs in at_work if set(mine) & set(theirs)]
+        if not taken:
+            new.append(number)
+        elif taken[0][1] == mine:
+            waiting[number] = taken[0][0]
+        else:
+            ids = ", ".join(job.job_id for job, _ in taken)
+            yield number, f"job {ids} is at work on some of these runs: wait for its end, or cancel it"
+    waiting |= dict(zip(new, _submit(executor, [Job(programs[number], data, around) for number in new]), strict=True))
+    for number in new if outlive else ():
+        write_atomically(_record(folder, waiting[number].job_id), json.dumps(directories[number]))
+    states: dict[int, str] = {}
+    try:
+        for number, job in waiting.items():
+            report(number, f"{'handed over' if number in new else 'found'} as job {job.job_id}")
+        while waiting:
+            for number, job in list(waiting.items()):
+                if job.done():
+                    outcome = _outcome_of(waiting.pop(number))
+                    report(number, f"failed: {outcome}" if isinstance(outcome, str) else "done")
+                    yield number, outcome
+                elif (state := job.state) not in (states.get(number), "UNKNOWN"):
+                    states[number] = state
+                    report(number, f"job {job.job_id} is {state.lower()}")
+            time.sleep(_SECONDS_BETWEEN_LOOKS if waiting else 0)
+    finally:
+        if not outlive:
+            for job in waiting.values():
+                job.cancel()
+            for job in waiting.values():
+                job.wait()
+
+
+def check_jobs(options: Mapping[str, Any], out: str | os.PathLike[str] | None) -> None:
+    """Checks that programs can be handed to the cluster.
+
+    Args:
+      options: ``cluster`` (``slurm``, or ``local``: processes of this machine), ``max_num_timeout`` (how often a job
+        that has used up its time is queued again), and what submitit's ``AutoExecutor.update_parameters`` takes:
+        ``timeout_min``, ``cpus_per_task``, ``gpus_per_node``, ``mem_gb``, ``slurm_partition``, ...
+      out: the folder of the runs.
+
+    Raises:
+      ConfigError: submitit is not installed, there is no folder or no SLURM, or an option cannot be used.
+    """
+    try:
+        import submitit  # noqa: F401  # only whether it can be
+    except ImportError:
+        raise ConfigError("executor", "submitit", 'it needs submitit: pip install "fedjax_pfl[submitit]"') from None
+    if out is None:
+        raise ConfigError("executor", "submitit", "it needs out: a folder on a file system that all machines share")
+    with tempfile.TemporaryDirectory() as folder:
+        _executor(Path(folder), options)
+
+
+def _executor(folder: Path, options: Mapping[str, Any]) -> Any:
+    """submitit's executor under these options."""
+    import submitit
+
+    parameters: dict[str, Any] = _DEFAULTS | dict(options)
+    cluster, timeouts = parameters.pop("cluster"), parameters.pop("max_num_timeout")
+    if cluster not in _CLUSTERS:
+        raise ConfigError("executor.cluster", cluster, f"allowed: {', '.join(_CLUSTERS)}")
+    if not isinstance(timeouts, int) or timeouts < 0:
+        raise ConfigError("executor.max_num_timeout", timeouts, "a whole number, 0 or more")
+    for name, value in parameters.items():
+        if name.removeprefix("slurm_") in _PROCESSES:
+            raise ConfigError(f"executor.{name}", value, "leave it out: a program is one process")
+    if cluster == "slurm":
+        # Without it, some clusters would not let a job be queued again.
+        parameters["slurm_additional_parameters"] = {
+            "requeue": True,
+            **parameters.get("slurm_additional_parameters", {}),
+        }
+    limits = {f"{cluster}_max_num_timeout": timeouts, f"{cluster}_max_pickle_size_gb": math.inf}
+    try:
+        executor = submitit.AutoExecutor(folder, cluster=cluster, **limits)
+    except RuntimeError:
+        allowed = 'a machine that SLURM\'s srun is found on; cluster = "local" runs the jobs as processes of this one'
+        raise ConfigError("executor.cluster", cluster, allowed) from None
+    try:
+        executor.update_parameters(**parameters)
+    except (NameError, AssertionError, TypeError, ValueError) as error:
+        allowed = f"parameters of submitit's AutoExecutor: {str(error).splitlines()[0]}"
+        raise ConfigError("executor", dict(options), allowed) from None
+    return executor
+
+
+def _submit(executor: Any, jobs: list[Job]) -> list[Any]:
+    """Hands over jobs, as one array."""
+    import submitit
+
+    if not jobs:
+        return []
+    try:
+        return executor.submit_array(jobs)
+    except submitit.core.utils.FailedJobError as error:  # what sbatch says
+        allowed = f"parameters that the cluster takes: {' '.join(str(error).split())}"
+        raise ConfigError("executor", executor.parameters, allowed) from None
+
+
+def _outcome_of(job: Any) -> Outcome:
+    """What came out of a job that has ended."""
+    if job.exception() is None:
+        outcome: Outcome = job.result()
+        why = outcome
+    else:
+        said = (job.stdout() or "nothing").split("\n")
+        last = next((line for line in reversed(said) if line.strip()), "nothing")
+        why = f"the job ended without a result ({job.state}); the last that it said: {last}"
+    return f"{why} (log: {job.paths.stdout})" if isinstance(why, str) else why
+
+
+def _record(folder: Path, job_id: str) -> Path:
+    """The file that says which run directories a job works on."""
+    return folder / f"{job_id}_runs.json"
+
+
+def _jobs_at_work(folder: Path) -> list[tuple[Any, list[str]]]:
+    """Jobs of SLURM that an earlier call has left in the queue, each with its run directories."""
+    import submitit
+
+    found = []
+    for record in sorted(folder.glob(_record(folder, "*").name)):
+        job: Any = submitit.SlurmJob(folder=folder, job_id=record.name.removesuffix(_record(folder, "").name))
+        if not job.paths.result_pickle.exists() and _in_queue(job.job_id):
+            found.append((job, json.loads(record.read_text(encoding="utf-8"))))
+    return found
+
+
+def _is_ended(environment: Any) -> bool:
+    """Whether SLURM is already ending this job, by `scancel` say: queued again from here, it would come back."""
+    return environment.cluster == "slurm" and _in_queue(environment.job_id) != "RUNNING"
+
+
+def _in_queue(job_id: str) -> str:
+    """What SLURM's queue says of a job, such as ``PENDING`` or ``COMPLETING``; nothing of one that has ended."""
+    command = ["squeue", "--noheader", "--format=%T", f"--jobs={job_id}"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,115 @@
+"""The state that a run leaves, and the file that holds it: ``state.safetensors``, arrays by their place in the tree."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.build import DataShape
+from fedjax_pfl.method import State
+
+STATE = "state.safetensors"
+_ABOUT = "fedjax_pfl"
+
+
+class Kept(NamedTuple):
+    """A state that models can be made of again.
+
+    Attributes:
+      round: rounds done.
+      data: what the models were fitted to.
+      state: server and clients.
+    """
+
+    round: int
+    data: DataShape
+    state: State
+
+
+def named(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by their path, such as ``server/head/kernel``; of keys their data."""
+    return dict(zip(_names(tree), jax.tree.leaves(_without_keys(tree)), strict=True))
+
+
+def fitted(arrays: Mapping[str, Any], like: State, where: str) -> State:
+    """The state that these arrays make up.
+
+    Args:
+      arrays: its leaves, as `named` has them.
+      like: shapes and types of a state of the config.
+      where: what the arrays are from, for the message.
+
+    Raises:
+      ConfigError: they are not those of such a state.
+    """
+    wanted = dict(zip(_names(like), jax.tree.leaves(jax.eval_shape(_without_keys, like)), strict=True))
+    for name in [*wanted, *arrays]:
+        asked, found = _described(wanted.get(name)), _described(arrays.get(name))
+        if asked != found:
+            raise ConfigError("state", where, f"one that fits the config: {name} is {found} instead of {asked}")
+    leaves = [
+        jax.random.wrap_key_data(arrays[name]) if _is_key(leaf) else arrays[name]
+        for name, leaf in zip(wanted, jax.tree.leaves(like), strict=True)
+    ]
+    state: State = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return state
+
+
+def write_state(path: Path, kept: Kept) -> None:
+    """Writes a state, with its round and the shape of the data as metadata: the same file for the same state."""
+    about = {"round": kept.round, "data": kept.data._asdict()}
+    # Several entries would be written in any order.
+    write_arrays(path, named(kept.state), {_ABOUT: json.dumps(about)})
+
+
+def read_state(path: Path) -> tuple[int, DataShape, dict[str, np.ndarray]]:
+    """Rounds done, the shape of the data, and the arrays of a state by name.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            about, names = json.loads((file.metadata() or {})[_ABOUT]), file.keys()
+            shape = DataShape(**{**about["data"], "sample": tuple(about["data"]["sample"])})
+            return int(about["round"]), shape, {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("state", str(path), f"a state that a run has written ({error})") from None
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Any], about: dict[str, str] | None = None) -> None:
+    """Replaces a safetensors file at once: a reader never sees half of it.
+
+    Args:
+      path: the file; its folder is made.
+      arrays: by name.
+      about: metadata.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    # The format takes the memory of an array as it lies, in whatever order.
+    save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, partial, about)
+    partial.replace(path)
+
+
+def _names(tree: PyTree) -> list[str]:
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+def _without_keys(tree: PyTree) -> Any:
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, tree)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _described(leaf: Any) -> str:
+    return "missing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"

@@ -1,0 +1,55 @@
+"""Parts that are given to ``simulate`` from Python: they take the place of those that its config names."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fedjax_pfl.engine.metrics import Metric
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.registry import NAME, register_method, register_metric, register_model
+from fedjax_pfl.method import Method
+
+
+def with_parts(
+    config: Config,
+    *,
+    model: Any = None,
+    features: str | None = None,
+    method: Callable[..., Method] | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+) -> Config:
+    """The config with parts from Python in the place of those that it names; they are registered under their own names.
+
+    Args:
+      config: what is run otherwise.
+      model: what `register_model` takes.
+      features: likewise.
+      method: what `register_method` takes; hyperparameters have its defaults, unless the config names it already.
+      metrics: name -> what `register_metric` takes, on top of the config's.
+
+    Raises:
+      ConfigError: one of them cannot be used.
+    """
+    changes: dict[str, Any] = {}
+    if features is not None and model is None:
+        raise ConfigError("features", features, "nothing without model: it says where that classifier is cut")
+    if model is not None:
+        changes["model.name"] = _own_name(model)
+        register_model(changes["model.name"], features=features)(model)
+    if method is not None:
+        changes["method.name"] = _own_name(method)
+        register_method(changes["method.name"])(method)
+    if metrics:
+        for name, metric in metrics.items():
+            register_metric(name)(metric)
+        changes["run.metrics"] = list(dict.fromkeys([*config.run.metrics, *metrics]))
+    return config.replace(changes) if changes else config
+
+
+def _own_name(part: Any) -> str:
+    """What a part from Python is called: as in its source, or else ``own``."""
+    while isinstance(part, functools.partial):
+        part = part.func
+    name = getattr(part, "__name__", None) or type(part).__name__
+    return "own" if isinstance(part, tuple) or not NAME.fullmatch(name) else name

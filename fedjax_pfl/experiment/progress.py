@@ -1,0 +1,136 @@
+"""What a run says while it goes on: a bar on a terminal, one changing line in a notebook, lines of a log elsewhere."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.summary import Line
+
+# A log gets a line this often at most; a notebook's line changes this often.
+_SECONDS_PER_LINE = 5.0
+_SECONDS_PER_CHANGE = 0.2
+
+
+class Progress(NamedTuple):
+    """What is reported before compilation and after each block of rounds.
+
+    Attributes:
+      round: rounds done.
+      rounds: rounds in all.
+      loss: mean training loss of the last round's participants, mean over the runs of a program; NaN before the first.
+      last: the newest line of ``metrics.jsonl``, mean over the runs of a program; None before the first evaluation.
+      seconds_left: estimated time to the end; NaN before the first round.
+      memory: estimated bytes that the program will take.
+      runs: runs that go on together.
+    """
+
+    round: int
+    rounds: int
+    loss: float
+    last: Line | None
+    seconds_left: float
+    memory: int
+    runs: int = 1
+
+
+Report = Callable[[Progress], None]
+
+
+@contextmanager
+def reporting(config: Config, progress: Report | Literal["auto"] | None) -> Iterator[Report | None]:
+    """What a run is to call.
+
+    Args:
+      config: of the run.
+      progress: a function, which is called as it is; None for nothing; ``"auto"`` for a bar on a terminal, a line that
+        changes in a notebook, and nothing elsewhere.
+
+    Raises:
+      ConfigError: ``progress`` is none of these.
+    """
+    if progress is None or callable(progress):
+        yield progress
+    elif progress != "auto":
+        raise ConfigError("progress", progress, '"auto", None or a function of fedjax_pfl.experiment.progress.Progress')
+    elif in_notebook():
+        with _one_line(config) as report:
+            yield report
+    elif sys.stdout.isatty():
+        with _bar(config) as report:
+            yield report
+    else:
+        yield None
+
+
+def lines(config: Config) -> Report:
+    """A function that prints a line at the beginning, every few seconds, and at the end, as a log wants them."""
+    return _at_most_every(_SECONDS_PER_LINE, lambda now: print(_line(config, now), flush=True))
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+@contextmanager
+def _bar(config: Config) -> Iterator[Report]:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}")
+    with Bar(*columns) as bar:
+        task = bar.add_task(config.method["name"], total=config.training.rounds, numbers="")
+        yield lambda now: bar.update(task, completed=now.round, numbers=_numbers(now))
+
+
+@contextmanager
+def _one_line(config: Config) -> Iterator[Report]:
+    """Rich draws bars in a notebook by ipywidgets alone, which may not be there."""
+    longest = 0
+
+    def write(now: Progress) -> None:
+        nonlocal longest
+        line = _line(config, now)
+        longest = max(longest, len(line))
+        print(f"\r{line:{longest}}", end="", flush=True)
+
+    try:
+        yield _at_most_every(_SECONDS_PER_CHANGE, write)
+    finally:
+        if longest:
+            print()
+
+
+def _at_most_every(seconds: float, report: Report) -> Report:
+    """The same, but for reports that follow too soon on one that was let through; the last one always is."""
+    last = -math.inf
+
+    def sometimes(now: Progress) -> None:
+        nonlocal last
+        if now.round == now.rounds or time.perf_counter() - last >= seconds:
+            last = time.perf_counter()
+            report(now)
+
+    return sometimes
+
+
+def _line(config: Config, now: Progress) -> str:
+    if math.isnan(now.seconds_left):
+        return f"{config.method['name']} on {config.data.source}: {config.data.clients} clients; {_numbers(now)}"
+    return f"round {now.round}/{now.rounds}  {_numbers(now)}"
+
+
+def _numbers(now: Progress) -> str:
+    if math.isnan(now.seconds_left):
+        return f"about {now.memory / 1e9:.2g} GB of memory; compiling"
+    shown = f"loss {now.loss:.4f}"
+    if now.last is not None:
+        for point in ("pre", "post"):
+            shown += f"  {point} {100 * now.last[point]['accuracy']:.2f}%"
+    return f"{shown}  {now.seconds_left:.0f} s left"

@@ -1,0 +1,254 @@
+"""Parts that are not the package's: methods, models, data sources, partitions and metrics under names of their own.
+
+A decorator puts a part into the table that configs name. Other installed packages offer theirs as entry points, which
+are looked for when a config names something that no table has:
+
+    [project.entry-points."fedjax_pfl.methods"]
+    mine = "their_package.methods:mine"
+
+The groups are ``fedjax_pfl.methods``, ``.models``, ``.datasets``, ``.partitions`` and ``.metrics``.
+"""
+
+import functools
+import importlib.metadata
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.intake import as_dataset
+from fedjax_pfl.data.partition import PARTITIONS, Partition, check_rows
+from fedjax_pfl.data.sources import SOURCES
+from fedjax_pfl.engine.metrics import METRICS
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.summary import MEASURES
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.models import MODELS
+from fedjax_pfl.models.own import own_model
+
+Part = TypeVar("Part", bound=Callable[..., Any])
+
+
+class _Kind(NamedTuple):
+    """A table of parts.
+
+    Attributes:
+      table: name -> part.
+      built_in: the names that are the package's own, and stay what they are.
+      example: how such a part begins, for messages.
+      given: how many arguments it may be called with, before its options.
+    """
+
+    table: MutableMapping[str, Any]
+    built_in: frozenset[str]
+    example: str
+    given: tuple[int, ...]
+
+
+_KINDS = {
+    "method": _Kind(METHODS, frozenset(METHODS), "def mine(model, train, *, mu: float = 0.1) -> Method", (2,)),
+    "model": _Kind(MODELS, frozenset(MODELS), "def mine(*, hidden: int = 64, init: str) -> flax.linen.Module", (0,)),
+    "dataset": _Kind(SOURCES, frozenset(SOURCES), "def mine(argument) -> data, as simulate takes it", (1,)),
+    "partition": _Kind(
+        PARTITIONS, frozenset(PARTITIONS), "def mine(labels, clients, seed, size, *, share: float = 0.5) -> rows", (4,)
+    ),
+    "metric": _Kind(METRICS, frozenset(MEASURES), "def mine(logits, labels) -> a value for each sample", (2, 3)),
+}
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def register_method(name: str) -> Callable[[Part], Part]:
+    """Puts a method under a name that configs and the command line know.
+
+    ``@register_method("mine")`` stands above a factory ``(model, train, *, hyperparameters) -> Method``, with a third
+    argument ``combine`` where it averages parameters: see :class:`fedjax_pfl.method.Method`. The names, types and
+    defaults of its keyword-only arguments are its config table. Registering a name again replaces what it stood for.
+
+    Args:
+      name: letters, digits and underscores; none that the package has itself.
+
+    Raises:
+      ConfigError: no such name, or no such function.
+    """
+    return functools.partial(_register, "method", name)
+
+
+def register_model(name: str, *, features: str | None = None) -> Callable[[Part], Part]:
+    """Puts a model under a name that configs and the command line know.
+
+    Args:
+      name: as in `register_method`.
+      features: of a classifier, the layer after which it is cut into extractor and head; see
+        :func:`fedjax_pfl.models.own.own_model`, which says what may stand under the decorator.
+
+    Raises:
+      ConfigError: no such name, or nothing that can be a model.
+    """
+
+    def register(given: Part) -> Part:
+        _check_name("model", name)
+        _register("model", name, own_model(given, features=features))
+        return given
+
+    return register
+
+
+def register_dataset(name: str) -> Callable[[Part], Part]:
+    """Puts a data source under a name: ``data.source = "mine"`` or ``"mine:ARGUMENT"``.
+
+    ``@register_dataset("mine")`` stands above a function of the argument, a string that may be empty, which returns
+    data as :func:`fedjax_pfl.simulate` takes it. The first line of its docstring is what ``fedjax-pfl datasets`` says.
+
+    Args:
+      name: as in `register_method`.
+
+    Raises:
+      ConfigError: no such name, or no such function.
+    """
+
+    def register(given: Part) -> Part:
+        _check("dataset", name, given)
+
+        def load(argument: str) -> Dataset:
+            return as_dataset(given(argument), name=name)
+
+        SOURCES[name] = load, (inspect.getdoc(given) or "your own").splitlines()[0]
+        return given
+
+    return register
+
+
+def register_partition(name: str) -> Callable[[Part], Part]:
+    """Puts a partition under a name: ``data.partition = {kind = "mine", ...}``.
+
+    ``@register_partition("mine")`` stands above a function ``(labels, clients, seed, size, *, options) -> rows``: of
+    int labels [samples], the row numbers of each client, of whom each has two or more. ``size`` is the number of
+    samples that each client shall have, or None. The keyword-only arguments are its options in a config.
+
+    Args:
+      name: as in `register_method`.
+
+    Raises:
+      ConfigError: no such name, or no such function.
+    """
+
+    def register(given: Part) -> Part:
+        @functools.wraps(given)
+        def partition(labels: np.ndarray, clients: int, seed: int, size: int | None, **options: Any) -> Partition:
+            return _checked_rows(name, given(labels, clients, seed, size, **options), len(labels), clients)
+
+        _check("partition", name, given)
+        PARTITIONS[name] = partition
+        return given
+
+    return register
+
+
+def register_metric(name: str) -> Callable[[Part], Part]:
+    """Puts a measure of answers under a name: ``run.metrics = ["mine"]``.
+
+    ``@register_metric("mine")`` stands above a JAX function; see :mod:`fedjax_pfl.engine.metrics` for its two forms.
+
+    Args:
+      name: as in `register_method`; a metric is then called ``pre.mine``, ``post.mine``, ``global_mine``.
+
+    Raises:
+      ConfigError: no such name, or no such function.
+    """
+    return functools.partial(_register, "metric", name)
+
+
+@functools.cache
+def load_entry_points() -> None:
+    """Registers what other packages offer, once in a process.
+
+    Raises:
+      ConfigError: a package's part cannot be imported, or is none.
+    """
+    decorators: dict[str, Callable[[str], Callable[[Any], Any]]] = {
+        "methods": register_method,
+        "models": register_model,
+        "datasets": register_dataset,
+        "partitions": register_partition,
+        "metrics": register_metric,
+    }
+    for group, decorator in decorators.items():
+        for point in importlib.metadata.entry_points(group=f"fedjax_pfl.{group}"):
+            try:
+                part = point.load()
+            except Exception as error:  # whatever a module does when it is imported
+                why = f"something that can be imported, or an absent package ({type(error).__name__}: {error})"
+                raise ConfigError(f"entry point fedjax_pfl.{group}", point.value, why) from error
+            decorator(point.name)(part)
+
+
+def own_parts(names: Mapping[str, Iterable[str]]) -> dict[str, dict[str, Any]]:
+    """Those of the parts of these names that are not the package's.
+
+    Args:
+      names: kind -> names.
+    """
+    return {
+        kind: {name: _KINDS[kind].table[name] for name in of_kind if name not in _KINDS[kind].built_in}
+        for kind, of_kind in names.items()
+    }
+
+
+def add_parts(parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Registers what `own_parts` has given in another process."""
+    for kind, own in parts.items():
+        _KINDS[kind].table.update(own)
+
+
+def _register(kind: str, name: str, part: Part) -> Part:
+    _check(kind, name, part)
+    _KINDS[kind].table[name] = part
+    return part
+
+
+def _check(kind: str, name: str, part: Any) -> None:
+    """Checks name and signature of a part."""
+    _check_name(kind, name)
+    field, example, given = f"register_{kind}", _KINDS[kind].example, _KINDS[kind].given
+    if not callable(part):
+        raise ConfigError(field, part, f"a function: {example}")
+    try:
+        parameters = inspect.signature(part).parameters.values()
+        hints = typing.get_type_hints(part)
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(field, name, f"a function whose signature can be read: {error}") from None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    fits = any(len(required) <= number <= len(positional) for number in given)
+    if not fits or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        raise ConfigError(field, name, f"it has other arguments than {example}")
+    untyped = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in hints]
+    if untyped:
+        raise ConfigError(field, name, f"the option {untyped[0]} needs a type, such as {untyped[0]}: float = 0.1")
+
+
+def _check_name(kind: str, name: Any) -> None:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ConfigError(f"register_{kind}", name, "a name of letters, digits and underscores")
+    if name in _KINDS[kind].built_in:
+        raise ConfigError(f"register_{kind}", name, f"another name: the package's own {kind} is called so")
+
+
+def _checked_rows(name: str, given: Any, samples: int, clients: int) -> Partition:
+    """What an own partition returns, with its rows in ascending order."""
+    if isinstance(given, Partition):
+        return given
+    field = "data.partition.kind"
+    if not isinstance(given, Sequence | np.ndarray) or len(given) != clients:
+        found = f"{len(given)} lists" if hasattr(given, "__len__") else type(given).__name__
+        raise ConfigError(field, name, f"it must return a list of rows for each of the {clients} clients, not {found}")
+    parts = [np.asarray(rows) for rows in given]
+    for client, rows in enumerate(parts):
+        if rows.ndim != 1 or rows.dtype.kind not in "iu":
+            raise ConfigError(field, name, f"client {client} needs row numbers [n], not {rows.dtype} {rows.shape}")
+    check_rows(parts, samples, clients, field, name)
+    return Partition([np.sort(rows).astype(np.int64) for rows in parts], ())

@@ -1,0 +1,266 @@
+"""What a run leaves: its numbers, its models, and what can be asked of them afterwards."""
+
+import os
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from jaxtyping import Float, Int, PyTree
+
+from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.intake import as_dataset
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment import headline
+from fedjax_pfl.experiment.build import deal, make_engine, prepare
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.frames import frame
+from fedjax_pfl.experiment.html import result_html
+from fedjax_pfl.experiment.kept import STATE, Kept, fitted, named, read_state, write_arrays
+from fedjax_pfl.experiment.record import RunDirectory, read_run
+from fedjax_pfl.experiment.summary import first_reached
+from fedjax_pfl.experiment.trained import Trained, TrainedModel, state_like
+from fedjax_pfl.method import State
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves.
+
+    Attributes:
+      summary: the content of ``summary.json``.
+      history: metric -> array over evaluated rounds, e.g. ``history["pre.accuracy"]``; ``history["round"]`` says which.
+      clients: column -> array [N], as in ``clients.csv``.
+      labels: column -> array, as in ``labels.csv``: a row per client and label that it is scored on.
+      partition: the content of ``partition.json``.
+      exported: column -> array, as in ``export.npz``: what ``run.export`` asks for; nothing unless it does.
+      kept: the state that models are made of, and its round: the last one's, or, with ``run.keep = "best"``, the best
+        one's; None where a run directory has none.
+      config: the resolved config.
+      client_history: column -> array, as in ``client_history.csv``: a row per evaluated round and client, with the
+        scores of ``clients``; nothing unless ``run.client_history`` asks for it.
+      data: what `simulate` was given instead of ``data.source``; None for nothing.
+    """
+
+    summary: dict[str, Any]
+    history: dict[str, np.ndarray]
+    clients: dict[str, np.ndarray]
+    labels: dict[str, np.ndarray]
+    partition: dict[str, Any]
+    exported: dict[str, np.ndarray]
+    kept: Kept | None
+    config: Config
+    client_history: dict[str, np.ndarray]
+    data: Any = None
+
+    def __repr__(self) -> str:
+        return headline.run_in_short(self.summary)
+
+    def _repr_html_(self) -> str:
+        said = [*headline.remarks(self.summary), *headline.caption(self.summary).split("\n")]
+        title, table = headline.title(self.summary), headline.table(self.summary)
+        return result_html(title, table, self.history, said, self.partition, self.config._repr_html_())
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """``history`` as a pandas frame: a row per evaluated round, ``round`` and the metrics as columns.
+
+        Raises:
+          ConfigError: pandas is not installed.
+        """
+        return frame(self.history)
+
+    def clients_frame(self, *, history: bool = False) -> "pandas.DataFrame":
+        """The clients as a pandas frame: a row per client, or per evaluated round and client.
+
+        Args:
+          history: whether of all evaluated rounds, with ``round`` as a column, as ``client_history`` has them; and not
+            of the last one alone, as ``clients`` has it.
+
+        Raises:
+          ConfigError: the run kept no history of its clients, or pandas is not installed.
+        """
+        if history and not self.client_history:
+            raise ConfigError("history", True, "false, unless the config has run.client_history = true")
+        return frame(self.client_history if history else self.clients)
+
+    def rounds_to(self, target: float, metric: str = "global") -> int | None:
+        """The first evaluated round after which a metric is the target or more; see `first_reached`.
+
+        Args:
+          target: in the metric's own unit: 0.66 for an accuracy of 66 %.
+          metric: a name in ``history``; by default the accuracy of the global model.
+
+        Returns:
+          The number of rounds; None where the target is never reached, or there is no global model to reach it.
+
+        Raises:
+          ValueError: ``history`` has no such metric.
+        """
+        if metric not in self.history:
+            raise ValueError(f"no metric {metric!r} in the history; there are {', '.join(self.history)}")
+        at = first_reached(self.history[metric], target)
+        return None if at is None else int(self.history["round"][at])
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], data: Any = None) -> "Result":
+        """What a run has left in its directory, to be asked as though it had just ended.
+
+        Args:
+          directory: ``run.out`` of a complete run, or a run of a sweep or comparison.
+          data: as `simulate` was given it, for a run on data from Python. The models of most methods are made without;
+            those that are fine-tuned, mixed or calibrated with samples take the data of the run.
+
+        Raises:
+          ConfigError: no complete run lies there, a file of it is damaged, its method, model or partition is not
+            registered in this process, or its state is none of this config.
+        """
+        folder = Path(directory)
+        config, read = read_run(folder)
+        prepare(config.run)
+        kept = None
+        if (folder / STATE).exists():
+            round, shape, arrays = read_state(folder / STATE)
+            kept = Kept(round, shape, fitted(arrays, state_like(make_engine(config, shape)), str(folder / STATE)))
+        return cls(**read, kept=kept, config=config, data=data)
+
+    def save(self, directory: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Writes a run directory that `load` reads, of a run that had none.
+
+        Args:
+          directory: where; it may exist if it is empty.
+          overwrite: replace what an earlier run left there.
+
+        Raises:
+          ConfigError: the directory holds something, or cannot be written; the data of the run, whose rows are
+            written, is not there.
+        """
+        record = RunDirectory(directory, overwrite=overwrite)
+        record.begin(self.config.to_toml(), self.partition, deal(self.config, self._dataset())[0])
+        of_rounds = self.client_history.get("round", np.zeros(0, int))
+        for at, round in enumerate(self.history["round"].tolist()):
+            line = {name: column[at].item() for name, column in self.history.items()}
+            rows = {name: column[of_rounds == round] for name, column in self.client_history.items()}
+            record.append(unflatten_dict(line, sep="."), rows)
+        record.finish(self.clients, self.labels, self.exported, self.summary, self.kept)
+
+    @property
+    def state(self) -> State:
+        """The state of server and clients that models are made of, as NumPy arrays.
+
+        Raises:
+          ConfigError: the run directory holds none.
+        """
+        return self._found.state
+
+    def at(self, round: int, state: State) -> "Result":
+        """This result with the models of another round; its numbers stay.
+
+        Args:
+          round: rounds done.
+          state: what they left.
+        """
+        return replace(self, kept=self._found._replace(round=round, state=state))
+
+    def params(self, client: int | None = None) -> PyTree:
+        """The parameters of a model, as NumPy arrays: ``{"extractor": ..., "head": ...}``, and what a method adds.
+
+        Args:
+          client: whose model, the one that PRE scores: after aggregation, personalisation and calibration; None for the
+            global model.
+
+        Raises:
+          ConfigError: there is no such client or global model, the global model is more than an extractor with a head,
+            the state was not kept, or the data of the run is needed and is not there.
+        """
+        return self._trained.params_of_all() if client is None else self._trained.of_client(client).params
+
+    def predict(self, x: np.ndarray, client: int | None = None) -> Int[np.ndarray, " n"]:
+        """The class that a model gives to each sample; -1 where it has diverged and gives no answer.
+
+        Args:
+          x: samples as the data of the run, [n, ...], of its shape and dtype.
+          client: as in `params`.
+
+        Raises:
+          ConfigError: x has another shape or dtype; as in `params`.
+        """
+        return self._model(client).predict(x)
+
+    def predict_proba(self, x: np.ndarray, client: int | None = None) -> Float[np.ndarray, "n classes"]:
+        """The softmax of a model's logits, float32; NaN where it has diverged. Arguments and errors as in `predict`."""
+        return self._model(client).predict_proba(x)
+
+    def adapt(self, x: np.ndarray, y: np.ndarray, epochs: int = 5, *, client: int | None = None) -> TrainedModel:
+        """The model of a client that never took part: local training from the shared model, of which nobody hears.
+
+        It is what POST scores of a client of ``data.new_clients``: one call of the method's local work, from the state
+        that every client starts with and what the server sends now, at the learning rate of the round to come.
+
+        Args:
+          x: its samples, [n, ...], of the shape and dtype of the run's data.
+          y: their labels, whole numbers [n].
+          epochs: passes over them, in the place of ``training.epochs``.
+          client: the number that it goes by, on which, with ``run.seed``, the order of its batches depends; by default
+            the next after those of the run.
+
+        Returns:
+          The model, with ``predict(x)``, ``predict_proba(x)`` and ``params``.
+
+        Raises:
+          ConfigError: x or y do not fit, the state was not kept, or the method cannot: its server computes a message
+            for each client that it knows, or clients select on validation samples.
+        """
+        return self._trained.of_newcomer(x, y, epochs, client)
+
+    def save_params(self, path: str | os.PathLike[str], client: int | None = None, *, overwrite: bool = False) -> None:
+        """Writes a model's parameters as a safetensors file, with names such as ``extractor/hidden_layer/kernel``.
+
+        ``unflatten_dict(safetensors.numpy.load_file(path), sep="/")`` (of ``flax.traverse_util``) has them back.
+
+        Args:
+          path: the file.
+          client: as in `params`.
+          overwrite: replace a file that exists.
+
+        Raises:
+          ConfigError: the file exists, or cannot be written; as in `params`.
+        """
+        if Path(path).exists() and not overwrite:
+            raise ConfigError("path", str(path), "it exists; name another file, or replace it: overwrite=True")
+        try:
+            write_arrays(Path(path), named(self.params(client)))
+        except OSError as error:
+            raise ConfigError("path", str(path), f"a file that can be written ({error.strerror})") from None
+
+    @property
+    def _found(self) -> Kept:
+        if self.kept is None:
+            allowed = 'kept: run it again, with run.keep = "final" or "best"'
+            raise ConfigError("state", None, allowed)
+        return self.kept
+
+    @cached_property
+    def _trained(self) -> Trained:
+        return Trained(self.config, self._found, self.partition, self._dataset)
+
+    def _model(self, client: int | None) -> TrainedModel:
+        return self._trained.of_all() if client is None else self._trained.of_client(client)
+
+    def _dataset(self) -> Dataset:
+        """The data of the run, read again."""
+        if self.data is not None:
+            return as_dataset(self.data)
+        if self.config.data.source == "arrays":
+            allowed = "the data that simulate was given: Result.load(directory, data=...)"
+            raise ConfigError("data", None, allowed)
+        return load(self.config.data.source)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is compiled, which no pickle can hold."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,0 +1,467 @@
+"""``tune(config, space)``: a search for hyperparameters by Optuna, whose trials go in batches as rows of one program.
+
+Trials that differ in numbers that no shape depends on share a program, and every batch has the same one. They are
+judged on validation samples alone, and one that falls behind is stopped between two blocks of rounds.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+
+from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.intake import as_dataset
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
+from fedjax_pfl.experiment.callbacks import Callback, Running
+from fedjax_pfl.experiment.config import Config, load_config, read_toml
+from fedjax_pfl.experiment.driver import drive
+from fedjax_pfl.experiment.programs import alike
+from fedjax_pfl.experiment.progress import Progress
+from fedjax_pfl.experiment.resume import RunPlace
+from fedjax_pfl.experiment.summary import Line, flat
+from fedjax_pfl.experiment.sweep import check_point
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution
+
+# What trials can be judged by: the larger the better, or the smaller.
+_DIRECTIONS: dict[str, Literal["maximize", "minimize"]] = {
+    **dict.fromkeys(("accuracy", "weighted", "worst_10_percent", "macro_f1", "macro_f1_union", "i_local"), "maximize"),
+    "loss": "minimize",
+}
+# Trials side by side, at least: few enough for a sampler to learn from what has come out.
+_BATCH = 8
+# What the config of a trial leaves out: it is not recorded anywhere but in the study.
+_NOT_RECORDED: dict[str, Any] = {
+    "run.out": None,
+    "run.keep": "none",
+    "run.tensorboard": False,
+    "run.checkpoint_every": 0,
+    "run.export": [],
+    "run.export_clients": None,
+    "run.client_history": False,
+}
+# The user attribute of a study that says what it searches.
+_SEARCH = "search"
+_SECONDS_PER_LINE = 5.0
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A real number from low to high."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class LogUniform:
+    """A real number from low to high, both above 0, whose logarithm is uniform: for learning rates."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class IntUniform:
+    """A whole number from low to high, both of them included."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of some values: numbers, strings, true or false, or None."""
+
+    values: Sequence[Any]
+
+
+Space = Mapping[str, Uniform | LogUniform | IntUniform | Choice]
+"""Dotted field -> what its values are drawn from."""
+
+
+def tune(
+    config: Config,
+    space: Space,
+    *,
+    n_trials: int = 50,
+    batch: int | None = None,
+    seed: int = 0,
+    metric: str = "accuracy",
+    point: str | None = None,
+    storage: Any = None,
+    study_name: str = "tune",
+    pruner: "optuna.pruners.BasePruner | None" = None,
+    sampler: "optuna.samplers.BaseSampler | None" = None,
+    data: Any = None,
+    progress: Callable[[str], None] | None = None,
+) -> "optuna.Study":
+    """Searches for the hyperparameters that fare best on validation samples.
+
+    ``simulate(config.replace(study.best_params))`` runs the best of them; its value, ``study.best_value``, is the
+    metric after the last round. Test samples are never looked at. All trials have the seed of the config, and so the
+    same partition, initial model and order of batches.
+
+    A trial whose model answers with what is no number is stopped there and counts as pruned; its user attribute
+    ``diverged_round`` says when. Nothing is written but to the storage.
+
+    Args:
+      config: what all trials share. ``data.validation_share`` must be above 0; in the run of the best one, too,
+        training samples are the fewer for it.
+      space: dotted field -> what its values are drawn from, e.g. ``{"training.lr": LogUniform(1e-3, 0.3),
+        "method.mu": Uniform(0, 1), "training.batch_size": Choice([10, 50])}``. Real-valued hyperparameters are inputs
+        of a program; each value of another field has a program of its own.
+      n_trials: that the study is to have in the end: complete, or pruned.
+      batch: trials that go together, as rows of a program. The smallest multiple of the number of devices that is 8 or
+        more unless given: one of a larger batch knows less of the others.
+      seed: of the sampler.
+      metric: ``accuracy``, ``weighted``, ``worst_10_percent``, ``macro_f1``, ``macro_f1_union``, ``i_local`` or
+        ``loss``, which is to be small.
+      point: ``pre`` or ``post``, where they are judged; the method's headline unless given.
+      storage: where the study is kept, such as ``sqlite:///study.db``, or a storage of Optuna's. A second call goes on
+        with it until there are ``n_trials``; a trial that was running when its process died has failed, and does not
+        count, so that only one process may work on a study. In memory unless given.
+      study_name: what the study is called in the storage.
+      pruner: says after each evaluation (``run.eval_every``) which trials are not worth going on; Optuna's
+        ``MedianPruner`` unless given, and ``NopPruner()`` stops none.
+      sampler: chooses the trials; Optuna's ``TPESampler``, with a seed of its own for each batch, unless given.
+      data: as in `simulate`.
+      progress: called with a line of text when a batch starts, every few seconds, and when it ends.
+
+    Returns:
+      The study, to be asked for ``best_params``, ``best_value``, ``trials_dataframe()`` ...
+
+    Raises:
+      ConfigError: Optuna is not installed, config, space and data do not fit together, or the storage holds another
+        study under this name; raised before anything is compiled.
+    """
+    distributions = _distributions(space)
+    if metric not in _DIRECTIONS:
+        raise ConfigError("metric", metric, f"one of {', '.join(_DIRECTIONS)}")
+    if point is not None:
+        check_point(point)
+    for name, number in (("n_trials", n_trials), ("batch", 1 if batch is None else batch)):
+        if type(number) is not int or number < 1:
+            raise ConfigError(name, number, "a whole number, 1 or more")
+    if config.data.validation_share == 0:
+        raise ConfigError("data.validation_share", 0.0, "above 0, such as 0.2: trials are judged on validation samples")
+    config = config.replace(_NOT_RECORDED)
+    prepare(config.run)
+    if jax.process_count() > 1:
+        raise ConfigError("tune", f"{jax.process_count()} processes", "one process with devices of its own")
+    dataset = load(config.data.source) if data is None else as_dataset(data)
+    _check(config, space, dataset)
+    study = _study(storage, study_name, pruner, sampler, _DIRECTIONS[metric])
+    _go_on(study, config, distributions, [metric, point])
+    devices = jax.local_device_count()
+    left = n_trials - _finished(study)
+    batch = min(batch or math.ceil(_BATCH / devices) * devices, max(left, 1))
+    while left > 0:
+        if sampler is None:
+            study.sampler = _sampler(seed, n_trials - left)
+        with _asked(study, distributions, min(batch, left)) as trials:
+            said = _reporter(progress, f"{len(trials)} trials after {n_trials - left} of {n_trials}")
+            for group in _groups(config, trials):
+                _run(study, group, dataset, metric, point, batch, said)
+        left = n_trials - _finished(study)
+        if progress:
+            progress(f"{n_trials - left} of {n_trials} trials: {in_short(study)}")
+    return study
+
+
+def in_short(study: "optuna.Study") -> str:
+    """How many trials were pruned, and the best value with its fields as overrides of a config."""
+    from optuna.trial import TrialState
+
+    pruned = len(study.get_trials(deepcopy=False, states=(TrialState.PRUNED,)))
+    if not study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        return f"{pruned} pruned, none complete"
+    fields = " ".join(f"{field}={json.dumps(value)}" for field, value in study.best_params.items())
+    return f"{pruned} pruned, best {study.best_value:.4f}: {fields}"
+
+
+def load_tune(path: str | os.PathLike[str]) -> tuple[Config, dict[str, Any]]:
+    """Reads a file of a search: ``config``, a path beside it; ``overrides``; and the table ``space``.
+
+    A field of ``space`` has a list of values, or ``{low = 1e-3, high = 0.3}``, with ``log = true`` or ``int = true``
+    where it is wanted.
+
+    Returns:
+      Config and space, as `tune` takes them.
+
+    Raises:
+      ConfigError: the file is missing or no TOML, or what it says cannot be used.
+    """
+    tables = read_toml(path, "tune file")
+    unknown = sorted(tables.keys() - {"config", "overrides", "space"})
+    if unknown or [type(tables.get(key)) for key in ("config", "space")] != [str, dict]:
+        allowed = f"config (a path), [space]; optional: overrides; it has {', '.join(unknown or tables)}"
+        raise ConfigError("tune file", str(path), allowed)
+    config = load_config(Path(path).parent / tables["config"], tables.get("overrides", []))
+    return config, dict(_fields(tables["space"]))
+
+
+class _Watch(Callback):
+    """Reports trials to their study while they run, and stops those that are not worth going on."""
+
+    def __init__(self, trials: Sequence["optuna.Trial"], metric: str, point: str | None):
+        self._trials, self._metric, self._point = trials, metric, point
+        self._of: dict[Running, optuna.Trial] = {}
+
+    def on_start(self, run: Running) -> None:
+        """Runs come in the order of their trials."""
+        self._of[run] = self._trials[len(self._of)]
+
+    def on_evaluate(self, run: Running, line: Line) -> None:
+        """Reports the value."""
+        trial, scores = self._of[run], line[self._table(run)]
+        if not math.isfinite(scores["loss"]):
+            trial.set_user_attr("diverged_round", line["round"])
+            run.stop("it diverged")
+            return
+        trial.report(scores[self._metric], line["round"])
+        if line["round"] < run.config.training.rounds and trial.should_prune():
+            run.stop("it was pruned")
+
+    def tell(self, study: "optuna.Study") -> None:
+        """Tells the study how the trials have ended."""
+        from optuna.trial import TrialState
+
+        for run, trial in self._of.items():
+            if run.stopped:
+                study.tell(trial, state=TrialState.PRUNED)
+            else:
+                study.tell(trial, run.lines[-1][self._table(run)][self._metric])
+
+    def _table(self, run: Running) -> str:
+        """The scores of a line that are of validation samples."""
+        point = self._point or run.headline
+        return point if run.config.data.evaluate_on == "validation" else f"validation_{point}"
+
+
+def _run(
+    study: "optuna.Study",
+    group: Sequence[tuple[Config, "optuna.Trial"]],
+    dataset: Dataset,
+    metric: str,
+    point: str | None,
+    batch: int,
+    report: Callable[[Progress], None] | None,
+) -> None:
+    """Runs trials that are alike, and tells the study what came out."""
+    configs, trials = zip(*group, strict=True)
+    watch = _Watch(trials, metric, point)
+    # A trial without its like spreads its clients over the devices instead.
+    room, places = batch if len(trials) > 1 else None, [RunPlace(config) for config in configs]
+    drive(configs, dataset, places, began=time.perf_counter(), progress=report, callbacks=[watch], room=room)
+    watch.tell(study)
+
+
+@contextmanager
+def _asked(
+    study: "optuna.Study", distributions: Mapping[str, "BaseDistribution"], number: int
+) -> Iterator[list["optuna.Trial"]]:
+    """New trials; those that the study is not told of have failed."""
+    from optuna.trial import TrialState
+
+    trials: list[optuna.Trial] = []
+    try:
+        for _ in range(number):
+            trials.append(study.ask(dict(distributions)))
+        yield trials
+    finally:
+        states = {trial.number: trial.state for trial in study.get_trials(deepcopy=False)}
+        for trial in trials:
+            if states[trial.number] == TrialState.RUNNING:
+                study.tell(trial, state=TrialState.FAIL)
+
+
+def _groups(config: Config, trials: Sequence["optuna.Trial"]) -> list[list[tuple[Config, "optuna.Trial"]]]:
+    """The trials and their configs, those together that share a program."""
+    groups: dict[str, list[tuple[Config, optuna.Trial]]] = {}
+    for trial in trials:
+        own = config.replace(trial.params)
+        groups.setdefault(alike(own), []).append((own, trial))
+    return list(groups.values())
+
+
+def _reporter(progress: Callable[[str], None] | None, trials: str) -> Callable[[Progress], None] | None:
+    """What a program is to call."""
+    if progress is None:
+        return None
+    say, last = progress, time.perf_counter()
+
+    def report(now: Progress) -> None:
+        nonlocal last
+        if now.round == 0:
+            say(f"{trials}: about {now.memory / 1e9:.2g} GB of memory")
+        elif time.perf_counter() - last > _SECONDS_PER_LINE:
+            last = time.perf_counter()
+            say(f"{trials}: round {now.round}/{now.rounds}, loss {now.loss:.4f}")
+
+    return report
+
+
+def _distributions(space: Space) -> dict[str, "BaseDistribution"]:
+    """The space as Optuna has it."""
+    try:
+        from optuna import distributions
+    except ImportError:
+        raise ConfigError("tune", "optuna", 'an installed package: pip install "fedjax_pfl[tune]"') from None
+    if not isinstance(space, Mapping) or not space:
+        allowed = 'one field or more, each with what it is drawn from, e.g. {"training.lr": LogUniform(1e-3, 0.3)}'
+        raise ConfigError("space", space, allowed)
+    found: dict[str, BaseDistribution] = {}
+    for field, given in space.items():
+        name = f"space.{field}"
+        if not isinstance(field, str) or "." not in field:
+            raise ConfigError(name, given, "a dotted field such as training.lr")
+        if field.startswith(("run.", "data.")):
+            raise ConfigError(name, given, "another field: run and data, and so the partition, are those of all trials")
+        if isinstance(given, Choice):
+            _check_values(name, given.values)
+            found[field] = distributions.CategoricalDistribution(list(given.values))
+            continue
+        if not isinstance(given, Uniform | LogUniform | IntUniform):
+            raise ConfigError(name, given, "Uniform, LogUniform or IntUniform, with low and high, or Choice of a list")
+        whole, log = isinstance(given, IntUniform), isinstance(given, LogUniform)
+        kinds = int if whole else (int, float)
+        numbers = all(isinstance(end, kinds) and not isinstance(end, bool) for end in (given.low, given.high))
+        if not numbers or not -math.inf < given.low < given.high < math.inf or (log and given.low <= 0):
+            allowed = f"{'whole' if whole else 'finite'} numbers, low below high{', both above 0' if log else ''}"
+            raise ConfigError(name, given, allowed)
+        found[field] = (
+            distributions.IntDistribution(int(given.low), int(given.high))
+            if whole
+            else distributions.FloatDistribution(float(given.low), float(given.high), log=log)
+        )
+    return found
+
+
+def _check_values(name: str, values: Any) -> None:
+    """Checks what can be chosen from."""
+    listed = isinstance(values, Sequence) and not isinstance(values, str)
+    if not listed or not values or any(value in values[:at] for at, value in enumerate(values)):
+        raise ConfigError(name, values, "a list of one value or more, each of them once")
+    if not all(value is None or isinstance(value, bool | int | float | str) for value in values):
+        raise ConfigError(name, values, "numbers, strings, true or false, or None: what a study can store")
+
+
+def _check(config: Config, space: Space, dataset: Dataset) -> None:
+    """Tries the ends of each range and all choices, each with the first of the others.
+
+    Raises:
+      ConfigError: a config has no such field or value, or method, model and data do not fit together.
+    """
+    values: dict[str, list[Any]] = {}
+    for field, given in space.items():
+        if isinstance(given, Choice):
+            values[field] = list(given.values)
+        else:
+            values[field] = [end if isinstance(given, IntUniform) else float(end) for end in (given.low, given.high)]
+    first = {field: found[0] for field, found in values.items()}
+    tried = [config.replace({**first, field: value}) for field, found in values.items() for value in found]
+    for own in {alike(own): own for own in tried}.values():
+        make_engine(own, shape_of(dataset))
+
+
+def _study(
+    storage: Any, name: str, pruner: Any, sampler: Any, direction: Literal["maximize", "minimize"]
+) -> "optuna.Study":
+    """The study of this name: a new one, or the one that the storage holds."""
+    import optuna
+    from sqlalchemy.exc import SQLAlchemyError
+
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # that there is a study now is what was asked for
+    try:
+        return optuna.create_study(
+            storage=storage, study_name=name, pruner=pruner, sampler=sampler, direction=direction, load_if_exists=True
+        )
+    except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError("storage", storage, f"such as sqlite:///study.db ({first_line})") from None
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+def _go_on(
+    study: "optuna.Study", config: Config, distributions: Mapping[str, "BaseDistribution"], judged_by: list[str | None]
+) -> None:
+    """Checks that a study is of this search, or notes what it is of; trials whose process died have failed.
+
+    Raises:
+      ConfigError: it is of another search; all that differs is named.
+    """
+    from optuna.distributions import distribution_to_json
+    from optuna.trial import TrialState
+
+    shared = flat(config.model_dump(mode="json"))
+    shared = {field: value for field, value in shared.items() if field == "run.seed" or not field.startswith("run.")}
+    of = {
+        **{f"config.{field}": json.dumps(value) for field, value in shared.items()},
+        **{f"space.{field}": distribution_to_json(found) for field, found in distributions.items()},
+        "metric, point": json.dumps(judged_by),
+    }
+    known = study.user_attrs.get(_SEARCH)
+    if known is None:
+        if any(trial.state != TrialState.WAITING for trial in study.trials):
+            allowed = "another name: the study of this name in the storage is none of tune's"
+            raise ConfigError("study_name", study.study_name, allowed)
+        study.set_user_attr(_SEARCH, of)
+    elif differing := [name for name in sorted(known.keys() | of.keys()) if known.get(name) != of.get(name)]:
+        given, wanted = (", ".join(f"{name}={found.get(name)}" for name in differing) for found in (of, known))
+        allowed = f"what the study in the storage was begun with: {wanted}; or another study_name"
+        raise ConfigError(f"study {study.study_name}", given, allowed)
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        study.tell(trial.number, state=TrialState.FAIL)
+
+
+def _finished(study: "optuna.Study") -> int:
+    """How many of its trials are complete or pruned."""
+    from optuna.trial import TrialState
+
+    return len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
+
+
+def _sampler(seed: int, done: int) -> "optuna.samplers.TPESampler":
+    """The sampler of the batch that comes after so many finished trials.
+
+    With a seed of its own, so that a study that goes on does not draw again what it has drawn at its beginning.
+    """
+    from optuna.samplers import TPESampler
+
+    return TPESampler(seed=int(np.random.SeedSequence([seed, done]).generate_state(1)[0]))
+
+
+def _fields(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a space in a file, with dotted names."""
+    for key, given in tables.items():
+        field = prefix + key
+        if isinstance(given, list):
+            yield field, Choice(given)
+        elif not isinstance(given, Mapping):
+            raise ConfigError(f"space.{field}", given, "a list of values, or {low = ..., high = ...}")
+        elif "low" not in given and "high" not in given:
+            yield from _fields(given, f"{field}.")
+        else:
+            kind = {name: given.get(name, False) for name in ("log", "int")}
+            allowed = "low and high, and, where it is wanted, one of log = true and int = true"
+            if given.keys() - {"low", "high", "log", "int"} or {"low", "high"} - given.keys():
+                raise ConfigError(f"space.{field}", given, allowed)
+            if not all(isinstance(flag, bool) for flag in kind.values()) or all(kind.values()):
+                raise ConfigError(f"space.{field}", given, allowed)
+            drawn = LogUniform if kind["log"] else IntUniform if kind["int"] else Uniform
+            yield field, drawn(given["low"], given["high"])

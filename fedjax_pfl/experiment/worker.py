@@ -1,0 +1,111 @@
+"""A program of several runs, in whatever process an executor has put it."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.intake import as_dataset
+from fedjax_pfl.data.sources import SOURCES, load
+from fedjax_pfl.engine.metrics import METRICS
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.build import prepare
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.driver import Progress, drive
+from fedjax_pfl.experiment.registry import add_parts, own_parts
+from fedjax_pfl.experiment.resume import RunPlace
+
+
+class Finished(NamedTuple):
+    """What is kept of a run among many: a `Result` without its state.
+
+    Attributes:
+      summary: the content of ``summary.json``.
+      history: metric -> array over evaluated rounds.
+      clients: column -> array [N].
+    """
+
+    summary: dict[str, Any]
+    history: dict[str, np.ndarray]
+    clients: dict[str, np.ndarray]
+
+
+# The runs of a program, or why it failed.
+Outcome = list[Finished] | str
+Report = Callable[[int, str], None]
+"""Program, line of text -> None."""
+
+# A line about a program that goes on comes this often.
+_SECONDS_PER_LINE = 5.0
+
+
+class Surroundings(NamedTuple):
+    """What another process needs to know to run a program as this one would.
+
+    Attributes:
+      settings: of JAX, ``jax.config``.
+      parts: methods, models, ... that its configs name and that are not the package's.
+    """
+
+    settings: dict[str, Any]
+    parts: dict[str, dict[str, Any]]
+
+
+def surroundings(programs: Sequence[Sequence[Config]]) -> Surroundings:
+    """Those of this process, for these programs."""
+    configs = [config for configs in programs for config in configs]
+    names = {
+        "method": {config.method["name"] for config in configs},
+        "model": {config.model["name"] for config in configs},
+        "dataset": {config.data.source.partition(":")[0] for config in configs} & SOURCES.keys(),
+        "partition": {config.data.partition["kind"] for config in configs},
+        "metric": {metric for config in configs for metric in config.run.metrics} & METRICS.keys(),
+    }
+    return Surroundings(dict(jax.config.values), own_parts(names))
+
+
+def dataset_of(config: Config, data: Any) -> Dataset:
+    """What a config's clients share out."""
+    return load(config.data.source) if data is None else as_dataset(data)
+
+
+def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: Callable[[str], None]) -> Outcome:
+    """Runs a program here.
+
+    Args:
+      configs: of its runs.
+      dataset: gives what they share.
+      say: called with a line of text before compilation, every few seconds, and after the last round.
+    """
+    began = last = time.perf_counter()
+
+    def report(now: Progress) -> None:
+        nonlocal last
+        if now.last is not None and (now.round == now.rounds or time.perf_counter() - last > _SECONDS_PER_LINE):
+            last = time.perf_counter()
+            scores = ", ".join(f"{point} {100 * now.last[point]['accuracy']:.2f} %" for point in ("pre", "post"))
+            say(f"round {now.round}/{now.rounds}, loss {now.loss:.4f}, {scores}, {last - began:.0f} s")
+        elif now.last is None and np.isnan(now.loss):
+            say(f"about {now.memory / 1e9:.2g} GB of memory; compiling")
+
+    try:
+        prepare(configs[0].run)
+        places = [RunPlace(config, go_on=True) for config in configs]
+        results = drive(configs, dataset(), places, began=began, progress=report)
+    except ConfigError as error:
+        return str(error)
+    return [Finished(result.summary, result.history, result.clients) for result in results]
+
+
+def run_elsewhere(
+    configs: Sequence[Config], data: Any, around: Surroundings, say: Callable[[str], None] = lambda line: None
+) -> Outcome:
+    """Runs a program in a process of its own, under the surroundings of the one that called for it."""
+    for name, value in around.settings.items():
+        if jax.config.values[name] != value:
+            jax.config.update(name, value)
+    add_parts(around.parts)
+    return run_program(configs, lambda: dataset_of(configs[0], data), say)

@@ -1,0 +1,277 @@
+"""A classifier cut into extractor and head, whichever library of layers it is written in.
+
+The cut is at the input of a layer: what comes before makes the features z, that layer and all behind it the head. Which
+parameters a side has is read off its trace, so that nothing is guessed from names.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Var
+from jaxtyping import Array, Key, PyTree, Shaped
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.models.base import Mask, Params
+from fedjax_pfl.models.norm import is_statistic
+
+# Arguments of __call__ that say which kind of pass it is, and what they are in a training pass.
+FLAGS = {
+    **dict.fromkeys(("train", "training", "is_train", "is_training"), True),
+    **dict.fromkeys(("deterministic", "eval", "inference"), False),
+}
+# name, layer, input, go -> output: stands in for each call of a layer that the network makes itself; go(input) is it.
+Hook = Callable[[str, Any, Any, Callable[[Any], Any]], Any]
+
+
+@runtime_checkable
+class Network(Protocol):
+    """A module as pure functions.
+
+    Attributes:
+      name: for messages.
+    """
+
+    name: str
+
+    def init(self, key: Key[Array, ""], x: Shaped[Array, "batch ..."]) -> Params:
+        """Parameters by layer, running statistics among them (``norm.py``); x has the shape of a batch."""
+
+    def run(
+        self,
+        params: Params,
+        x: Shaped[Array, "batch ..."],
+        mask: Mask = None,
+        key: Key[Array, ""] | None = None,
+        hook: Hook | None = None,
+    ) -> Any:
+        """What it answers: in a training pass with a mask, drawing from the key, else in an evaluation."""
+
+    def linear(self, name: str, layer: Any) -> "Network | None":
+        """The layer as a network, if it is a linear one with its parameters ``kernel`` and ``bias``; else None."""
+
+
+class Halves(NamedTuple):
+    """An extractor and a head, as `Model` wants them, for samples that are normalised already.
+
+    Attributes:
+      init: key -> ``{"extractor": theta, "head": phi}``.
+      features: theta, x, mask, key -> z; the key is that of a training pass.
+      classify: phi, z, mask, key -> logits; without a mask wherever it is used.
+      layers: names in theta, from the input to the features.
+    """
+
+    init: Callable[[Key[Array, ""]], Params]
+    features: Callable[..., Any]
+    classify: Callable[..., Any]
+    layers: tuple[str, ...]
+
+
+class _Reached(Exception):  # noqa: N818  # no error
+    """Ends a run where the features are; never leaves this module."""
+
+    def __init__(self, z: Any):
+        super().__init__("the cut")
+        self.z = z
+
+
+class _Call(NamedTuple):
+    name: str
+    layer: Any
+    out: Any
+
+
+def pair(extractor: Network, head: Network, x: jax.ShapeDtypeStruct) -> Halves:
+    """Two networks, x -> z and z -> logits."""
+    shapes = jax.eval_shape(extractor.init, jax.random.key(0), x)
+    *calls, answer = _calls(extractor, x)
+    check_features(extractor.name, answer.out)
+    z = jax.ShapeDtypeStruct(answer.out.shape, answer.out.dtype)
+
+    def init(key: Key[Array, ""]) -> Params:
+        key_extractor, key_head = jax.random.split(key)
+        return {
+            "extractor": extractor.init(key_extractor, jnp.zeros(x.shape, x.dtype)),
+            "head": head.init(key_head, jnp.zeros(z.shape, z.dtype)),
+        }
+
+    layers = dict.fromkeys(call.name for call in calls if call.name in shapes)
+    return Halves(init, extractor.run, head.run, tuple(layers))
+
+
+def cut(network: Network, x: jax.ShapeDtypeStruct, features: str | None) -> Halves:
+    """One network x -> logits, in two.
+
+    Args:
+      network: the classifier.
+      x: a batch.
+      features: the last layer of the extractor; what follows it without parameters belongs to the extractor, too. None
+        for the one before the last layer with parameters.
+
+    Raises:
+      ConfigError: it cannot be cut there.
+    """
+    shapes = jax.eval_shape(network.init, jax.random.key(0), x)
+    calls = _calls(network, x)
+    at = _position(network, calls, shapes, features)
+    check_logits(network.name, calls[-1].out)
+    layer = calls[at].name
+    occurrence = sum(call.name == layer for call in calls[:at])
+
+    def at_the_cut(instead: Callable[[Any, Callable[[Any], Any]], Any]) -> Hook:
+        seen = -1
+
+        def hook(name: str, of: Any, value: Any, go: Callable[[Any], Any]) -> Any:
+            nonlocal seen
+            del of
+            seen += name == layer
+            return instead(value, go) if name == layer and seen == occurrence else go(value)
+
+        return hook
+
+    def stop(value: Any, go: Callable[[Any], Any]) -> Any:
+        raise _Reached(value)
+
+    def before(params: Params, x: Array, mask: Mask = None, key: Key[Array, ""] | None = None) -> Any:
+        try:
+            network.run(params, x, mask, key, at_the_cut(stop))
+        except _Reached as reached:
+            return reached.z
+        raise AssertionError("the layer at the cut is called in some runs only")
+
+    def behind(params: Params, x: Array, z: Array, mask: Mask = None, key: Key[Array, ""] | None = None) -> Any:
+        return network.run(params, x, mask, key, at_the_cut(lambda value, go: go(z)))
+
+    key, elsewhere = jax.random.key(0), "cut it elsewhere (features=)"
+    z, (left, *_) = reads(before, shapes, x, None, key)
+    if not any(jax.tree.leaves(left)):
+        allowed = f"nothing with parameters comes before {layer}, so that there would be no extractor"
+        raise ConfigError("model", network.name, f"{allowed}; its layers: {_listed(calls)}")
+    check_features(f"{network.name} before {layer}", z)
+    _, (right, reads_x, *_) = reads(behind, shapes, x, z, None, key)
+    both = [name for name in shapes if any(jax.tree.leaves(left[name])) and any(jax.tree.leaves(right[name]))]
+    if both:
+        allowed = f"{both[0]} is read on both sides of a cut before {layer}: {elsewhere}"
+        raise ConfigError("model", network.name, allowed)
+    if reads_x:
+        raise ConfigError("model", network.name, f"the head from {layer} on reads the samples, too: {elsewhere}")
+    of_head = [name for name in shapes if any(jax.tree.leaves(right[name]))]
+    alone = calls[at].out is calls[-1].out and of_head == [layer]
+    linear = network.linear(layer, calls[at].layer) if alone else None
+
+    def whole(part: Params) -> Params:
+        # Nothing reads the zeros, nor what is computed from them: XLA leaves it out.
+        rest = {name: shapes[name] for name in shapes if name not in part}
+        return {**jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest), **part}
+
+    def init(key: Key[Array, ""]) -> Params:
+        params = network.init(key, jnp.zeros(x.shape, x.dtype))
+        phi = {name: params.pop(name) for name in of_head}
+        return {"extractor": params, "head": phi if linear is None else phi[layer]}
+
+    def features_of(theta: Params, x: Array, mask: Mask = None, key: Key[Array, ""] | None = None) -> Any:
+        return before(whole(theta), x, mask, key)
+
+    def classify(phi: Params, z: Array, mask: Mask = None, key: Key[Array, ""] | None = None) -> Any:
+        return behind(whole(phi), jnp.zeros((len(z), *x.shape[1:]), x.dtype), z, mask, key)
+
+    layers = dict.fromkeys(call.name for call in calls if call.name in shapes and call.name not in of_head)
+    return Halves(init, features_of, classify if linear is None else linear.run, tuple(layers))
+
+
+def _position(network: Network, calls: Sequence[_Call], shapes: dict[str, Any], features: str | None) -> int:
+    """Which of the calls is the first of the head."""
+    after = -1
+    if features is not None:
+        after = max((at for at, call in enumerate(calls) if call.name == features), default=len(calls))
+        if after == len(calls):
+            raise ConfigError("features", features, f"one of the layers of {network.name}: {_listed(calls)}")
+    found = [at for at, call in enumerate(calls) if at > after and call.name in shapes]
+    if not found:
+        why = (
+            "it calls no layer with parameters" if features is None else f"no layer with parameters follows {features}"
+        )
+        raise ConfigError("model", network.name, f"{why}, so that there would be no head; layers: {_listed(calls)}")
+    return found[-1 if features is None else 0]
+
+
+def _listed(calls: Sequence[_Call]) -> str:
+    return ", ".join(dict.fromkeys(call.name for call in calls if call.name)) or "none"
+
+
+def flags(name: str, call: Callable[..., Any]) -> list[str]:
+    """Which of `FLAGS` a ``__call__(self, x, ...)`` has.
+
+    Args:
+      name: of the module, for messages.
+      call: the function.
+
+    Raises:
+      ConfigError: it wants other arguments besides x.
+    """
+    _, *given = (p for p in inspect.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD)
+    wanted = [p.name for p in given[1:] if p.name not in FLAGS and p.default is p.empty]
+    if not given or given[0].kind is inspect.Parameter.KEYWORD_ONLY or wanted:
+        found = ", ".join(p.name for p in given) or "none"
+        raise ConfigError("model", name, f"a __call__ of x and flags among {', '.join(FLAGS)}; its arguments: {found}")
+    return [p.name for p in given[1:] if p.name in FLAGS]
+
+
+def reads(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """The shapes that a function returns, and whether these values depend on each leaf of its arguments."""
+    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    needed = {var for var in traced.jaxpr.outvars if isinstance(var, Var)}
+    for eqn in reversed(traced.jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            needed.update(var for var in eqn.invars if isinstance(var, Var))
+    return shapes, jax.tree.unflatten(jax.tree.structure(args), [var in needed for var in traced.jaxpr.invars])
+
+
+def check_features(what: str, z: Any) -> None:
+    """Checks that features are [batch, dim].
+
+    Raises:
+      ConfigError: they are not.
+    """
+    if getattr(z, "ndim", None) != 2 or not jnp.issubdtype(z.dtype, jnp.floating):
+        raise ConfigError(
+            "model", what, f"features must be [batch, dim] floats, not {shown(z)}; flatten or pool before"
+        )
+
+
+def check_logits(what: str, logits: Any) -> None:
+    """Checks that logits are [batch, classes].
+
+    Raises:
+      ConfigError: they are not.
+    """
+    if getattr(logits, "ndim", None) != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ConfigError("model", what, f"it must return logits [batch, classes], not {shown(logits)}")
+
+
+def shown(found: Any) -> str:
+    """A value of a trace, in a few words."""
+    return f"{found.dtype} {list(found.shape)}" if hasattr(found, "shape") else f"a {type(found).__name__}"
+
+
+def has_statistics(params: PyTree) -> bool:
+    """Whether there are running statistics among the parameters."""
+    return any(is_statistic(path) for path, _ in jax.tree.leaves_with_path(params))
+
+
+def _calls(network: Network, x: jax.ShapeDtypeStruct) -> list[_Call]:
+    """Which layers the network calls, in order, in an evaluation; at the end, without a name, what it returns."""
+    calls: list[_Call] = []
+
+    def record(name: str, layer: Any, value: Any, go: Callable[[Any], Any]) -> Any:
+        out = go(value)
+        calls.append(_Call(name, layer, out))
+        return out
+
+    def trace(key: Key[Array, ""], x: Array) -> None:
+        calls.append(_Call("", None, network.run(network.init(key, x), x, None, key, record)))
+
+    jax.eval_shape(trace, jax.random.key(0), x)
+    return calls

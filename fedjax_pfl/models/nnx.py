@@ -1,0 +1,160 @@
+"""Flax NNX modules as networks that can be cut."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, Key, Shaped
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.models.base import Mask, Params
+from fedjax_pfl.models.cut import FLAGS, Hook, flags
+from fedjax_pfl.models.norm import STATISTICS, batch_norm
+
+_STATISTICS = dict(zip(("mean", "var"), STATISTICS, strict=True))
+Path = tuple[Any, ...]  # attributes (str) and places in lists (int)
+
+
+class NNXNetwork:
+    """A `Network` of an NNX module; a layer in a list, ``self.layers[0]``, is called ``layers_0``.
+
+    Parameters are its ``nnx.Param`` and the statistics of ``nnx.BatchNorm``, under the names that ``norm.py`` wants.
+    """
+
+    def __init__(self, name: str, make: Callable[[nnx.Rngs], Any]):
+        """Raises ConfigError unless the function makes a module of x that keeps nothing but parameters and randomness.
+
+        Args:
+          name: for messages.
+          make: rngs -> the module with its initial weights.
+        """
+        self.name, self._make = name, make
+
+        def trace(key: Key[Array, ""]) -> list[Array]:
+            module = make(nnx.Rngs(key))
+            if not isinstance(module, nnx.Module):
+                raise ConfigError(
+                    "model", name, f"a function of rngs returns an nnx.Module, not {type(module).__name__}"
+                )
+            self._flags = flags(name, type(module).__call__)
+            self._graph, state = nnx.split(module)
+            self._paths: list[tuple[Path, type]] = [(path, type(kept)) for path, kept in nnx.to_flat_state(state)]
+            leaves, self._tree = jax.tree.flatten(state)
+            return leaves
+
+        self._shapes = jax.eval_shape(trace, jax.random.key(0))
+        for path, kind in self._paths:
+            statistic = issubclass(kind, nnx.BatchStat) and path[-1] in _STATISTICS
+            if not (statistic or issubclass(kind, nnx.Param | nnx.RngState)):
+                where = ".".join(map(str, path))
+                allowed = (
+                    f"it keeps {where} ({kind.__name__}): only nnx.Param and nnx.BatchNorm's statistics can be kept"
+                )
+                raise ConfigError("model", name, allowed)
+
+    def init(self, key: Key[Array, ""], x: Shaped[Array, "batch ..."]) -> Params:
+        """The weights that the module is made with."""
+        del x
+        leaves = jax.tree.leaves(nnx.state(self._make(nnx.Rngs(key))))
+        kept = zip(self._paths, leaves, strict=True)
+        return unflatten_dict({_named(path): leaf for (path, kind), leaf in kept if not issubclass(kind, nnx.RngState)})
+
+    def run(
+        self,
+        params: Params,
+        x: Shaped[Array, "batch ..."],
+        mask: Mask = None,
+        key: Key[Array, ""] | None = None,
+        hook: Hook | None = None,
+    ) -> Any:
+        """The module's ``__call__``; batch normalisation is that of ``norm.py``."""
+        flat = flatten_dict(params)
+        key = jax.random.key(0) if key is None else key
+
+        def leaf(number: int, path: Path, kind: type) -> Array:
+            if issubclass(kind, nnx.RngKey):
+                return jax.random.fold_in(key, number)
+            return jnp.zeros((), jnp.uint32) if issubclass(kind, nnx.RngState) else flat[_named(path)]
+
+        leaves = [leaf(number, *kept) for number, kept in enumerate(self._paths)]
+        module = nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+        module.eval() if mask is None else module.train()
+        modules = dict(nnx.iter_modules(module))
+        for path, layer in modules.items():
+            if not path:
+                continue
+            call = _batch_norm(layer, mask) if isinstance(layer, nnx.BatchNorm) else layer
+            if hook is not None and (name := _layer(path, layer)) is not None:
+                call = _hooked(hook, name, layer, call)
+            if call is not layer:
+                # The module is taken apart after this one run: its attributes are set past NNX.
+                vars(modules[path[:-1]])[str(path[-1])] = _Called(layer, call)
+        return module(x, **{name: (mask is not None) == FLAGS[name] for name in self._flags})
+
+    def linear(self, name: str, layer: Any) -> "NNXNetwork | None":
+        """An ``nnx.Linear`` by itself."""
+
+        def alone(rngs: nnx.Rngs) -> Any:
+            found = nnx.iter_modules(self._make(rngs))
+            return next(layer for path, layer in found if path and _layer(path, layer) == name)
+
+        return NNXNetwork(name, alone) if type(layer) is nnx.Linear else None
+
+
+class _Called:
+    """A layer whose call is another function."""
+
+    def __init__(self, layer: nnx.Module, call: Callable[..., Any]):
+        self._layer, self._call = layer, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
+def _layer(path: Path, layer: nnx.Module) -> str | None:
+    """What a layer that the module itself calls is named: one of its attributes, or of a list that is one."""
+    if isinstance(layer, nnx.List):
+        return None
+    of_list = len(path) == 2 and isinstance(path[1], int)
+    return "_".join(map(str, path)) if len(path) == 1 or of_list else None
+
+
+def _named(path: Path) -> tuple[str, ...]:
+    """Where a leaf of the state stands among the parameters."""
+    if len(path) > 1 and isinstance(path[1], int):
+        path = (f"{path[0]}_{path[1]}", *path[2:])
+    *above, last = map(str, path)
+    return (*above, _STATISTICS.get(last, last))
+
+
+def _hooked(hook: Hook, name: str, layer: nnx.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    def hooked(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return hook(name, layer, x, lambda value: call(value, *args, **kwargs))
+
+    return hooked
+
+
+def _batch_norm(layer: nnx.BatchNorm, mask: Mask) -> Callable[..., Any]:
+    """What stands in for the call of a batch normalisation."""
+
+    def call(x: Array, use_running_average: bool | None = None) -> Array:
+        if layer.axis not in (-1, x.ndim - 1) or layer.axis_name is not None:
+            raise ConfigError("model", "BatchNorm", "nnx.BatchNorm over the last axis, without axis_name")
+        y = batch_norm(
+            x,
+            None if use_running_average else mask,
+            (layer.mean[...], layer.var[...]),
+            1.0 if layer.scale is None else layer.scale[...],
+            0.0 if layer.bias is None else layer.bias[...],
+            momentum=1.0 - layer.momentum,
+            epsilon=layer.epsilon,
+        )
+        return y if layer.dtype is None else y.astype(layer.dtype)
+
+    return call

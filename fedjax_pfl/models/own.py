@@ -1,0 +1,298 @@
+"""People's own models: how a Flax module becomes an extractor and a head."""
+
+import functools
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.models.base import Maps, Mask, Model, Params, normalised
+from fedjax_pfl.models.cut import Halves, Network, check_logits, cut, has_statistics, pair, reads
+from fedjax_pfl.models.linen import LinenNetwork
+from fedjax_pfl.models.randomness import step_key
+
+_KINDS = (
+    "a Flax module (of Linen; of NNX as an instance, or a class or function of rngs), a pair (extractor, head) of "
+    "modules, or a function of keyword-only options that returns one"
+)
+
+
+class Own(NamedTuple):
+    """A model of somebody's own, before it is fitted to data.
+
+    Attributes:
+      parts: a classifier, or an extractor and a head.
+      features: where the classifier is cut; see `own_model`.
+    """
+
+    parts: tuple[Network, ...]
+    features: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        names = [part.name for part in self.parts]
+        return names[0] if len(names) == 1 else f"({', '.join(names)})"
+
+    def fit(
+        self,
+        shape: tuple[int, ...],
+        classes: int,
+        *,
+        text: bool = False,
+        mean: Float[Array, " c"] | None = None,
+        std: Float[Array, " c"] | None = None,
+    ) -> Model:
+        """The model on samples of this shape, with all that can be wrong with it found out.
+
+        Args:
+          shape: of one sample.
+          classes: number of classes.
+          text: whether samples are tokens, which stay whole numbers.
+          mean: per-channel mean of pixels scaled to [0, 1]; left out, as is ``std``, for all else.
+          std: per-channel standard deviation of the same.
+
+        Raises:
+          ConfigError: it does not run on such samples, or cannot be cut, or keeps or draws what it may not.
+        """
+        halves, dim, draws = _halves(self, shape, "uint8" if text else "float32", classes)
+
+        def features(theta: Params, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch dim"]:
+            key = step_key() if draws and mask is not None else None
+            z: Array = halves.features(theta, normalised(x, mean=mean, std=std), mask, key)
+            return z
+
+        def features_and_maps(
+            theta: Params, x: Shaped[Array, "batch ..."], mask: Mask = None
+        ) -> tuple[Float[Array, "batch dim"], Maps]:
+            return features(theta, x, mask), ()
+
+        def classify(phi: Params, z: Float[Array, "batch dim"]) -> Float[Array, "batch classes"]:
+            logits: Array = halves.classify(phi, z)
+            return logits
+
+        def apply(params: Any, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch classes"]:
+            return classify(params["head"], features(params["extractor"], x, mask))
+
+        return Model(halves.init, features, features_and_maps, classify, apply, dim, classes, (), halves.layers)
+
+
+def own_model(given: Any, *, features: str | None = None) -> Callable[..., Any]:
+    """A factory, as `MODELS` holds them, of a model that is not the package's.
+
+    A classifier is cut into extractor and head. In training passes (those of a batch with a mask) its flags ``train``,
+    ``training``, ``is_train``, ``is_training`` are true, ``deterministic``, ``eval``, ``inference`` false, and dropout
+    draws from the key of the step; in all others it is the other way round, and nothing is drawn. The statistics of
+    ``nn.BatchNorm`` are part of the extractor's parameters (``norm.py``). The head is not told which pass it is in.
+
+    Args:
+      given: a Linen module x -> logits [batch, classes]; a pair of modules, x -> z [batch, dim] and z -> logits; a
+        Linen module x, mask -> (z, maps), which gets a linear head (``base.py``); an NNX module, whose weights are the
+        initial ones whatever the seed, or a class or function of ``rngs``, which draws them; or a function, or a class
+        of modules, whose keyword-only arguments, or fields of plain types, are options.
+      features: of a classifier, the layer (child module or attribute) after which it is cut; what follows without
+        parameters still belongs to the extractor. Before its last layer with parameters, unless given.
+
+    Raises:
+      ConfigError: it is none of these.
+    """
+    # The same factory for the same model: that is how a program knows that it need not be compiled again. What an NNX
+    # module holds, in a pair or not, may change in between.
+    try:
+        hash(given)
+    except TypeError:
+        return _factory(given, features)
+    return (_factory if isinstance(given, (*_nnx(), tuple)) else _factory_of)(given, features)
+
+
+def _factory(given: Any, features: str | None) -> Callable[..., Any]:
+    """The factory of `own_model`."""
+    if isinstance(given, (nn.Module, *_nnx(), tuple, list)):
+        module = _own(given, features)
+        return _described(lambda: module, given, [])
+    if not callable(given) or _is_torch(given):
+        raise _unknown(given)
+    options, takes_rngs = _options(given)
+    made: dict[str, Own | nn.Module] = {}  # by the options: what is found out about it (`_halves`) need be only once
+
+    def factory(**chosen: Any) -> Own | nn.Module:
+        key = repr(sorted(chosen.items()))
+        if key not in made:
+            with _in_one_line(_name(given), "when it is made"):
+                made[key] = _of_rngs(given, chosen, features) if takes_rngs else _own(given(**chosen), features)
+        return made[key]
+
+    return _described(factory, given, options)
+
+
+_factory_of = functools.lru_cache(maxsize=256)(_factory)
+
+
+def _own(made: Any, features: str | None) -> Own | nn.Module:
+    """What a module, or a pair of them, is to the package."""
+    if isinstance(made, tuple | list):
+        if len(made) != 2 or not all(isinstance(part, (nn.Module, *_nnx())) for part in made):
+            raise ConfigError("model", f"({', '.join(map(_name, made))})", "a pair of Flax modules (extractor, head)")
+        if features is not None:
+            raise ConfigError("features", features, "nothing for a pair: it is cut already")
+        return Own(tuple(_network(part) for part in made))
+    if not isinstance(made, (nn.Module, *_nnx())):
+        raise _unknown(made)
+    if isinstance(made, nn.Module) and "mask" in inspect.signature(type(made).__call__).parameters:
+        if features is not None:
+            raise ConfigError(
+                "features", features, "nothing for a module x, mask -> (z, maps): it ends in the features"
+            )
+        return made
+    return Own((_network(made),), features)
+
+
+def _network(module: Any) -> Network:
+    if isinstance(module, nn.Module):
+        return LinenNetwork(module)
+    from flax import nnx
+
+    from fedjax_pfl.models.nnx import NNXNetwork
+
+    as_it_is = nnx.clone(module)
+    return NNXNetwork(_name(module), lambda rngs: as_it_is)
+
+
+def _of_rngs(given: Callable[..., Any], options: dict[str, Any], features: str | None) -> Own:
+    from fedjax_pfl.models.nnx import NNXNetwork
+
+    return Own((NNXNetwork(_name(given), lambda rngs: given(rngs=rngs, **options)),), features)
+
+
+def _nnx() -> tuple[type, ...]:
+    """NNX's modules, if there can be any: nothing else imports it, for it takes half a second."""
+    library = sys.modules.get("flax.nnx")
+    return () if library is None else (library.Module,)
+
+
+def _options(given: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
+    """The options of a function or class, and whether it takes ``rngs`` besides.
+
+    Of a function, its keyword-only arguments; of a class, those fields, or arguments of ``__init__``, that a config can
+    hold: numbers, strings and flags.
+    """
+    name, mro = _name(given), inspect.getmro(given) if inspect.isclass(given) else ()
+    of_class = bool(mro)
+    of_nnx = any(kind in mro for kind in _nnx())
+    if of_class and not of_nnx and nn.Module not in mro:
+        raise _unknown(given)
+    # NNX hides the arguments behind those of a metaclass; a Linen class has its hints as a dataclass.
+    source = getattr(given, "__init__") if of_nnx else given  # noqa: B009  # of a class, which mypy does not know
+    try:
+        parameters = dict(inspect.signature(source).parameters)
+        hints = typing.get_type_hints(source, include_extras=True)
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError("model", name, f"something whose signature can be read: {error}") from None
+    takes_rngs = parameters.pop("rngs", None) is not None
+    for flax in ("self", "parent", "name") if of_class else ():
+        parameters.pop(flax, None)
+    named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for p in named:
+        if p.default is p.empty:
+            allowed = f"a default for its argument {p.name} (an NNX module's randomness is called rngs)"
+            raise ConfigError("model", name, f"{allowed}, or an instance: {name}(...)" if of_class else allowed)
+    if of_class:
+        named = [p for p in named if _is_plain(hints.get(p.name))]
+    else:
+        named = [p for p in named if p.kind is p.KEYWORD_ONLY]
+    options = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints.get(p.name, p.empty)) for p in named]
+    return options, takes_rngs
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether values of this type can stand in a config as they are."""
+    if typing.get_origin(hint) is Annotated:
+        return _is_plain(hint.__origin__)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return all(map(_is_plain, typing.get_args(hint)))
+    return typing.get_origin(hint) is typing.Literal or hint in (bool, int, float, str, types.NoneType)
+
+
+def _described(factory: Callable[..., Any], given: Any, options: list[inspect.Parameter]) -> Callable[..., Any]:
+    """The factory with these options as its signature."""
+    about: Any = factory
+    about.__name__ = _name(given)
+    written = None if isinstance(given, tuple | list) else given.__doc__
+    # A dataclass without a docstring has its signature there.
+    about.__doc__ = written if written and not written.startswith(f"{_name(given)}(") else f"{_name(given)}: your own."
+    about.__signature__ = inspect.Signature(options)
+    about.__annotations__ = {p.name: p.annotation for p in options if p.annotation is not p.empty}
+    return factory
+
+
+@functools.lru_cache(maxsize=64)
+def _halves(own: Own, shape: tuple[int, ...], dtype: str, classes: int) -> tuple[Halves, int, bool]:
+    """The two halves, the width of the features, and whether a training pass draws random numbers; all of it checked.
+
+    The same however often a run asks: each time it would be traced ten times over.
+    """
+    x = jax.ShapeDtypeStruct((2, *shape), dtype)
+    with _in_one_line(own.name, f"on samples of shape {list(shape)}"):
+        network, *head = own.parts
+        halves = pair(network, head[0], x) if head else cut(network, x, own.features)
+        return halves, *_checked(own.name, halves, x, classes)
+
+
+def _checked(name: str, halves: Halves, x: jax.ShapeDtypeStruct, classes: int) -> tuple[int, bool]:
+    """The width of the features, and whether a training pass draws random numbers."""
+    key, mask = jax.random.key(0), jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
+    params = jax.eval_shape(halves.init, key)
+    theta, phi = params["extractor"], params["head"]
+    if not jax.tree.leaves(phi):
+        raise ConfigError("model", name, "its head needs parameters")
+    if has_statistics(phi):
+        allowed = "nn.BatchNorm behind the cut: the head is not told which pass it is in; cut behind it (features=)"
+        raise ConfigError("model", name, allowed)
+    z, (*_, training_draws) = reads(halves.features, theta, x, mask, key)
+    _, (*_, features_draw) = reads(halves.features, theta, x, None, key)
+    logits, (*_, head_draws) = reads(halves.classify, phi, z, None, key)
+    if features_draw or head_draws:
+        allowed = "it draws random numbers in evaluation, too: switch dropout by a flag of __call__, such as train"
+        raise ConfigError("model", name, allowed)
+    if reads(halves.classify, phi, z, mask, key)[1][-1]:
+        allowed = "dropout behind the cut: the head is not told which pass it is in; cut behind the dropout (features=)"
+        raise ConfigError("model", name, allowed)
+    check_logits(name, logits)
+    if logits.shape[1] != classes:
+        raise ConfigError("model", name, f"its logits are {logits.shape[1]} wide; the data has {classes} classes")
+    return z.shape[1], training_draws
+
+
+@contextmanager
+def _in_one_line(name: str, when: str) -> Iterator[None]:
+    """Turns whatever a module raises on a trace into one line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a module does
+        first_line = str(error).strip().partition("\n")[0]
+        allowed = f"it fails {when} ({type(error).__name__}: {first_line[:200]})"
+        raise ConfigError("model", name, allowed) from error
+
+
+def _unknown(given: Any) -> ConfigError:
+    return ConfigError("model", _name(given), f"{'not a PyTorch module, but ' if _is_torch(given) else ''}{_KINDS}")
+
+
+def _is_torch(given: Any) -> bool:
+    kind = given if inspect.isclass(given) else type(given)
+    return any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__)
+
+
+def _name(given: Any) -> str:
+    return getattr(given, "__name__", None) or type(given).__name__

@@ -1,0 +1,174 @@
+"""Data sets of Hugging Face's library, written to disk and in hand, without a network."""
+
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedjax_pfl.data.intake import as_dataset
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.errors import ConfigError
+
+datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
+
+RNG = np.random.default_rng(2)
+COLOURS, GRAY = RNG.integers(0, 256, (6, 4, 5, 3), np.uint8), RNG.integers(0, 256, (6, 4, 5), np.uint8)
+Y = [0, 2, 1, 2, 0, 1]
+CLASS = datasets.ClassLabel(names=["ant", "bee", "cat"])
+
+
+@pytest.fixture(autouse=True)
+def quiet_and_alone(monkeypatch):
+    """No bars of progress, and no folder of data."""
+    monkeypatch.delenv("FEDJAX_PFL_DATA", raising=False)
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def made(features, /, **columns):
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+def of_images(images=COLOURS, labels=Y, image="img", label="label"):
+    pictures = [Image.fromarray(pixels) for pixels in images]
+    return made({image: datasets.Image(), label: CLASS}, **{image: pictures, label: labels})
+
+
+def parts(**more):
+    return datasets.DatasetDict(test=of_images(COLOURS[4:], Y[4:]), train=of_images(COLOURS[:4], Y[:4]), **more)
+
+
+def check(found, images, train_rows=None, labels=Y):
+    np.testing.assert_array_equal(found.images, images)
+    np.testing.assert_array_equal(found.labels, labels)
+    assert (found.images.dtype, found.labels.dtype, found.train_rows) == (images.dtype, np.int32, train_rows)
+
+
+def test_a_folder_that_was_saved_is_a_source(tmp_path, monkeypatch):
+    parts(validation=of_images(COLOURS[:1], [0])).save_to_disk(tmp_path / "shelf" / "both")
+    of_images().save_to_disk(tmp_path / "one")
+    check(load(f"hf:{tmp_path / 'shelf' / 'both'}"), COLOURS, train_rows=4)
+    monkeypatch.chdir(tmp_path)
+    check(load("hf:one"), COLOURS)
+    monkeypatch.setenv("FEDJAX_PFL_DATA", str(tmp_path / "shelf"))
+    found = load("hf:both")
+    check(found, COLOURS, train_rows=4)
+    assert (found.name, found.classes, found.vocabulary) == ("both", 3, None)
+
+
+def test_options_name_columns_and_configuration(tmp_path, monkeypatch):
+    features = {"a": datasets.Image(), "b": datasets.Image(), "fine_label": CLASS, "coarse_label": CLASS}
+    images = {"a": [Image.fromarray(pixels) for pixels in COLOURS], "b": [Image.fromarray(pixels) for pixels in GRAY]}
+    two = made(features, **images, fine_label=Y, coarse_label=[1, 1, 0, 0, 1, 1])
+    two.save_to_disk(tmp_path / "two")
+    check(load(f"hf:{tmp_path / 'two'}?image=a"), COLOURS)  # fine_label is a usual name, coarse_label none
+    check(load(f"hf:{tmp_path / 'two'}?label=coarse_label&image=b"), GRAY[..., None], labels=[1, 1, 0, 0, 1, 1])
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given: asked.append(given) or parts())
+    check(load("hf:owner/set?config=plain"), COLOURS, train_rows=4)
+    assert load("hf:owner/set").name == "set"
+    assert asked == [("owner/set", "plain"), ("owner/set", None)]
+
+
+def test_data_sets_in_hand_are_data():
+    check(as_dataset(parts()), COLOURS, train_rows=4)
+    check(as_dataset(of_images(image="a", label="b")), COLOURS)
+    check(as_dataset((of_images(COLOURS[:2], Y[:2]), of_images(COLOURS[2:], Y[2:]))), COLOURS, train_rows=2)
+    check(as_dataset(of_images().with_format("numpy")), COLOURS)
+
+
+def test_gray_images_have_one_channel_and_three_among_others():
+    check(as_dataset(of_images(GRAY)), GRAY[..., None])
+    mixed = [*GRAY[:2], *COLOURS[2:]]
+    expected = np.concatenate([np.repeat(GRAY[:2, ..., None], 3, -1), COLOURS[2:]])
+    check(as_dataset(of_images(mixed)), expected)
+    transparent = np.concatenate([COLOURS, np.full((6, 4, 5, 1), 255, np.uint8)], axis=-1)
+    check(as_dataset(of_images(transparent)), COLOURS)
+
+
+NUMBERS = RNG.normal(size=(6, 3))
+VALUE = datasets.Value
+
+
+@pytest.mark.parametrize(
+    ("feature", "given", "expected"),
+    [
+        (datasets.Sequence(VALUE("float64")), NUMBERS, NUMBERS.astype(np.float32)),
+        (datasets.Sequence(VALUE("float32")), NUMBERS, NUMBERS.astype(np.float32)),
+        (datasets.Array2D((4, 5), "uint8"), GRAY, GRAY[..., None]),
+        (datasets.Sequence(VALUE("uint8")), GRAY[:, :, :4].reshape(6, 16), GRAY[:, :, :4, None]),
+        (datasets.Sequence(datasets.Sequence(VALUE("int64"))), GRAY, GRAY[..., None]),
+    ],
+)
+def test_numbers_are_pixels_or_stay_as_they_are(feature, given, expected):
+    for name, label in (("x", "y"), ("features", "target")):
+        found = made({name: feature, label: VALUE("int32")}, **{name: given.tolist(), label: Y})
+        check(as_dataset(found), expected)
+
+
+def row(kind, value, label="label"):
+    return made({"x": kind, label: VALUE("int64")}, x=[value], **{label: [0]})
+
+
+LIST, FLOATS = datasets.Sequence(VALUE("int64")), datasets.Sequence(VALUE("float32"))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda: row(LIST, [1, 2], "kind"), r"must be said: hf:NAME\?label=COLUMN, or .*; present: x \("),
+        (lambda: row(LIST, [1, 300]), r"samples must be uint8 \(pixels\) or floats, got int64"),
+        (lambda: row(VALUE("string"), "word"), "or floats, got <U4"),
+        (
+            lambda: made({"x": LIST, "y": VALUE("int64")}, x=[[1], [1, 2]], y=[0, 1]),
+            "'x' must be numbers, in one shape",
+        ),
+        (lambda: made({"x": FLOATS, "y": VALUE("string")}, x=[[1.0]], y=["ant"]), r"got <U3: numpy\.unique"),
+        (lambda: made({"img": datasets.Image(), "label": CLASS}, img=[None], label=[0]), "sample 0 has no image"),
+        (lambda: of_images([GRAY[0].astype(np.int32)], [0]), r"more than 8 bits \(Pillow's mode I\) in column 'img'"),
+        (lambda: of_images([GRAY[0], GRAY[1, :2]], [0, 1]), r"one size .* sample 0 has \(4, 5\), sample 1 \(2, 5\)"),
+        (lambda: of_images([], []), "the part holds nothing"),
+        (lambda: of_images(labels=[-1] * 6), "labels must be 0 or more"),
+        (lambda: datasets.DatasetDict(test=of_images()), "it needs a part 'train'; present: test"),
+        (lambda: of_images().to_iterable_dataset(), r"data = 'IterableDataset' is not usable: \(x, y\)"),
+    ],
+)
+def test_data_in_hand_that_do_not_fit_are_one_line(data, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        as_dataset(data())
+    assert caught.value.field == "data"
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("", "hf:NAME or hf:FOLDER; options are"),
+        ("set?size=3", "hf:NAME or hf:FOLDER; options are"),
+        ("set?label", "hf:NAME or hf:FOLDER; options are"),
+        ("{folder}?image=pixels", r"there is no column 'pixels'; present: img \(Image\), label \(ClassLabel\)"),
+        ("owner/none", r"no such folder, and as a data set of the hub it cannot be loaded \(OSError: no way there\)$"),
+        ("{folder}/damaged", r"cannot be loaded \(FileNotFoundError: "),
+    ],
+)
+def test_sources_that_cannot_be_used_are_one_line(tmp_path, monkeypatch, argument, message):
+    def unreachable(*_):
+        raise OSError("no way there\nand more")
+
+    of_images().save_to_disk(tmp_path / "set")
+    (tmp_path / "set" / "damaged").mkdir()
+    (tmp_path / "set" / "damaged" / "dataset_info.json").write_text("{}")
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    source = f"hf:{argument.format(folder=tmp_path / 'set')}"
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(source)
+    assert (caught.value.field, caught.value.value) == ("data.source", source)
+
+
+def test_without_the_library_there_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as though it were not installed
+    with pytest.raises(ConfigError, match=r'the package datasets: pip install "fedjax_pfl\[hf\]"$') as caught:
+        load("hf:mnist")
+    assert (caught.value.field, caught.value.value) == ("data.source", "hf:mnist")

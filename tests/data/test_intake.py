@@ -1,0 +1,311 @@
+"""What `simulate` takes as data: everything becomes the same `Dataset`, and every misfit one clear line."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.datasets import load_breast_cancer, make_classification
+
+from fedjax_pfl import Config, ConfigError, FederatedData, simulate
+from fedjax_pfl.data.divide import divide
+from fedjax_pfl.data.intake import as_dataset
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.engine.memory import survey
+from fedjax_pfl.experiment.build import make_engine, shape_of
+
+RNG = np.random.default_rng(5)
+PIXELS, TEST_PIXELS = (RNG.integers(0, 256, (n, 4, 5, 3), np.uint8) for n in (6, 2))
+NUMBERS, TEST_NUMBERS = (RNG.normal(size=(n, 7)) for n in (6, 2))
+Y, TEST_Y = np.array([0, 2, 1, 2, 0, 1]), np.array([3, 0])
+
+
+class Tensor:
+    """All that is known of another library's array."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self._array, dtype)
+
+
+class OnTheGPU:
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy.\nUse Tensor.cpu() first")
+
+
+class Samples:
+    """A data set as torch has them."""
+
+    def __init__(self, x, y):
+        self._x, self._y = x, y
+
+    def __len__(self):
+        return len(self._x)
+
+    def __getitem__(self, row):
+        return self._x[row], self._y[row]
+
+
+class Triples(Samples):
+    def __getitem__(self, row):
+        return (*super().__getitem__(row), 0)
+
+
+class Loader:
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        yield from ()
+
+    def __len__(self):
+        return 1
+
+
+def check(made, x, y, train_rows=None):
+    np.testing.assert_array_equal(made.images, x)
+    np.testing.assert_array_equal(made.labels, y)
+    assert (made.images.dtype, made.labels.dtype, made.train_rows) == (x.dtype, np.int32, train_rows)
+
+
+@pytest.mark.parametrize("wrap", [np.asarray, Tensor, jnp.asarray, lambda array: array.tolist()])
+@pytest.mark.parametrize("outside", [tuple, list])
+def test_arrays_of_any_library_are_arrays(wrap, outside):
+    x = NUMBERS.astype(np.float32)
+    check(as_dataset(outside([wrap(x), wrap(Y)])), x, Y)
+    test_x = TEST_NUMBERS.astype(np.float32)
+    made = as_dataset(outside(map(wrap, (x, Y, test_x, TEST_Y))), name="mine")
+    check(made, np.concatenate([x, test_x]), [*Y, *TEST_Y], train_rows=6)
+    assert made.name == "mine"
+
+
+def test_pixels_stay_bytes_and_lists_of_arrays_are_arrays():
+    check(as_dataset((PIXELS, Y, TEST_PIXELS, TEST_Y)), np.concatenate([PIXELS, TEST_PIXELS]), [*Y, *TEST_Y], 6)
+    check(as_dataset(([Tensor(image) for image in PIXELS], list(Y))), PIXELS, Y)
+    assert as_dataset((PIXELS, Y)).images is PIXELS
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ">f8"])
+@pytest.mark.parametrize("shape", [(6, 1), (6, 4, 5, 3), (6, 9), (6, 3, 5), (6, 2, 2, 2, 2)])
+def test_floats_of_any_shape_stay_as_they_are(shape, dtype):
+    x = RNG.normal(size=shape).astype(dtype)
+    check(as_dataset((x, Y)), x.astype(np.float32), Y)
+
+
+@pytest.mark.parametrize("wrap", [np.asarray, Tensor, lambda x: x])
+def test_data_sets_of_samples_are_read_one_by_one(wrap):
+    train = Samples([wrap(image) for image in PIXELS], [wrap(label) for label in Y])
+    test = Samples(list(TEST_PIXELS), TEST_Y.tolist())
+    check(as_dataset(train), PIXELS, Y)
+    for pair in ((train, test), [train, test]):
+        check(as_dataset(pair), np.concatenate([PIXELS, TEST_PIXELS]), [*Y, *TEST_Y], train_rows=6)
+
+
+def test_a_data_set_of_the_package_is_taken_as_it_is():
+    digits = load("digits")
+    assert as_dataset(digits) is digits
+
+
+def test_users_come_with_the_data():
+    users, test_users = np.array(["b", "a", "b", "c", "a", "c"]), np.array(["c", "a"])
+    for wrap in (np.asarray, list, lambda names: np.array(names, object)):
+        made = as_dataset(FederatedData(NUMBERS, Y, users=wrap(users), name="letters"))
+        np.testing.assert_array_equal(made.users, [1, 0, 1, 2, 0, 2])
+        assert (made.name, made.divided, made.train_rows) == ("letters", False, None)
+    made = as_dataset(FederatedData(NUMBERS, Y, TEST_NUMBERS, TEST_Y, users, test_users), name="mine")
+    np.testing.assert_array_equal(made.users, [1, 0, 1, 2, 0, 2, 2, 0])
+    assert (made.name, made.train_rows) == ("mine", 6)
+
+
+def held(table):
+    return [sorted(np.asarray(index)[:count].tolist()) for index, count in zip(table.index, table.count, strict=True)]
+
+
+def natural(made, clients, **fields):
+    return divide(made, clients=clients, partition={"kind": "natural"}, seed=3, **fields)[0]
+
+
+def test_row_lists_are_the_clients_in_their_order():
+    x, y, x_test, y_test = RNG.normal(size=(40, 3)), RNG.integers(0, 3, 40), RNG.normal(size=(9, 3)), np.zeros(9, int)
+    clients = [[30, 2, 17, 48], list(range(9)), [39, 40, 41, 20, 21], [10, 11]]
+    clients[1].remove(2)
+    made = as_dataset(FederatedData(x, y, x_test, y_test, clients=clients))
+    federation = natural(made, 4)
+    both = [sorted(train + test) for train, test in zip(held(federation.train), held(federation.test), strict=True)]
+    assert both == [sorted(rows) for rows in clients]
+    pooled, tested = (sorted(itertools.chain(*held(table))) for table in (federation.pooled, federation.test))
+    assert pooled == tested
+
+
+def test_data_of_each_client_stay_its_own():
+    sizes, test_sizes = (5, 9, 3), (2, 1, 4)
+    x = [RNG.normal(size=(n, 4)) for n in sizes]
+    x_test = [RNG.normal(size=(n, 4)) for n in test_sizes]
+    y, y_test = ([np.arange(len(part)) % 3 for part in parts] for parts in (x, x_test))
+    pairs = natural(as_dataset(list(zip(x, y, strict=True))), 3)
+    for client, (train, test) in enumerate(zip(held(pairs.train), held(pairs.test), strict=True)):
+        np.testing.assert_array_equal(pairs.x[np.array(sorted(train + test))], x[client].astype(np.float32))
+    quadruples = natural(as_dataset(list(zip(x, y, x_test, y_test, strict=True))), 3, split="official")
+    for client, (train, test) in enumerate(zip(held(quadruples.train), held(quadruples.test), strict=True)):
+        np.testing.assert_array_equal(quadruples.x[np.array(train)], x[client].astype(np.float32))
+        np.testing.assert_array_equal(quadruples.x[np.array(test)], x_test[client].astype(np.float32))
+        np.testing.assert_array_equal(quadruples.y[np.array(test)], y_test[client])
+
+
+NAN = NUMBERS.copy()
+NAN[1, 2:4], NAN[4, 0] = (np.nan, np.inf), -np.inf
+ONE_HOT = np.eye(3)[Y]
+UNIQUE = r"numpy\.unique\(y, return_inverse=True\)\[1\] numbers the classes$"
+PART = (NUMBERS, Y)
+MISTAKES = {
+    "NaN": ((NAN, Y), r"samples must be finite; 3 of 42 numbers, in 2 rows, are NaN or infinite$"),
+    "NaN in the test part": ((NUMBERS, Y, NAN, Y), "the test samples must be finite; 3 of 42"),
+    "more than float32 holds": ((NUMBERS * 1e200, Y), "must be finite; 42 of 42 numbers"),
+    "whole numbers": (
+        (NUMBERS.astype(int), Y),
+        r"uint8 \(pixels\) or floats, got int64: .*numpy\.asarray\(x, numpy\.fl",
+    ),
+    "truth values": ((NUMBERS > 0, Y), "uint8 .* or floats, got bool: "),
+    "flat samples": ((NUMBERS[:, 0], Y), r"must be \[n, \.\.\.\], got \(6,\); x\.reshape\(-1, 1\)"),
+    "bytes that are no image": ((PIXELS.reshape(6, 60), Y), r"got \(6, 60\); reshape flat images, or make .*float32$"),
+    "pixels with channels first": ((np.zeros((6, 3, 8, 8), np.uint8), Y), r"moveaxis\(x, 1, -1\) puts them last"),
+    "floats with channels first": ((np.zeros((6, 1, 8, 8)), Y), r"moveaxis\(x, 1, -1\) puts them last"),
+    "two kinds of samples": (
+        (PIXELS, Y, TEST_PIXELS / 255, TEST_Y),
+        r"samples uint8 \(4, 5, 3\) and test samples float32 \(4, 5, 3\) must agree",
+    ),
+    "unequal rows": (([[1.0], [1.0, 2.0]], [0, 1]), "the samples are no array.*inhomogeneous"),
+    "a tensor on a GPU": ((OnTheGPU(), Y), r"no array \(can't convert cuda:0 device type tensor to numpy\.\)$"),
+    "labels as floats": ((NUMBERS, Y.astype(float)), r"labels must be integers, got float64: y\.astype\(int\)$"),
+    "labels as truth values": ((NUMBERS, Y > 1), r"got bool: y\.astype\(int\)$"),
+    "what is no class": ((NUMBERS, Y / 4), r"numbers of classes, and 0\.5 is none$"),
+    "labels as names": ((NUMBERS, list("abcabc")), rf"got <U1: {UNIQUE}"),
+    "labels as objects": ((NUMBERS, np.array(list("abcabc"), object)), rf"got object: {UNIQUE}"),
+    "one-hot labels": ((NUMBERS, ONE_HOT), r"\[n\], got \(6, 3\): y\.argmax\(1\) gives these$"),
+    "one-hot labels as integers": ((NUMBERS, ONE_HOT.astype(int)), r"y\.argmax\(1\) gives these$"),
+    "a column of labels": ((NUMBERS, Y[:, None]), r"got \(6, 1\): y\.ravel\(\) makes them so$"),
+    "several labels": ((NUMBERS, np.ones((6, 3))), r"class numbers \[n\], got \(6, 3\)$"),
+    "samples alone": (NUMBERS, r"data = 'ndarray' is not usable: \(x, y\) or "),
+    "three arrays": ((NUMBERS, Y, TEST_NUMBERS), "data = 'tuple of 3' is not usable"),
+    "a table": ({"x": NUMBERS, "y": Y}, r"data = 'dict' is not usable: \(x, y\)"),
+    "a loader": (Loader(Samples(NUMBERS, Y)), "of a DataLoader, take its .dataset$"),
+    "samples without a label": (Samples([], []), "the train part holds nothing"),
+    "samples that are no pair": (Triples(NUMBERS, Y), r"each sample must be \(x, y\), and \[0\] is tuple$"),
+    "samples of several shapes": (
+        Samples([NUMBERS[0], NUMBERS[1, :5]], Y),
+        r"x must have one shape: that of sample 0 is \(7,\), and of sample 1 \(5,\)",
+    ),
+    "clients of two kinds": ([PART, (*PART, *PART)], r"tuple \(x, y\) for each client.*their lengths are 2, 4$"),
+    "a client with a label too few": ([PART, (NUMBERS, Y[1:])], r"client 1 has samples \(6, 7\) and labels \(5,\)"),
+    "a client with other samples": (
+        [PART, (NUMBERS[:, 1:], Y)],
+        r"those of client 0 are float64 \(7,\), and of client 1 float64 \(6,\)",
+    ),
+    "no labels": (FederatedData(NUMBERS, None), "FederatedData needs x and y"),
+    "users and clients": (FederatedData(*PART, users=Y, clients=[[0, 1]]), "not both"),
+    "users of too few": (FederatedData(*PART, users=Y[1:]), r"users must be integers or strings \[6\]"),
+    "no clients": (FederatedData(*PART, clients=[]), "row numbers, integers"),
+    "rows that are none": (FederatedData(*PART, clients=[[0.5, 1]]), "row numbers, integers"),
+    "rows that there are not": (FederatedData(*PART, clients=[[0, 1], [2, 6]]), "0 to 5, and client 1 has row 6"),
+    "a row of two": (FederatedData(*PART, clients=[[0, 1], [2, 1]]), "two clients have row 1$"),
+    "a row twice": (FederatedData(*PART, clients=[[0, 1, 0]]), "client 0 has row 0 twice"),
+    "a client with one row": (FederatedData(*PART, clients=[[0, 1], [3]]), "client 1 needs 2 rows or more.*has 1$"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line(data, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        as_dataset(data)
+    assert caught.value.field == "data"
+    assert "\n" not in str(caught.value)
+
+
+def config(clients=5, model=None, **sections):
+    tables = {
+        "data": {"source": "arrays", "clients": clients, "partition": {"kind": "dirichlet", "beta": 0.5}},
+        "model": model or {"name": "mlp", "hidden": 8},
+        "method": {"name": "fedavg"},
+        "training": {"rounds": 3, "lr": 0.05},
+    }
+    return Config(**{name: {**tables.get(name, {}), **sections.get(name, {})} for name in {**tables, **sections}})
+
+
+PAIRS = [PART, PART]
+SHORT = [PART, (NUMBERS[:1], Y[:1])]
+WITH_TEST = [(NUMBERS, Y, TEST_NUMBERS, TEST_Y), (NUMBERS, Y, TEST_NUMBERS[:0], TEST_Y[:0])]
+NATURAL = {"partition": {"kind": "natural"}}
+LINE = np.zeros((20, 6, 7))
+
+
+@pytest.mark.parametrize(
+    ("data", "sections", "field", "message"),
+    [
+        (PAIRS, {"clients": 2}, "data.partition.kind", '"natural": arrays come divided among 2 clients'),
+        (PAIRS, {"clients": 3, "data": NATURAL}, "data.clients", "2, the number of clients that arrays come divided"),
+        (SHORT, {"clients": 2, "data": NATURAL}, "data", "client 1 has 1 samples, and needs 2 or more"),
+        (
+            WITH_TEST,
+            {"clients": 2, "data": {**NATURAL, "split": "official"}},
+            "data",
+            "client 1 has 0 test samples, and needs 1",
+        ),
+        (PART, {"clients": 2, "data": {"mean": 0.1}}, "data.mean", "0.5, or left out: arrays is real numbers"),
+        (PART, {"clients": 2, "data": {"std": [0.5] * 7}}, "data.std", "which models read as they are"),
+        (PART, {"clients": 2, "model": {"name": "cnn2"}}, "model.name", r"of shape \[7\], such as mlp"),
+        (PART, {"clients": 2, "model": {"name": "resnet18"}}, "model.name", r"\[7\].* for images \[h, w, c\]"),
+        ((LINE, LINE[:, 0, 0] > 1), {"clients": 2}, "data", r"got bool: y\.astype"),
+        ((LINE, np.arange(20)), {"clients": 2, "model": {"name": "cnn_digits"}}, "model.name", r"of shape \[6x7\]"),
+        (PART, {"clients": 2, "model": {"name": "char_lstm"}}, "model.name", "text of 80 symbols, and arrays is real"),
+        (
+            (LINE[..., None], np.arange(20)),
+            {"clients": 2, "training": {"augment": "crop_flip"}},
+            "training.augment",
+            "arrays is real numbers, not pixels, and 'crop_flip' augments images",
+        ),
+        (
+            PART,
+            {"clients": 2, "method": {"name": "fedecouple"}},
+            "training.copies",
+            r"not pixels, and 'concat' .* \(it is what fedecouple does unless told otherwise\)",
+        ),
+    ],
+)
+def test_data_that_do_not_fit_the_config_are_one_line_before_anything_is_compiled(
+    data, sections, field, message, monkeypatch
+):
+    monkeypatch.setattr("fedjax_pfl.experiment.programs._compile", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ConfigError, match=message) as caught:
+        simulate(config(**sections), data)
+    assert caught.value.field == field
+
+
+def test_the_memory_of_floats_is_four_bytes_each():
+    """Of the same pixels, as numbers: the samples take three bytes more each, and so does what is resident."""
+    digits = load("digits")
+    floats = digits._replace(images=digits.images.astype(np.float32))
+    found = {}
+    for name, made in (("pixels", digits), ("floats", floats)):
+        wanted = config()
+        federation = divide(made, clients=5, partition={"kind": "iid"}, seed=0)[0]
+        found[name] = survey(make_engine(wanted, shape_of(made)), jax.random.key(0), federation)[0]
+    assert found["floats"].samples - found["pixels"].samples == 3 * digits.images.size
+    assert found["floats"].resident - found["pixels"].resident == 3 * digits.images.size
+
+
+def test_breast_cancer_is_learnt_from_thirty_numbers():
+    x, y = load_breast_cancer(return_X_y=True)
+    result = simulate(config(), ((x - x.mean(axis=0)) / x.std(axis=0), y))
+    assert sum(result.partition["sizes"]) == 569
+    assert result.history["pre.accuracy"][-1] > result.summary["majority_class"]["accuracy"] + 0.1
+
+
+def test_a_table_like_covtype_is_learnt():
+    x, y = make_classification(
+        700, 54, n_informative=20, n_classes=7, n_clusters_per_class=1, class_sep=2.5, random_state=0
+    )
+    result = simulate(config(data={"partition": {"kind": "dirichlet", "beta": 2.0}}, training={"lr": 0.1}), (x, y))
+    assert result.history["pre.accuracy"][-1] > result.summary["majority_class"]["accuracy"] + 0.2

@@ -1,0 +1,745 @@
+"""Own models: cut, pairs, NNX, batch normalisation, dropout, options, and what cannot be used.
+
+Held against NumPy, Flax's own ``apply``, and the package's `mlp` under the same initial weights.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fedjax_pfl import Config, ConfigError, register_model, simulate
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.method import Round
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.models import MODELS
+from fedjax_pfl.models.base import normalised
+from fedjax_pfl.models.own import own_model
+from fedjax_pfl.ops.losses import supervised
+from fedjax_pfl.ops.training import Trainer
+from tests.play import play
+
+SHAPE, CLASSES = (4, 4, 1), 3
+MEAN, STD = jnp.array([0.45]), jnp.array([0.3])
+RNG = np.random.default_rng(5)
+X = jnp.asarray(RNG.integers(0, 256, (6, *SHAPE)), jnp.uint8)
+PIXELS = (np.asarray(X).reshape(6, 16) / 255.0 - 0.45) / 0.3
+
+
+def fitted(given, features=None, **options):
+    return own_model(given, features=features)(**options).fit(SHAPE, CLASSES, mean=MEAN, std=STD)
+
+
+def client(samples):
+    """One whose samples are the first so many, all of class 0."""
+    counts = jnp.array([float(samples), 0, 0])
+    return ClientData(X, jnp.zeros(6, jnp.int32), jnp.arange(samples), jnp.int32(samples), counts)
+
+
+def started(model, seed=0):
+    return jax.jit(model.init)(jax.random.key(seed))
+
+
+def some(model):
+    """Parameters that nobody need draw: random numbers are most of what there would be to compile."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return jax.tree.map(lambda leaf: jnp.asarray(RNG.uniform(-0.5, 0.7, leaf.shape), jnp.float32), shapes)
+
+
+def dense(x, layer):
+    return x @ layer["kernel"] + layer["bias"]
+
+
+def relu(x):
+    return np.maximum(x, 0.0)
+
+
+class Three(nn.Module):
+    """Three dense layers, with dropout after the second."""
+
+    hidden: int = 8
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        x = x.reshape(len(x), -1)
+        x = nn.relu(nn.Dense(self.hidden)(x))
+        x = nn.relu(nn.Dense(5)(x))
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        return nn.Dense(CLASSES)(x)
+
+
+class Twin(nn.Module):
+    """The package's mlp as a plain classifier."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(CLASSES)(nn.relu(nn.Dense(8, name="hidden_layer")(x.reshape(len(x), -1))))
+
+
+class Late(nn.Module):
+    """No dropout: can be cut anywhere."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(nn.Dense(6)(x.reshape(len(x), -1)))
+        x = nn.relu(nn.Dense(5)(x))
+        return 2.0 * nn.Dense(CLASSES)(x)
+
+
+class Flat(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(0.5, deterministic=True)(nn.relu(nn.Dense(7)(x.reshape(len(x), -1))))
+
+
+class NNXNet(nnx.Module):
+    """Layers in a list, batch normalisation, dropout."""
+
+    def __init__(self, *, rngs: nnx.Rngs, hidden: int = 6):
+        self.layers = nnx.List([nnx.Linear(16, hidden, rngs=rngs), nnx.Linear(hidden, 5, rngs=rngs)])
+        self.norm = nnx.BatchNorm(hidden, momentum=0.8, epsilon=1e-3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(5, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.layers[0](x.reshape(len(x), -1))))
+        return self.out(self.dropout(nnx.tanh(self.layers[1](x))))
+
+
+# ---- where a model is cut
+
+
+def test_a_classifier_is_cut_before_its_last_layer():
+    model = fitted(Three)
+    params = some(model)
+    assert model.layers == ("Dense_0", "Dense_1")
+    assert set(params["extractor"]) == {"Dense_0", "Dense_1"}
+    assert {name: leaf.shape for name, leaf in params["head"].items()} == {"kernel": (5, CLASSES), "bias": (CLASSES,)}
+    theta = params["extractor"]
+    z = relu(dense(relu(dense(PIXELS, theta["Dense_0"])), theta["Dense_1"]))
+    np.testing.assert_allclose(model.features(theta, X), z, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(model.apply(params, X), dense(z, params["head"]), rtol=1e-4, atol=1e-5)
+    assert (model.dim, model.classes, model.maps, model.features_and_maps(theta, X)[1]) == (5, CLASSES, (), ())
+
+
+def test_its_initial_weights_are_those_of_flax():
+    params, key = started(fitted(Three)), jax.random.key(0)
+    flax = Three().init(key, jnp.zeros((2, *SHAPE)), train=False)["params"]
+    found = {**params["extractor"], "Dense_2": params["head"]}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, flax)
+
+
+@pytest.mark.parametrize(
+    ("features", "of_extractor", "of_head"),
+    [
+        (None, ["Dense_0", "Dense_1"], ["Dense_2"]),
+        ("Dense_1", ["Dense_0", "Dense_1"], ["Dense_2"]),
+        ("Dense_0", ["Dense_0"], ["Dense_1", "Dense_2"]),
+    ],
+)
+def test_a_head_that_is_no_dense_layer_is_a_tree_by_layer(features, of_extractor, of_head):
+    model = fitted(Late(), features)
+    params = some(model)
+    assert sorted(params["extractor"]) == of_extractor
+    assert sorted(params["head"]) == of_head
+    theta, phi = params["extractor"], params["head"]
+    z = np.tanh(dense(PIXELS, theta["Dense_0"]))
+    z = relu(dense(z, theta["Dense_1"])) if len(of_extractor) == 2 else z
+    np.testing.assert_allclose(model.features(theta, X), z, rtol=1e-4, atol=1e-5)
+    whole = Late().apply({"params": {**theta, **phi}}, jnp.asarray(PIXELS))
+    np.testing.assert_allclose(model.apply(params, X), whole, rtol=1e-4, atol=1e-5)
+    gradient = jax.grad(lambda phi: jnp.sum(model.classify(phi, jnp.asarray(z)) ** 2))(phi)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient))
+
+
+def test_a_layer_without_parameters_can_be_named_too():
+    assert some(fitted(Three(), "Dropout_0"))["head"].keys() == {"kernel", "bias"}
+
+
+def test_a_parameter_of_the_module_itself_goes_where_it_is_read():
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            before, behind = (self.param(name, nn.initializers.ones_init(), (1,)) for name in ("before", "behind"))
+            z = nn.Dense(4)(before * x.reshape(len(x), -1))
+            return behind * nn.Dense(CLASSES)(z)
+
+    params = some(fitted(Scaled()))
+    assert params["extractor"].keys() == {"before", "Dense_0"}
+    assert params["head"].keys() == {"behind", "Dense_1"}
+
+
+def test_a_pair_is_an_extractor_and_a_head():
+    model = fitted((Flat(), nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(CLASSES)])))
+    params = some(model)
+    assert model.layers == tuple(params["extractor"]) == ("Dense_0",)
+    phi = params["head"]
+    z = relu(dense(PIXELS, params["extractor"]["Dense_0"]))
+    logits = dense(relu(dense(z, phi["layers_0"])), phi["layers_2"])
+    np.testing.assert_allclose(model.apply(params, X), logits, rtol=1e-4, atol=1e-5)
+    linear = some(fitted((Flat(), nn.Dense(CLASSES))))
+    assert linear["head"].keys() == {"kernel", "bias"}
+
+
+def test_a_module_of_the_packages_contract_stays_what_it_is():
+    extractor = MODELS["mlp"](hidden=4)
+    assert own_model(extractor)() is extractor
+
+
+def test_tokens_are_read_as_they_are():
+    class Reader(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(CLASSES)(nn.Embed(9, 4)(x).mean(axis=1))
+
+    model = own_model(Reader())().fit((5,), CLASSES, text=True)
+    params, x = some(model), jnp.asarray(RNG.integers(0, 9, (3, 5)), jnp.uint8)
+    z = params["extractor"]["Embed_0"]["embedding"][x].mean(axis=1)
+    np.testing.assert_allclose(model.apply(params, x), dense(z, params["head"]), rtol=1e-5)
+
+
+def test_pixels_are_scaled_and_other_numbers_left_alone():
+    floats = jnp.asarray(RNG.normal(size=(3, 2)), jnp.float32)
+    np.testing.assert_array_equal(normalised(floats, mean=MEAN, std=STD), floats)
+    np.testing.assert_allclose(normalised(X, mean=MEAN, std=STD).reshape(6, 16), PIXELS, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(normalised(X, mean=None, std=None), X)
+
+
+# ---- batch normalisation
+
+
+class Normed(nn.Module):
+    frozen: bool = False
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = x.reshape(len(x), 4, 4)
+        x = nn.BatchNorm(use_running_average=self.frozen or not train, momentum=0.8, epsilon=1e-3)(x)
+        z = nn.relu(nn.Dense(5)(x.reshape(len(x), -1)))
+        return nn.Dense(CLASSES)(z)
+
+
+MASK = jnp.array([1.0, 1, 1, 1, 0, 0])
+
+
+@pytest.fixture(scope="module")
+def normed():
+    """The model, parameters with other statistics than the first ones, and the normalised maps [6, 4, 4]."""
+    model = fitted(Normed())
+    params = some(model)
+    assert params["extractor"]["BatchNorm_0"].keys() == {"scale", "bias", "running_mean", "running_var"}
+    params["extractor"]["BatchNorm_0"] = {
+        name: jnp.asarray(RNG.uniform(0.5, 2.0, 4), jnp.float32)
+        for name in ("scale", "bias", "running_mean", "running_var")
+    }
+    return model, params
+
+
+def expected(params, mean, var):
+    norm = params["extractor"]["BatchNorm_0"]
+    x = (PIXELS.reshape(6, 4, 4) - mean) / np.sqrt(var + 1e-3) * norm["scale"] + norm["bias"]
+    return relu(dense(x.reshape(6, 16), params["extractor"]["Dense_0"]))
+
+
+def test_evaluation_uses_the_running_statistics(normed):
+    model, params = normed
+    norm = params["extractor"]["BatchNorm_0"]
+    z = expected(params, norm["running_mean"], norm["running_var"])
+    np.testing.assert_allclose(model.features(params["extractor"], X), z, rtol=1e-4, atol=1e-5)
+
+
+def test_a_training_pass_uses_those_of_the_batch_without_its_padding(normed):
+    model, params = normed
+    samples = PIXELS.reshape(6, 4, 4)[:4].reshape(16, 4)
+    z = expected(params, samples.mean(0), samples.var(0))
+    found = model.features(params["extractor"], X, MASK)
+    np.testing.assert_allclose(found[:4], z[:4], rtol=1e-4, atol=1e-5)
+
+
+def moved(model, params):
+    gradient = jax.grad(lambda theta: jnp.sum(model.features(theta, X, MASK)))(params["extractor"])["BatchNorm_0"]
+    norm = params["extractor"]["BatchNorm_0"]
+    return {name: norm[name] - gradient[name] for name in ("running_mean", "running_var")}
+
+
+def test_and_moves_the_running_statistics_with_the_modules_momentum(normed):
+    model, params = normed
+    samples, norm = PIXELS.reshape(6, 4, 4)[:4].reshape(16, 4), params["extractor"]["BatchNorm_0"]
+    after = moved(model, params)
+    mean = 0.8 * norm["running_mean"] + 0.2 * samples.mean(0)
+    np.testing.assert_allclose(after["running_mean"], mean, rtol=1e-4, atol=1e-6)
+    var = 0.8 * norm["running_var"] + 0.2 * samples.var(0, ddof=1)
+    np.testing.assert_allclose(after["running_var"], var, rtol=1e-4)
+
+
+def test_unless_the_module_is_frozen(normed):
+    _, params = normed
+    model, norm = fitted(Normed(frozen=True)), params["extractor"]["BatchNorm_0"]
+    np.testing.assert_array_equal(moved(model, params)["running_mean"], norm["running_mean"])
+    z = expected(params, norm["running_mean"], norm["running_var"])
+    np.testing.assert_allclose(model.features(params["extractor"], X, MASK), z, rtol=1e-4, atol=1e-5)
+
+
+# ---- dropout
+
+UNITS, RATE = 400, 0.25
+
+
+class Dropping(nn.Module):
+    """Features that are 1 or, where they are dropped, 0; the head starts at zero."""
+
+    @nn.compact
+    def __call__(self, x, *, deterministic: bool):
+        zeros, ones = nn.initializers.zeros_init(), nn.initializers.ones_init()
+        x = nn.Dense(UNITS, kernel_init=zeros, bias_init=ones)(x.reshape(len(x), -1))
+        return nn.Dense(CLASSES, kernel_init=zeros)(nn.Dropout(RATE)(x, deterministic=deterministic))
+
+
+class NNXDropping(nnx.Module):
+    """The same."""
+
+    def __init__(self, rngs):
+        zeros, ones = nnx.initializers.zeros_init(), nnx.initializers.ones_init()
+        self.wide = nnx.Linear(16, UNITS, kernel_init=zeros, bias_init=ones, rngs=rngs)
+        self.dropout = nnx.Dropout(RATE, rngs=rngs)
+        self.head = nnx.Linear(UNITS, CLASSES, kernel_init=zeros, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.dropout(self.wide(x.reshape(len(x), -1))))
+
+
+@pytest.fixture(scope="module", params=[Dropping(), NNXDropping], ids=["linen", "nnx"])
+def dropping(request):
+    """The model, its parameters, and (client, round) -> the head's gradient in each of two steps of one sample."""
+    model = fitted(request.param)
+    params = started(model)
+    data = client(2)
+    train = Trainer(batch_size=1)
+
+    @jax.jit
+    def gradients(client, t):
+        def step(carry, batch, key):
+            found, number = carry
+            gradient = jax.grad(supervised, argnums=1)(model, params, batch)["head"]["kernel"]
+            return found.at[number].set(gradient), number + 1
+
+        now = Round(jax.random.fold_in(jax.random.key(1), client), t)
+        return train.over_batches(now, step, (jnp.zeros((2, UNITS, CLASSES)), 0), data)[0]
+
+    return model, params, gradients
+
+
+def test_a_step_drops_units_at_the_rate_and_scales_the_others(dropping):
+    _, _, gradients = dropping
+    first, second = np.asarray(gradients(0, 0))
+    # Softmax of zero logits: a third each, the label is 0; a kept unit is worth 1 / (1 - rate).
+    kept = np.array([-2, 1, 1]) / 3 / (1 - RATE)
+    for gradient in (first, second):
+        zero = ~gradient.any(axis=1)
+        np.testing.assert_allclose(gradient[~zero], np.tile(kept, ((~zero).sum(), 1)), rtol=1e-5)
+        assert abs(zero.mean() - RATE) < 4 * np.sqrt(RATE * (1 - RATE) / UNITS)
+    assert (first.any(axis=1) != second.any(axis=1)).sum() > UNITS / 5
+
+
+def test_clients_draw_their_own_and_the_same_seed_the_same(dropping):
+    _, _, gradients = dropping
+    mine, again, yours = (np.asarray(gradients(client, 0)) for client in (0, 0, 1))
+    np.testing.assert_array_equal(mine, again)
+    assert (mine.any(axis=2) != yours.any(axis=2)).sum() > 2 * UNITS / 5
+
+
+def test_evaluation_drops_nothing(dropping):
+    model, params, _ = dropping
+    np.testing.assert_array_equal(model.features(params["extractor"], X), np.ones((6, UNITS)))
+
+
+def test_a_training_pass_outside_of_a_step_is_refused(dropping):
+    model, params, _ = dropping
+    with pytest.raises(ValueError, match=r"^a training pass of a model with dropout needs a step: train\(\.\.\.\)"):
+        model.features(params["extractor"], X, MASK)
+
+
+# ---- NNX
+
+
+@pytest.fixture(scope="module")
+def nnx_model():
+    model = fitted(NNXNet)
+    return model, started(model)
+
+
+def test_an_nnx_module_is_cut_at_an_attribute(nnx_model):
+    model, params = nnx_model
+    assert model.layers == ("layers_0", "norm", "layers_1")
+    assert params["head"].keys() == {"kernel", "bias"}
+    theta = params["extractor"]
+    assert theta.keys() == {"layers_0", "norm", "layers_1"}
+    assert theta["norm"].keys() == {"scale", "bias", "running_mean", "running_var"}
+    z = np.tanh(dense(relu(dense(PIXELS, theta["layers_0"]) / np.sqrt(1.0 + 1e-3)), theta["layers_1"]))
+    np.testing.assert_allclose(model.features(theta, X), z, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(model.apply(params, X), dense(z, params["head"]), rtol=1e-4, atol=1e-5)
+
+
+def test_its_head_can_be_a_tree_too():
+    class Plain(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.a, self.b = nnx.Linear(16, 6, rngs=rngs), nnx.Linear(6, 5, rngs=rngs)
+            self.c = nnx.Linear(5, CLASSES, rngs=rngs)
+
+        def __call__(self, x):
+            return self.c(nnx.relu(self.b(nnx.tanh(self.a(x.reshape(len(x), -1))))))
+
+    model = fitted(Plain, "a")
+    params = some(model)
+    theta, phi = params["extractor"], params["head"]
+    assert (theta.keys(), phi.keys()) == ({"a"}, {"b", "c"})
+    logits = dense(relu(dense(np.tanh(dense(PIXELS, theta["a"])), phi["b"])), phi["c"])
+    np.testing.assert_allclose(model.apply(params, X), logits, rtol=1e-4, atol=1e-5)
+
+
+def test_its_statistics_move_as_those_of_linen(nnx_model):
+    model, params = nnx_model
+    theta = params["extractor"]
+    data = client(4)
+
+    def loss(theta, batch, key):
+        return jnp.sum(model.features(theta, batch.x, batch.mask))
+
+    trained, _ = jax.jit(
+        lambda theta: Trainer(batch_size=6)(Round(jax.random.key(0), jnp.int32(0)), loss, theta, data)
+    )(theta)
+    hidden = dense(PIXELS[:4], theta["layers_0"])
+    np.testing.assert_allclose(trained["norm"]["running_mean"], 0.2 * hidden.mean(0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(trained["norm"]["running_var"], 0.8 + 0.2 * hidden.var(0, ddof=1), rtol=1e-4)
+
+
+def test_an_instance_brings_its_weights_and_a_class_draws_them(nnx_model):
+    instance = NNXNet(rngs=nnx.Rngs(3))
+    factory, kernel = own_model(instance), instance.out.kernel[...]
+    instance.out.kernel[...] = jnp.zeros((5, CLASSES))  # too late to matter
+    init = factory().fit(SHAPE, CLASSES, mean=MEAN, std=STD).init
+    for seed in (0, 1):
+        np.testing.assert_array_equal(init(jax.random.key(seed))["head"]["kernel"], kernel)
+    model, first = nnx_model
+    draw = jax.jit(model.init)
+    again, other = draw(jax.random.key(0)), draw(jax.random.key(1))
+    np.testing.assert_array_equal(again["head"]["kernel"], first["head"]["kernel"])
+    assert not np.array_equal(other["head"]["kernel"], first["head"]["kernel"])
+
+
+# ---- in a run
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedrep", "fedpac"])
+def test_a_twin_of_mlp_trains_as_mlp_does(name, model, federation, trainer):
+    own = own_model(Twin())().fit(SHAPE, CLASSES, mean=MEAN, std=STD)._replace(init=model.init)
+    ends = [play(METHODS[name](each, trainer), federation, rounds=2).end.state for each in (model, own)]
+    moved = [float(jnp.sum(jnp.abs(leaf))) for leaf in jax.tree.leaves(ends[0])]
+    assert sum(moved) > 1
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *ends)
+
+
+TABLES = {
+    "data": {"source": "digits", "clients": 4, "partition": {"kind": "iid"}, "samples_per_client": 20},
+    "method": {"name": "fedavg"},
+    "training": {"rounds": 2, "batch_size": 10, "lr": 0.1},
+    "run": {"placement": "map"},
+}
+
+
+@pytest.fixture(scope="module")
+def registered():
+    class Digits(nn.Module):
+        hidden: int = 8
+        activation: object = nn.relu
+
+        @nn.compact
+        def __call__(self, x, train: bool):
+            x = nn.Dense(self.hidden)(x.reshape(len(x), -1))
+            x = nn.BatchNorm(use_running_average=not train)(x)
+            x = nn.Dropout(0.2, deterministic=not train)(self.activation(x))
+            return nn.Dense(10)(x)
+
+    register_model("own_digits")(Digits)
+    yield "own_digits"
+    del MODELS["own_digits"]
+
+
+def test_a_registered_class_runs_with_its_fields_as_options(registered):
+    config = Config(**TABLES, model={"name": registered, "hidden": 6})
+    assert config.model == {"name": registered, "hidden": 6}
+    first, second = simulate(config), simulate(config)
+    params = first.state.server
+    assert params["head"]["kernel"].shape == (6, 10)
+    assert np.all(np.asarray(params["extractor"]["BatchNorm_0"]["running_var"]) != 1.0)
+    jax.tree.map(np.testing.assert_array_equal, first.state, second.state)
+    assert second.summary["timing"]["compile_seconds"] < 0.5 * first.summary["timing"]["compile_seconds"]
+    with pytest.raises(ConfigError, match=r"model\.widht"):
+        Config(**TABLES, model={"name": registered, "widht": 6})
+
+
+def test_the_same_model_is_the_same_program():
+    """A program is known by its factory: by another one for the same model it would be compiled again."""
+    assert own_model(Three(hidden=4)) is own_model(Three(hidden=4))
+    assert own_model(Three(hidden=4)) is not own_model(Three(hidden=5))
+    assert own_model(Three, features="Dense_0") is not own_model(Three)
+
+
+# ---- what cannot be used
+
+
+def net(call, **fields):
+    """A Linen class with this ``__call__``."""
+    return type("Net", (nn.Module,), {"__call__": nn.compact(call), "__annotations__": {}, **fields})
+
+
+def flat(x):
+    return x.reshape(len(x), -1)
+
+
+def counting(self, x):
+    self.variable("counts", "n", lambda: jnp.zeros(()))
+    return nn.Dense(CLASSES)(nn.Dense(4)(flat(x)))
+
+
+def skipping(self, x):
+    z = nn.Dense(4)(flat(x))
+    return nn.Dense(CLASSES)(z) + jnp.sum(z**2, axis=1, keepdims=True)
+
+
+def wide(self, x):
+    z = nn.Dense(4)(flat(x))
+    return nn.Dense(CLASSES)(z) + jnp.mean(x)
+
+
+def shared(self, x):
+    layer = nn.Dense(CLASSES)
+    z = layer(flat(x))
+    return layer(flat(x)) + nn.Dense(CLASSES)(z)
+
+
+def twice(self, x):
+    layer = nn.Dense(CLASSES)
+    x = layer(nn.Dense(CLASSES)(flat(x)))
+    return layer(x)
+
+
+def dropped_late(self, x, train: bool):
+    x = nn.Dense(4)(flat(x))
+    x = nn.relu(nn.Dense(4)(x))
+    return nn.Dense(CLASSES)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+def normed_late(self, x, train: bool):
+    x = nn.Dense(4)(flat(x))
+    return nn.Dense(CLASSES)(nn.BatchNorm(use_running_average=not train)(x))
+
+
+class Cached(nnx.Module):
+    def __init__(self, rngs):
+        self.out, self.kept = nnx.Linear(16, CLASSES, rngs=rngs), nnx.Cache(jnp.zeros(2))
+
+    def __call__(self, x):
+        return self.out(x)
+
+
+class Required(nn.Module):
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(CLASSES)(nn.Dense(self.hidden)(flat(x)))
+
+
+class Torch:
+    __module__ = "torch.nn.modules"
+
+    def __call__(self, x):
+        return x
+
+
+MISTAKES = {
+    "wrong_width": (
+        net(lambda self, x: nn.Dense(7)(nn.Dense(4)(flat(x)))),
+        None,
+        "model = 'Net' is not usable: its logits are 7 wide; the data has 3 classes",
+    ),
+    "one_layer": (
+        net(lambda self, x: nn.Dense(3)(flat(x))),
+        None,
+        "model = 'Net' is not usable: nothing with parameters comes before Dense_0, so that there would be no "
+        "extractor; its layers: Dense_0",
+    ),
+    "no_layer": (
+        net(lambda self, x: flat(x)),
+        None,
+        "model = 'Net' is not usable: it calls no layer with parameters, so that there would be no head; layers: none",
+    ),
+    "no_such_layer": (
+        Late(),
+        "Dense_7",
+        "features = 'Dense_7' is not usable: one of the layers of Late: Dense_0, Dense_1, Dense_2",
+    ),
+    "nothing_behind": (
+        Late(),
+        "Dense_2",
+        "model = 'Late' is not usable: no layer with parameters follows Dense_2, so that there would be no head; "
+        "layers: Dense_0, Dense_1, Dense_2",
+    ),
+    "maps_at_the_cut": (
+        net(lambda self, x: nn.Dense(3)(nn.Conv(2, (3, 3))(x)).mean(axis=(1, 2))),
+        None,
+        "model = 'Net before Dense_0' is not usable: features must be [batch, dim] floats, not float32 [2, 4, 4, 2]; "
+        "flatten or pool before",
+    ),
+    "logits_are_maps": (
+        net(lambda self, x: nn.Dense(CLASSES)(nn.Dense(4)(flat(x)))[:, None]),
+        None,
+        "model = 'Net' is not usable: it must return logits [batch, classes], not float32 [2, 1, 3]",
+    ),
+    "two_outputs": (
+        net(lambda self, x: (nn.Dense(CLASSES)(nn.Dense(4)(flat(x))), x)),
+        None,
+        "model = 'Net' is not usable: it must return logits [batch, classes], not a tuple",
+    ),
+    "input_behind_the_cut": (
+        net(wide),
+        None,
+        "model = 'Net' is not usable: the head from Dense_1 on reads the samples, too: cut it elsewhere (features=)",
+    ),
+    "around_the_cut": (
+        net(skipping),
+        None,
+        "model = 'Net' is not usable: Dense_0 is read on both sides of a cut before Dense_1: cut it elsewhere "
+        "(features=)",
+    ),
+    "shared_layer": (
+        net(shared),
+        None,
+        "model = 'Net' is not usable: Dense_0 is read on both sides of a cut before Dense_1: cut it elsewhere "
+        "(features=)",
+    ),
+    "layer_used_twice": (
+        net(twice),
+        None,
+        "model = 'Net' is not usable: Dense_0 is read on both sides of a cut before Dense_0: cut it elsewhere "
+        "(features=)",
+    ),
+    "does_not_fit": (
+        net(lambda self, x: nn.Dense(CLASSES)(nn.Dense(4)(x.reshape(len(x), 7, 7)))),
+        None,
+        "model = 'Net' is not usable: it fails on samples of shape [4, 4, 1] (TypeError: cannot reshape array of shape "
+        "(2, 4, 4, 1) (size 32) into shape (2, 7, 7) (size 98))",
+    ),
+    "other_state": (
+        net(counting),
+        None,
+        "model = 'Net' is not usable: it keeps counts, and only parameters and the statistics of nn.BatchNorm can be "
+        "kept",
+    ),
+    "other_arguments": (
+        net(lambda self, x, context: nn.Dense(3)(x)),
+        None,
+        "model = 'Net' is not usable: a __call__ of x and flags among train, training, is_train, is_training, "
+        "deterministic, eval, inference; its arguments: x, context",
+    ),
+    "always_dropping": (
+        net(lambda self, x: nn.Dense(3)(nn.Dropout(0.5, deterministic=False)(nn.Dense(4)(flat(x))))),
+        None,
+        "model = 'Net' is not usable: it draws random numbers in evaluation, too: switch dropout by a flag of "
+        "__call__, such as train",
+    ),
+    "dropout_in_the_head": (
+        net(dropped_late),
+        "Dense_0",
+        "model = 'Net' is not usable: dropout behind the cut: the head is not told which pass it is in; cut behind the "
+        "dropout (features=)",
+    ),
+    "norm_in_the_head": (
+        net(normed_late),
+        "Dense_0",
+        "model = 'Net' is not usable: nn.BatchNorm behind the cut: the head is not told which pass it is in; cut "
+        "behind it (features=)",
+    ),
+    "norm_over_another_axis": (
+        net(
+            lambda self, x: nn.Dense(3)(
+                nn.BatchNorm(use_running_average=True, axis=1)(nn.Dense(4)(flat(x))[..., None])[..., 0]
+            )
+        ),
+        None,
+        "model = 'BatchNorm_0' is not usable: nn.BatchNorm over the last axis, without axis_name",
+    ),
+    "pair_that_does_not_fit": (
+        (Flat(), net(lambda self, z: nn.Dense(CLASSES)(z.reshape(len(z), 9)))()),
+        None,
+        "model = '(Flat, Net)' is not usable: it fails on samples of shape [4, 4, 1] (TypeError: cannot reshape array "
+        "of shape (2, 7) (size 14) into shape (2, 9) (size 18))",
+    ),
+    "pair_of_three": (
+        (Flat(), Flat(), Flat()),
+        None,
+        "model = '(Flat, Flat, Flat)' is not usable: a pair of Flax modules (extractor, head)",
+    ),
+    "pair_that_is_cut": (
+        (Flat(), Flat()),
+        "Dense_0",
+        "features = 'Dense_0' is not usable: nothing for a pair: it is cut already",
+    ),
+    "contract_that_is_cut": (
+        MODELS["mlp"](),
+        "Dense_0",
+        "features = 'Dense_0' is not usable: nothing for a module x, mask -> (z, maps): it ends in the features",
+    ),
+    "nnx_state": (
+        Cached,
+        None,
+        "model = 'Cached' is not usable: it keeps kept (Cache): only nnx.Param and nnx.BatchNorm's statistics can be "
+        "kept",
+    ),
+    "nnx_of_nothing": (
+        lambda rngs: 3,
+        None,
+        "model = '<lambda>' is not usable: a function of rngs returns an nnx.Module, not int",
+    ),
+    "required_field": (
+        Required,
+        None,
+        "model = 'Required' is not usable: a default for its argument hidden (an NNX module's randomness is called "
+        "rngs), or an instance: Required(...)",
+    ),
+    "required_argument": (
+        lambda width: Late(),
+        None,
+        "model = '<lambda>' is not usable: a default for its argument width (an NNX module's randomness is called "
+        "rngs)",
+    ),
+    "fails_when_made": (
+        lambda: 1 / 0,
+        None,
+        "model = '<lambda>' is not usable: it fails when it is made (ZeroDivisionError: division by zero)",
+    ),
+    "torch": (Torch(), None, "model = 'Torch' is not usable: not a PyTorch module, but a Flax module (of Linen; "),
+    "no_model": (
+        3,
+        None,
+        "model = 'int' is not usable: a Flax module (of Linen; of NNX as an instance, or a class or ",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_cannot_be_used_is_one_line(mistake):
+    given, features, expected = MISTAKES[mistake]
+    with pytest.raises(ConfigError) as found:
+        fitted(given, features)
+    message = str(found.value)
+    assert "\n" not in message
+    assert message.startswith(expected)
+
+
+def test_a_method_that_wants_feature_maps_says_so():
+    with pytest.raises(ValueError, match="feature maps"):
+        METHODS["fedcpd"](fitted(Twin()), Trainer())

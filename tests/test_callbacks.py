@@ -1,0 +1,245 @@
+"""Callbacks see the run that goes on, and can end it."""
+
+import json
+import os
+import signal
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from fedjax_pfl import (
+    BestModel,
+    Callback,
+    Config,
+    ConfigError,
+    EarlyStopping,
+    MLflowLogger,
+    WandbLogger,
+    simulate,
+)
+from fedjax_pfl.experiment.callbacks import Running
+
+ROUNDS = 6
+
+
+def config(**run):
+    return Config(
+        data={"source": "digits", "clients": 5, "samples_per_client": 30, "validation_share": 0.2},
+        model={"name": "mlp", "hidden": 8},
+        method={"name": "fedavg"},
+        training={"rounds": ROUNDS, "lr": 0.1},
+        run={"eval_every": 2, **run},
+    )
+
+
+class Recorder(Callback):
+    def __init__(self):
+        self.seen, self.states = [], {}
+
+    def on_start(self, run):
+        self.seen.append(("start", run.round, len(run.lines)))
+
+    def on_evaluate(self, run, line):
+        self.seen.append(("evaluate", run.round, line["round"]))
+        self.states[run.round] = run.state
+
+    def on_end(self, run, result):
+        self.seen.append(("end", run.round, result.summary["rounds"]))
+
+
+class EveryRound(Callback):
+    def __init__(self, stop_after=None):
+        self.rounds, self.losses, self.stop_after = [], [], stop_after
+
+    def on_round(self, run):
+        self.rounds.append(run.round)
+        self.losses.append(run.loss)
+        if run.round == self.stop_after:
+            run.stop("enough")
+
+
+@pytest.fixture(scope="module")
+def recorder():
+    return Recorder()
+
+
+@pytest.fixture(scope="module")
+def plain(recorder):
+    return simulate(config(), callbacks=[recorder])
+
+
+def assert_same(state, other):
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    assert all(map(np.array_equal, jax.tree.leaves(state), jax.tree.leaves(other)))
+
+
+def test_calls_come_in_order_with_the_state_of_their_round(recorder, plain):
+    evaluations = [("evaluate", t, t) for t in (2, 4, 6)]
+    assert recorder.seen == [("start", 0, 0), *evaluations, ("end", 6, 6)]
+    assert_same(recorder.states[6], plain.state)
+    shorter = simulate(config().replace({"training.rounds": 4}))
+    assert_same(recorder.states[4], shorter.state)
+
+
+def test_on_round_is_called_after_every_round_and_changes_nothing(plain):
+    every = EveryRound()
+    result = simulate(config(), callbacks=[every])
+    assert every.rounds == [1, 2, 3, 4, 5, 6]
+    assert_same(result.state, plain.state)
+    assert [every.losses[t - 1] for t in (2, 4, 6)] == plain.history["train_loss"].tolist()
+
+
+@pytest.mark.parametrize(("asked", "last"), [(4, 4), (3, 4)])
+def test_a_stopped_run_ends_like_a_shorter_one(plain, tmp_path, asked, last):
+    out = tmp_path / "run"
+    result = simulate(config(out=str(out)), callbacks=[EveryRound(stop_after=asked)])
+    shorter = simulate(config().replace({"training.rounds": last}))
+    assert_same(result.state, shorter.state)
+    assert result.history["round"].tolist() == [2, 4]
+    assert (result.summary["rounds"], result.summary["stopped"]) == (last, "enough")
+    assert result.summary["personal"] == shorter.summary["personal"]
+    assert json.loads((out / "summary.json").read_text())["stopped"] == "enough"
+    assert "stopped" not in plain.summary
+
+
+def run_with(values, metric="train_loss"):
+    run = Running(config(), "pre", len(values), [{"round": t, metric: v} for t, v in enumerate(values, 1)], dict)
+    run.loss = values[-1]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "stops"),
+    [
+        ([1, 2, 3], {}, False),
+        ([3, 2, 2], {}, True),
+        ([3, 2, 4], {}, False),
+        ([3, 2], {}, False),
+        ([3, 3, 3], {}, True),  # as good is not better
+        ([3, 2, 1], {"mode": "min"}, False),
+        ([1, 2, 3], {"mode": "min"}, True),
+        ([1, 1.4, 1.8], {"min_delta": 0.5}, False),  # 1.8 is better than the best that counted, 1
+        ([1, 1.4, 1.5], {"min_delta": 0.5}, True),
+    ],
+)
+def test_early_stopping_waits_for_its_patience(values, options, stops):
+    stopping, run = EarlyStopping("train_loss", patience=2, **options), run_with(values)
+    stopping.on_evaluate(run, run.lines[-1])
+    assert (run.stopped is not None) == stops
+
+
+def test_early_stopping_by_default_looks_at_validation_samples():
+    stopping = EarlyStopping(patience=1)
+    # A learning rate of almost nothing: after the first evaluation nothing gets better.
+    still = config().replace({"training.lr": 1e-12})
+    result = simulate(still, callbacks=[stopping])
+    assert result.summary["rounds"] == 4
+    assert result.summary["stopped"] == "no better accuracy on validation samples in 1 evaluations"
+
+
+def test_the_best_model_is_that_of_the_best_round(recorder, plain):
+    best = BestModel("pre.accuracy")
+    result = simulate(config(), callbacks=[best])
+    at = int(np.argmax(plain.history["pre.accuracy"]))
+    assert best.round == plain.history["round"][at]
+    assert best.value == plain.history["pre.accuracy"][at]
+    assert_same(best.result.state, recorder.states[best.round])
+    worst = BestModel("pre.accuracy", mode="min")
+    simulate(config(), callbacks=[worst])
+    assert worst.round == plain.history["round"][int(np.argmin(plain.history["pre.accuracy"]))]
+    assert_same(result.state, plain.state)
+
+
+class Interrupt(Callback):
+    """Sends this process the signal of Ctrl-C in the middle of the run."""
+
+    def on_round(self, run):
+        if run.round == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupted_run_returns_what_it_has_and_can_be_resumed(plain, tmp_path):
+    out = tmp_path / "run"
+    result = simulate(config(out=str(out)), callbacks=[Interrupt()], interrupt="return")
+    assert (result.summary["rounds"], result.summary["stopped"]) == (4, "interrupted")
+    assert result.history["round"].tolist() == [2, 4]
+    assert not (out / "summary.json").exists()
+    whole = simulate(config(out=str(out)), resume=out)
+    assert_same(whole.state, plain.state)
+    assert whole.history["pre.accuracy"].tolist() == plain.history["pre.accuracy"].tolist()
+
+
+def test_an_interrupted_run_raises_where_that_is_wanted():
+    with pytest.raises(KeyboardInterrupt):
+        simulate(config(), callbacks=[Interrupt()], interrupt="raise")
+
+
+def test_a_resumed_run_stops_where_an_uninterrupted_one_does(tmp_path):
+    still = config(out=str(tmp_path / "run"), checkpoint_every=1).replace({"training.lr": 1e-12})
+    simulate(still, callbacks=[EarlyStopping(patience=2), Interrupt()], interrupt="return")
+    seen = Recorder()
+    result = simulate(still, resume=tmp_path / "run", callbacks=[EarlyStopping(patience=2), seen])
+    assert seen.seen[0] == ("start", 4, 2)
+    assert (result.summary["rounds"], result.history["round"].tolist()) == (6, [2, 4, 6])
+
+
+MISTAKES = {
+    "no list": (lambda: simulate(config(), callbacks=EarlyStopping()), r"callbacks = .* a list of callbacks"),
+    "a function": (lambda: simulate(config(), callbacks=[print]), r"callbacks = .* inherits from fedjax_pfl.Callback$"),
+    "a class": (lambda: simulate(config(), callbacks=[BestModel]), r"callbacks = .*, not the class itself"),
+    "patience": (lambda: EarlyStopping(patience=0), r"patience = 0 is not usable: 1 evaluation or more"),
+    "min_delta": (lambda: EarlyStopping(min_delta=-1.0), r"min_delta = -1.0 .* 0 or more"),
+    "mode": (lambda: BestModel(mode="up"), r"mode = 'up' is not usable: \"max\" or \"min\""),
+    "metric": (
+        lambda: run_with([1.0]).values("loss"),
+        r"metric = 'loss' is not usable: one of the run's: round, train",
+    ),
+    "no validation": (
+        lambda: Running(config().replace({"data.validation_share": 0.0}), "pre", 0, [], dict).values(None),
+        r"metric = None is not usable: a metric such as train_loss, or give data.validation_share",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line(mistake, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        mistake()
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_and_biases_gets_config_lines_and_summary(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="the package wandb is not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logged = []
+    monkeypatch.setattr(wandb.Run, "log", lambda self, values, step: logged.append((step, values)))
+    summaries = []
+    monkeypatch.setattr(wandb.Run, "finish", lambda self: summaries.append(dict(self.summary)))
+    logger = WandbLogger(project="tests", mode="offline", dir=str(tmp_path))
+    result = simulate(config(), callbacks=[logger])
+    assert [step for step, _ in logged] == [2, 4, 6]
+    assert [values["pre/accuracy"] for _, values in logged] == result.history["pre.accuracy"].tolist()
+    assert summaries[0]["pre.last"] == result.summary["personal"]["pre"]["last"]
+
+
+def test_mlflow_gets_config_and_lines(tmp_path, monkeypatch):
+    client = pytest.importorskip("mlflow.client", reason="the package mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    where = (tmp_path / "mlruns").as_uri()
+    result = simulate(config(), callbacks=[MLflowLogger(experiment="tests", tracking_uri=where, run_name="one")])
+    found = client.MlflowClient(where)
+    run = found.search_runs([found.get_experiment_by_name("tests").experiment_id])[0]
+    assert (run.info.status, run.data.params["training.lr"]) == ("FINISHED", "0.1")
+    history = sorted(found.get_metric_history(run.info.run_id, "pre.accuracy"), key=lambda of: of.step)
+    assert [(of.step, of.value) for of in history] == list(
+        zip([2, 4, 6], result.history["pre.accuracy"].tolist(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("logger", "package"), [(WandbLogger, "wandb"), (MLflowLogger, "mlflow")])
+def test_a_logger_without_its_package_says_so(logger, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)  # as though it were not installed
+    with pytest.raises(ConfigError, match=rf'an installed package: pip install "fedjax_pfl\[{package}\]"'):
+        logger()

@@ -1,0 +1,438 @@
+"""What a notebook shows: short `repr`, HTML that is valid and says what the summary says, progress, a warning."""
+
+import io
+import re
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from fedjax_pfl import Comparison, Config, ConfigError, Sweep, partition_html, simulate
+from fedjax_pfl.experiment import progress as module
+from fedjax_pfl.experiment.html import runs_html
+from fedjax_pfl.experiment.progress import Progress, lines, reporting
+from fedjax_pfl.experiment.tables import Cell
+
+CONFIG = Config(
+    data={"source": "digits", "clients": 4, "samples_per_client": 20, "partition": {"kind": "dirichlet", "beta": 0.5}},
+    model={"name": "mlp", "hidden": 8},
+    method={"name": "fedavg"},
+    training={"rounds": 3, "lr": 0.1},
+)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return simulate(CONFIG)
+
+
+# Method -> accuracies of seeds 0 and 1, by hand: the best at PRE is not the best at POST.
+ACCURACY = {"fedavg": {"pre": (0.5, 0.6), "post": (0.9, 0.9)}, "local": {"pre": (0.7, 0.8), "post": (0.8, 0.85)}}
+MEANS = {"pre": {"fedavg": "55.00", "local": "75.00"}, "post": {"fedavg": "90.00", "local": "82.50"}}
+
+
+def cell(result, method, seed):
+    """A run of a method, as it might have been."""
+    personal = {
+        point: {**of, "last": ACCURACY[method][point][seed]} for point, of in result.summary["personal"].items()
+    }
+    values = {"method.name": method, "run.seed": seed}
+    summary = {**result.summary, "method": method, "personal": personal}
+    return Cell(values, CONFIG.replace(values), summary, result.clients)
+
+
+@pytest.fixture(scope="module")
+def comparison(result):
+    return Comparison(CONFIG, [cell(result, method, seed) for method in ACCURACY for seed in (0, 1)], "fedavg")
+
+
+@pytest.fixture(scope="module")
+def swept(comparison):
+    return Sweep(comparison.cells, {"method.name": "fedavg"}, "post")
+
+
+class Page(HTMLParser):
+    """Reads HTML as strictly as it can: every tag is closed, in order; nothing is run or fetched."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tags, self.tables, self.text = [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        assert tag not in ("script", "style", "link", "img", "iframe", "object")
+        given = dict(attributes)
+        assert len(given) == len(attributes)
+        assert not any(name.startswith("on") or name in ("src", "href") for name in given)
+        assert "url(" not in str(given)
+        self.open.append(tag)
+        self.tags.append((tag, given))
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append({"text": "", "bold": False, "style": given["style"]})
+        elif tag == "strong" and {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1]["bold"] = True
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1]["text"] += data
+
+    def rows(self, table):
+        return [[cell["text"] for cell in row] for row in self.tables[table]]
+
+    def bold(self, table):
+        return [cell["text"] for row in self.tables[table] for cell in row if cell["bold"]]
+
+
+@pytest.mark.parametrize("broken", ["<b><i></b></i>", "<b>", "<script></script>", '<a href="http://x">x</a>'])
+def test_the_reader_of_pages_finds_what_is_wrong(broken):
+    with pytest.raises(AssertionError):
+        Page(broken)
+
+
+def percent(value):
+    return f"{100 * value:.2f}"
+
+
+def distinct(result):
+    """The same with numbers of which no two are equal, so that none can be taken for another."""
+    personal = {
+        point: {name: (start + at) / 100 for at, name in enumerate(of)}
+        for start, (point, of) in zip((10, 60), result.summary["personal"].items(), strict=True)
+    }
+    return replace(result, summary={**result.summary, "personal": personal, "global": 0.0125})
+
+
+def test_a_result_is_two_lines(result):
+    told = distinct(result)
+    pre, post = (told.summary["personal"][point] for point in ("pre", "post"))
+    scores = f"PRE {percent(pre['last'])} % (best {percent(pre['best'])} %), "
+    scores += f"POST {percent(post['last'])} % (best {percent(post['best'])} %), global 1.25 %"
+    assert repr(told) == f"fedavg on digits, 4 clients, 3 rounds, seed 0\n  {scores}"
+    assert str(told) == repr(told)
+
+
+def test_many_runs_are_two_lines_with_the_best_of_them(comparison, swept):
+    assert repr(comparison) == "Comparison of 4 runs\n  highest mean PRE: local 75.00 %"
+    assert repr(swept) == "Sweep of 4 runs\n  highest mean POST: fedavg 90.00 %"
+    failed = comparison.cells[2]._replace(summary=None, error="why")
+    broken = comparison._replace(cells=[comparison.cells[0], failed])
+    assert repr(broken) == "Comparison of 2 runs, 1 failed\n  highest mean PRE: fedavg 50.00 %"
+    assert repr(broken._replace(cells=[failed])).endswith("highest mean PRE: —")
+
+
+def test_of_each_data_setting_the_best_is_named(comparison):
+    cells = [
+        cell._replace(values={**cell.values, "data.partition.beta": beta})
+        for beta, cell in zip((0.1, 0.1, 0.5, 0.5), comparison.cells, strict=True)
+    ]
+    best = "fedavg, data.partition.beta=0.1 55.00 %; local, data.partition.beta=0.5 75.00 %"
+    assert repr(comparison._replace(cells=cells)).endswith(f"highest mean PRE: {best}")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"data": {"source": "digits"}, "method": {"name": "fedavg"}},
+        {"data": {"source": "digits"}, "method": {"name": "pfedcspc", "kappa": 0.2, "server_lr_drops": [1]}},
+        {"data": {"source": "digits", "mean": [0.5, 0.1]}, "method": {"name": "ditto"}, "model": {"name": "cnn2"}},
+        {
+            "data": {"source": "digits", "partition": {"kind": "pathological"}},
+            "method": {"name": "fedavg"},
+            "participation": {"ratio": [0.2, 0.5]},
+            "run": {"export": ["features"]},
+        },
+    ],
+)
+def test_the_repr_of_a_config_is_python_that_makes_it_and_holds_no_defaults(given):
+    config = Config(**given)
+    assert eval(repr(config)) == config
+    assert str(config) == repr(config)
+    shown = config.non_defaults()
+    assert {section: set(table) for section, table in shown.items()} == {
+        section: set(table) for section, table in given.items()
+    }
+
+
+def test_values_that_are_the_defaults_are_none_of_the_difference():
+    spelt_out = {**CONFIG.model_dump(), "method": {"name": "ditto", "lam": 1.0}, "training": {"rounds": 100, "lr": 0.1}}
+    assert Config(**spelt_out).non_defaults() == {
+        "data": {
+            "source": "digits",
+            "clients": 4,
+            "samples_per_client": 20,
+            "partition": {"kind": "dirichlet", "beta": 0.5},
+        },
+        "model": {"name": "mlp", "hidden": 8},
+        "method": {"name": "ditto"},
+        "training": {"lr": 0.1},
+    }
+
+
+def test_a_result_shows_the_numbers_of_its_summary(result):
+    result = distinct(result)
+    page = Page(result._repr_html_())
+    headings, *rows = page.rows(0)
+    keys = {"last": "last", "best": "best", "weighted": "weighted_last", "worst 10 %": "worst_10_percent"}
+    personal = result.summary["personal"]
+    assert [row[0] for row in rows] == ["PRE *", "POST"]
+    for row, point in zip(rows, ("pre", "post"), strict=True):
+        shown = dict(zip(headings, row, strict=True))
+        assert {name: shown[name] for name in keys} == {name: percent(personal[point][keys[name]]) for name in keys}
+    assert f"global model on the pooled test set: {percent(result.summary['global'])} %" in page.text
+    assert f"{result.summary['timing']['seconds_per_round']:.3f} s per round" in page.text
+    assert f"{result.summary['traffic']['megabytes_total']:.1f} MB exchanged" in page.text
+    assert result.partition["hash"] in page.text
+    assert "lr = 0.1" in page.text
+    assert "background:transparent" in result._repr_html_()
+
+
+def test_what_is_special_about_a_run_is_said(result):
+    special = {"stopped": "low enough", "diverged_round": 2, "global": None}
+    other = replace(result, summary={**result.summary, **special})
+    text = Page(other._repr_html_()).text
+    assert "ended early: low enough" in text
+    assert "diverged: from round 2 on" in text
+    assert "global" not in text.partition("partition")[0]
+    assert "global" not in repr(other)
+
+
+def points_of(text):
+    """The places of both curves, [points, 2]."""
+    found = [given["points"] for tag, given in Page(text).tags if tag == "polyline"]
+    return [np.array([place.split(",") for place in line.split()], float).reshape(-1, 2) for line in found]
+
+
+def test_the_curve_is_that_of_the_history(result):
+    pre, post = points_of(result._repr_html_())
+    drawn = np.concatenate([pre[:, 1], post[:, 1]])
+    values = np.concatenate([result.history["pre.accuracy"], result.history["post.accuracy"]])
+    assert len(pre) == len(post) == 3
+    assert np.ptp(values) > 0
+    slope, offset = np.polyfit(values, drawn, 1)
+    assert slope < 0  # up is more
+    np.testing.assert_allclose(drawn, slope * values + offset, atol=0.06)  # written with one digit
+    np.testing.assert_allclose(np.diff(pre[:, 0]), np.ptp(pre[:, 0]) / 2, atol=0.11)
+    labels = [int(number) for number in re.findall(r">(\d+) %</text>", result._repr_html_())]
+    heights = [offset + slope * label / 100 for label in labels]
+    np.testing.assert_allclose(heights, [160 - 18, 18], atol=0.5)  # the ends of the axis
+
+
+def test_a_round_without_a_number_is_left_out_of_the_curve(result):
+    history = {**result.history, "pre.accuracy": np.array([0.1, np.nan, 0.3])}
+    other = replace(result, history=history)
+    assert [len(places) for places in points_of(other._repr_html_())] == [2, 3]
+    nothing = {name: np.full(3, np.nan) for name in ("pre.accuracy", "post.accuracy")} | {"round": history["round"]}
+    assert points_of(replace(result, history=nothing)._repr_html_()) == []
+
+
+def test_a_single_evaluated_round_is_a_point(result):
+    history = {name: values[:1] for name, values in result.history.items()}
+    other = replace(result, history=history)
+    assert [len(places) for places in points_of(other._repr_html_())] == [1, 1]
+    assert "round 1<" in other._repr_html_()
+
+
+def test_many_runs_are_the_table_with_the_best_in_bold_and_the_notes_below(comparison, swept):
+    for found, best in ((comparison, "75.00 ± 7.07"), (swept, "90.00 ± 0.00")):
+        html = found._repr_html_()
+        page = Page(html)
+        headings, *rows = page.rows(0)
+        assert [row[0] for row in rows] == ["fedavg", "local"]
+        for point in ("pre", "post"):
+            shown = [row[headings.index(point.upper())].split(" ±")[0] for row in rows]
+            assert shown == list(MEANS[point].values())
+        assert [bold.removesuffix(" *") for bold in page.bold(0)] == [best]
+        assert html.index("</table>") < html.index("Accuracy in %") < html.index("2 seeds")
+        assert "**" not in html
+
+
+def test_what_people_write_is_no_html(comparison, result):
+    mean = "<script>alert(1)</script>"
+    failed = comparison.cells[0]._replace(summary=None, clients=None, error=mean)
+    config = CONFIG.replace("data.source", "npz:<b>&amp;.npz")
+    manifest = {**result.partition, "notes": [mean]}
+    title = comparison._replace(cells=[failed, *comparison.cells[1:]], config=config)
+    other = replace(result, partition=manifest, summary={**result.summary, "dataset": mean})
+    for shown in (title, other):
+        assert mean in Page(shown._repr_html_()).text
+    for shown in (title, config):
+        assert "npz:<b>&amp;.npz" in Page(shown._repr_html_()).text
+
+
+def test_the_partition_is_a_table_of_counts_the_darker_the_more(result):
+    page = Page(partition_html(result.partition))
+    headings, *rows = page.tables[0]
+    assert [cell["text"] for cell in headings] == ["client", "size", "train", "test", *map(str, range(10))]
+    counts = np.array(result.partition["class_counts"])
+    for client, row in enumerate(rows):
+        assert [cell["text"] for cell in row[:4]] == [
+            str(client),
+            *(str(result.partition[name][client]) for name in ("sizes", "n_train", "n_test")),
+        ]
+        assert [cell["text"] for cell in row[4:]] == [str(n) if n else "·" for n in counts[client]]
+    shades = [[float((re.findall(r"([\d.]+)\)", cell["style"]) or ["0"])[0]) for cell in row[4:]] for row in rows]
+    np.testing.assert_allclose(shades, 0.6 * counts / counts.max(), atol=0.005)
+    assert "background" not in rows[0][0]["style"]
+
+
+def test_of_a_large_partition_the_beginning_is_shown():
+    large = {"class_counts": np.ones((70, 50), int).tolist(), "notes": ["a note"], "hash": "abc"}
+    large |= {name: [50] * 70 for name in ("sizes", "n_train", "n_test")}
+    page = Page(partition_html(large))
+    assert (len(page.rows(0)), {len(row) for row in page.rows(0)}) == (41, {44})
+    assert "the first 40 of 70 clients and the first 40 of 50 classes" in page.text
+    assert "a note" in page.text
+
+
+def test_a_config_shows_all_fields_and_marks_what_is_no_default():
+    page = Page(CONFIG._repr_html_())
+    bold = {cell.split(" = ")[0] for table in range(len(page.tables)) for cell in page.bold(table)}
+    assert bold == {"source", "clients", "samples_per_client", "partition", "name", "hidden", "rounds", "lr"}
+    fields = [row[0].split(" = ")[0] for table in range(len(page.tables)) for row in page.rows(table)]
+    assert fields == [field for table in CONFIG.model_dump().values() for field in table]
+    opened = [("open" in given) for tag, given in page.tags if tag == "details"]
+    assert opened == [section in ("data", "model", "method", "training") for section in CONFIG.model_dump()]
+    assert "eta, the learning rate in round 0." in page.text
+
+
+def test_markdown_of_several_tables_keeps_their_order():
+    page = Page(
+        runs_html("# one\n\n| a | b |\n| --- | ---: |\n| x | **1** |\n\nnote\n\n# two\n\n| c |\n| --- |\n| 2 |\n")
+    )
+    assert (page.rows(0), page.rows(1)) == ([["a", "b"], ["x", "1"]], [["c"], ["2"]])
+    assert page.text.index("one") < page.text.index("two") < page.text.index("note")
+
+
+BEGIN = Progress(0, 4, float("nan"), None, float("nan"), 25 * 10**8)
+SCORES = {"pre": {"accuracy": 0.5}, "post": {"accuracy": 0.625}}
+
+
+def at(round, seconds_left=9.0, loss=1.25):
+    return Progress(round, 4, loss, SCORES, seconds_left, 25 * 10**8)
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    shell = types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    return shell
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = types.SimpleNamespace(time=0.0)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now.time)
+    return now
+
+
+def test_in_a_notebook_one_line_changes(notebook, clock, capsys):
+    with reporting(CONFIG, "auto") as report:
+        for now in (BEGIN, at(1), at(2), at(4)):
+            report(now)
+            clock.time += 0.15
+    written = capsys.readouterr().out
+    _, begin, second, last = written.split("\r")  # the first round came too soon after the beginning
+    assert begin == "fedavg on digits: 4 clients; about 2.5 GB of memory; compiling"
+    assert second.rstrip() == "round 2/4  loss 1.2500  pre 50.00%  post 62.50%  9 s left"
+    assert (len(second), last[-1]) == (len(begin), "\n")  # nothing of the longer line is left
+    assert last.startswith("round 4/4")
+
+
+def test_a_diverged_loss_is_not_taken_for_the_beginning(notebook, capsys):
+    with reporting(CONFIG, "auto") as report:
+        report(at(4, loss=float("nan")))
+    assert "round 4/4  loss nan  pre 50.00%" in capsys.readouterr().out
+
+
+def test_a_shell_without_a_kernel_is_no_notebook(notebook, capsys):
+    notebook.kernel = None
+    with reporting(CONFIG, "auto") as report:
+        assert report is None
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with reporting(CONFIG.replace("training.rounds", 4), "auto") as report:
+        report(BEGIN)
+        report(at(4))
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert re.search(r"fedavg\s+━+\s+4/4\s+loss 1.2500  pre 50.00%  post 62.50%  9 s left", plain)
+
+
+def test_elsewhere_auto_is_silent_and_a_log_gets_a_line_every_few_seconds(clock, capsys):
+    with reporting(CONFIG, "auto") as report:
+        assert report is None
+    log = lines(CONFIG)
+    for now, seconds in ((BEGIN, 3), (at(1), 3), (at(2), 1), (at(3), 1), (at(4), 0)):
+        log(now)
+        clock.time += seconds
+    written = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in written] == ["on", "2/4", "4/4"]
+
+
+def test_a_function_is_called_as_it_is_and_anything_else_is_refused():
+    given = [].append
+    with reporting(CONFIG, given) as report:
+        assert report is given
+    with reporting(CONFIG, None) as report:
+        assert report is None
+    with pytest.raises(ConfigError, match=r"^progress = 'bar' is not usable: \"auto\", None or a function"):
+        simulate(CONFIG, progress="bar")
+
+
+def test_simulate_reports_to_a_notebook_unless_told_otherwise(notebook, capsys):
+    simulate(CONFIG)
+    written = capsys.readouterr().out
+    assert "; compiling" in written
+    assert "round 3/3  loss " in written
+    simulate(CONFIG, progress=None)
+    assert capsys.readouterr().out == ""
+
+
+EARLY = """
+import warnings, jax
+jax.devices()
+import fedjax_pfl, fedjax_pfl.experiment.build
+fedjax_pfl.experiment.build.cores = lambda: 2
+warnings.simplefilter("error", UserWarning)
+config = fedjax_pfl.Config(data={"source": "digits"}, method={"name": "local"})
+runs = {
+    "simulate": lambda: fedjax_pfl.simulate(config),
+    "compare": lambda: fedjax_pfl.compare(config, ["local"]),
+    "sweep": lambda: fedjax_pfl.sweep(config, {"run.seed": [0]}),
+}
+for name, run in runs.items():
+    try:
+        run()
+    except UserWarning as warning:
+        print(name, warning)
+"""
+
+
+def test_all_that_runs_says_that_jax_was_started_before_and_how_to_avoid_it():
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, check=True)
+    said = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    assert [name for name, _ in said] == ["simulate", "compare", "sweep"]
+    assert all("one CPU device" in text for _, text in said)
+    assert all('begin with jax.config.update("jax_num_cpu_devices", 2)' in text for _, text in said)

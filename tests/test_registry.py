@@ -1,0 +1,244 @@
+"""Parts of one's own, from Python, under a name or from another package, beside those of the package."""
+
+import sys
+from importlib.metadata import EntryPoint
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.metrics import brier_score_loss
+
+from fedjax_pfl import (
+    Config,
+    ConfigError,
+    compare,
+    load_config,
+    register_dataset,
+    register_method,
+    register_model,
+    register_partition,
+    simulate,
+)
+from fedjax_pfl.data.sources import SOURCES
+from fedjax_pfl.experiment import programs, registry
+from fedjax_pfl.method import Method
+from fedjax_pfl.methods.fedprox import fedprox
+from fedjax_pfl.models.mlp import MLP
+
+pytestmark = pytest.mark.usefixtures("tables_as_before")
+
+
+def config(changes=None):
+    base = Config(
+        data={"source": "digits", "clients": 5, "samples_per_client": 24},
+        model={"name": "mlp", "hidden": 8},
+        method={"name": "fedavg"},
+        training={"rounds": 2, "lr": 0.1},
+    )
+    return base.replace(changes) if changes else base
+
+
+def mine(model, train, *, mu: float = 0.5) -> Method:
+    """FedProx under another name."""
+    return fedprox(model, train, mu=mu)
+
+
+def same(result, other):
+    assert all(map(np.array_equal, jax.tree.leaves(result.state), jax.tree.leaves(other.state)))
+    assert result.history["pre.accuracy"].tolist() == other.history["pre.accuracy"].tolist()
+
+
+def test_a_method_from_python_runs_as_one_of_the_package():
+    result = simulate(config(), method=mine)
+    assert result.config.method == {"name": "mine", "mu": 0.5}
+    same(result, simulate(config({"method.name": "fedprox", "method.mu": 0.5})))
+
+
+def test_a_registered_method_is_known_to_configs_and_comparisons(tmp_path):
+    assert register_method("mine2")(mine) is mine
+    (tmp_path / "c.toml").write_text('[data]\nsource = "digits"\n[method]\nname = "mine2"\nmu = 0.1\n')
+    assert load_config(tmp_path / "c.toml").method == {"name": "mine2", "mu": 0.1}
+    with pytest.raises(ConfigError, match=r"method\.mu = 'a' is not usable"):
+        config({"method.name": "mine2", "method.mu": "a"})
+    with pytest.raises(ConfigError, match=r"method\.nu = 1 is not usable: no such key of mine2; allowed: mu"):
+        config({"method.name": "mine2", "method.nu": 1})
+    found = compare(config(), {"mine2": {"mu": 0.5}, "fedprox": {"mu": 0.5}})
+    assert not found.failed
+    assert found.by_seed("mine2") == found.by_seed("fedprox")
+
+
+def test_a_method_that_is_registered_again_is_compiled_again():
+    register_method("mine3")(mine)
+    first = simulate(config({"method.name": "mine3"}))
+
+    def stronger(model, train, *, mu: float = 50.0) -> Method:
+        return fedprox(model, train, mu=mu)
+
+    register_method("mine3")(stronger)
+    second = simulate(config({"method.name": "mine3"}))
+    same(second, simulate(config({"method.name": "fedprox", "method.mu": 50.0})))
+    assert first.history["train_loss"].tolist() != second.history["train_loss"].tolist()
+
+
+def test_a_model_under_a_name():
+    @register_model("mine_net")
+    def net(*, hidden: int = 8, init: str = "torch"):
+        return MLP(hidden, init)
+
+    same(simulate(config({"model.name": "mine_net"})), simulate(config()))
+
+
+def test_a_data_set_under_a_name():
+    from sklearn.datasets import load_digits
+
+    @register_dataset("mine_digits")
+    def digits(argument):
+        """Digits below a number."""
+        bunch = load_digits()
+        chosen = bunch.target < int(argument or 10)
+        return np.rint(bunch.images * (255 / 16)).astype(np.uint8)[chosen], bunch.target[chosen]
+
+    same(simulate(config({"data.source": "mine_digits"})), simulate(config()))
+    assert simulate(config({"data.source": "mine_digits:3"})).summary["dataset"] == "mine_digits"
+    assert SOURCES["mine_digits"][1] == "Digits below a number."
+
+
+def test_a_partition_under_a_name():
+    @register_partition("mine_blocks")
+    def blocks(labels, clients, seed, size, *, gap: int = 0):
+        return [np.arange(client * 30 + gap, client * 30 + 20) for client in range(clients)]
+
+    free = {"data.partition.kind": "mine_blocks", "data.samples_per_client": None}
+    result = simulate(config({**free, "data.partition.gap": 4}))
+    assert result.partition["sizes"] == [16] * 5
+    labels = SOURCES["digits"][0]("").labels
+    expected = [np.bincount(labels[np.arange(at * 30 + 4, at * 30 + 20)], minlength=10).tolist() for at in range(5)]
+    assert result.partition["class_counts"] == expected
+
+
+BAD_ROWS = {
+    "too few": (lambda clients: [[0, 1]], "a list of rows for each of the 5 clients, not 1 lists"),
+    "no list": (lambda clients: 3, "a list of rows for each of the 5 clients, not int"),
+    "floats": (lambda clients: [np.zeros(3)] * 5, r"client 0 needs row numbers \[n\], not float64 \(3,\)"),
+    "one row": (lambda clients: [[0]] * 5, "client 0 needs 2 rows or more, to train and to test, and has 1"),
+    "twice": (lambda clients: [[0, 0, 1]] * 5, "client 0 has row 0 twice"),
+    "outside": (lambda clients: [[0, 10**6]] * 5, "rows are numbered 0 to 1796, and client 0 has row 1000000"),
+    "shared": (lambda clients: [[0, 1]] * 5, "two clients have row 0"),
+}
+
+
+@pytest.mark.parametrize(("rows", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_partition_that_gives_no_rows_is_named(rows, message, monkeypatch):
+    monkeypatch.setattr(programs, "_compile", lambda *_: pytest.fail("compiled"))
+    register_partition("mine_rows")(lambda labels, clients, seed, size: rows(clients))
+    with pytest.raises(ConfigError, match=rf"data\.partition\.kind = 'mine_rows' is not usable: .*{message}"):
+        simulate(config({"data.partition.kind": "mine_rows", "data.samples_per_client": None}))
+
+
+def brier(logits, labels):
+    wanted = jax.nn.one_hot(labels, logits.shape[-1])
+    return jnp.sum((jax.nn.softmax(logits) - wanted) ** 2, axis=-1)
+
+
+def accuracy_of_all(logits, labels, mask):
+    return jnp.sum(jnp.where(jnp.argmax(logits, axis=-1) == labels, mask, 0.0)) / jnp.sum(mask)
+
+
+METRICS_OF_MINE = {"Brier": brier, "Accuracy": accuracy_of_all}
+
+
+def test_metrics_from_python_are_measured_on_clients_and_global_model():
+    from scipy.special import softmax
+
+    wide = config({"data.samples_per_client": None, "run.export": ["predictions"], "data.clients": 4})
+    result = simulate(wide, metrics=METRICS_OF_MINE)
+    exported, brier_of = result.exported, []
+    for client in range(4):  # more samples than a batch of the evaluation, and padding
+        rows = exported["client"] == client
+        probabilities = softmax(exported["logits"][rows].astype(np.float64), axis=1)
+        score = brier_score_loss(exported["label"][rows], probabilities, labels=list(range(10)), scale_by_half=False)
+        brier_of.append(score)
+    np.testing.assert_allclose(result.clients["pre_Brier"], brier_of, rtol=1e-5)
+    assert result.history["pre.Brier"][-1] == pytest.approx(np.mean(brier_of), rel=1e-5)
+    for point in ("pre", "post"):
+        np.testing.assert_allclose(result.clients[f"{point}_Accuracy"], result.clients[f"{point}_accuracy"], rtol=1e-6)
+    np.testing.assert_allclose(result.history["global_Accuracy"], result.history["global"], rtol=1e-6)
+    # FedAvg's clients answer as the global model does; the pooled samples are theirs.
+    samples = result.clients["n_test"]
+    expected = np.average(result.clients["pre_Brier"], weights=samples)
+    assert result.history["global_Brier"][-1] == pytest.approx(expected, rel=1e-5)
+    assert result.summary["metrics"]["pre.Brier"] == {"last": result.history["pre.Brier"][-1]}
+    plain = simulate(wide)
+    same(result, plain)
+    assert not [name for name in plain.history if "Brier" in name]
+
+
+def test_another_package_offers_a_method(monkeypatch):
+    module = type(sys)("their_package")
+    module.theirs = mine
+    monkeypatch.setitem(sys.modules, "their_package", module)
+    point = EntryPoint("mine_theirs", "their_package:theirs", "fedjax_pfl.methods")
+    monkeypatch.setattr(
+        registry.importlib.metadata, "entry_points", lambda group: [point] if group == point.group else []
+    )
+    registry.load_entry_points.cache_clear()
+    assert config({"method.name": "mine_theirs"}).method == {"name": "mine_theirs", "mu": 0.5}
+    absent = EntryPoint("mine_absent", "no_such_package:mine", "fedjax_pfl.methods")
+    monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [absent])
+    registry.load_entry_points.cache_clear()
+    with pytest.raises(ConfigError, match=r"entry point fedjax_pfl\.methods = 'no_such_package:mine' .*No module"):
+        config({"method.name": "mine_absent"})
+    registry.load_entry_points.cache_clear()
+
+
+def bad_factory(model, train, something):
+    return fedprox(model, train)
+
+
+def untyped(model, train, *, mu=0.1):
+    return fedprox(model, train, mu=mu)
+
+
+MISTAKES = {
+    "name of the package": (lambda: register_method("fedavg")(mine), r"register_method = 'fedavg' .* another name"),
+    "model's name": (lambda: register_model("mlp")(MLP), r"register_model = 'mlp' .* the package's own model"),
+    "no name": (lambda: register_method("my method")(mine), r"a name of letters, digits and underscores"),
+    "no function": (lambda: register_method("mine4")(3), r"register_method = 3 is not usable: a function: def mine\("),
+    "arguments": (lambda: register_method("mine4")(bad_factory), r"other arguments than def mine\(model, train"),
+    "no type": (lambda: register_method("mine4")(untyped), r"the option mu needs a type, such as mu: float = 0.1"),
+    "metric's name": (lambda: simulate(config(), metrics={"loss": brier}), r"register_metric = 'loss' .* another name"),
+    "metric of one argument": (
+        lambda: simulate(config(), metrics={"mine_m": lambda logits: logits}),
+        r"register_metric = 'mine_m' is not usable: it has other arguments than def mine\(logits, labels\)",
+    ),
+    "two values": (
+        lambda: simulate(config(), metrics={"mine_m": lambda logits, labels: (labels, labels)}),
+        r"run\.metrics = 'mine_m' .* with 2 arguments it must return one number for each sample, \[n\], not tuple",
+    ),
+    "one value for all": (
+        lambda: simulate(config(), metrics={"mine_m": lambda logits, labels: jnp.mean(logits)}),
+        r"run\.metrics = 'mine_m' .* one number for each sample, \[n\], not \(\)",
+    ),
+    "a value for each": (
+        lambda: simulate(config(), metrics={"mine_m": lambda logits, labels, mask: mask}),
+        r"run\.metrics = 'mine_m' .* with 3 arguments it must return one number, not \(7,\)",
+    ),
+    "fails": (
+        lambda: simulate(config(), metrics={"mine_m": lambda logits, labels: logits @ labels}),
+        r"run\.metrics = 'mine_m' is not usable: it fails on logits \[n, 10\] and labels \[n\] \(",
+    ),
+    "unknown": (
+        lambda: simulate(config({"run.metrics": ["ece"]})),
+        r"run\.metrics = 'ece' is not usable: registered ones \(.*\); register_metric adds yours",
+    ),
+    "features": (lambda: simulate(config(), features="Dense_0"), r"features = 'Dense_0' .* nothing without model"),
+}
+
+
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_before_anything_compiles(mistake, message, monkeypatch):
+    monkeypatch.setattr(programs, "_compile", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ConfigError, match=message) as caught:
+        mistake()
+    assert "\n" not in str(caught.value)

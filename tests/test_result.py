@@ -1,0 +1,465 @@
+"""The models of a run that has ended: kept, read back, asked, adapted and written out."""
+
+import dataclasses
+import json
+import pickle
+import shutil
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+from flax.traverse_util import unflatten_dict
+from safetensors.numpy import load_file
+
+from fedjax_pfl import Config, ConfigError, Result, compare, simulate
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.experiment.build import DataShape, divide, make_engine, shape_of
+from fedjax_pfl.experiment.kept import Kept, fitted, read_state, write_state
+from fedjax_pfl.experiment.trained import Trained, state_like
+from fedjax_pfl.method import State
+from fedjax_pfl.models import MODELS, build
+
+DIGITS = load("digits")
+CLIENTS, NEW = 4, 3  # the last one is new
+METHODS = ("fedavg", "fedrep", "ditto", "fedavg_ft", "fedamp", "ccvr", "fedrod")
+
+
+def config(name="fedavg", out=None, **tables):
+    base = {
+        "data": {
+            "source": "digits",
+            "clients": CLIENTS,
+            "samples_per_client": 16,
+            "partition": {"kind": "dirichlet", "beta": 0.5},
+        },
+        "model": {"name": "mlp", "hidden": 8},
+        "method": {"name": name},
+        "training": {"rounds": 2, "epochs": 2, "batch_size": 16, "lr": 0.3},
+        "run": {"seed": 3, "out": None if out is None else str(out)},
+    }
+    for section, fields in tables.items():
+        base[section] = {**base[section], **fields}
+    return Config(**base)
+
+
+def with_new_client(name, out=None, **tables):
+    return config(name, out, **{"data": {"new_clients": 0.25}, **tables})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Name -> the result of a method's run, and its directory."""
+    folder, done = tmp_path_factory.mktemp("runs"), {}
+
+    def of(name):
+        if name not in done:
+            made = with_new_client if name in ("fedavg", "ditto") else config
+            kept = {"run": {"seed": 3, "export": ["predictions"], "client_history": True, "out": str(folder / name)}}
+            done[name] = simulate(made(name, **kept if name == "fedavg" else {}, out=folder / name)), folder / name
+        return done[name]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def fedavg(runs):
+    return runs("fedavg")
+
+
+def rows_of(table, client):
+    return np.asarray(table.index)[client, : int(table.count[client])]
+
+
+def features(params, x):
+    """The MLP's hidden units, by hand; ``mean`` and ``std`` are 0.5."""
+    flat = (x.reshape(len(x), -1) / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
+    hidden = params["extractor"]["hidden_layer"]
+    return flat, flat @ hidden["kernel"] + hidden["bias"]
+
+
+def logits(params, x):
+    _, before = features(params, x)
+    return np.maximum(before, 0) @ params["head"]["kernel"] + params["head"]["bias"]
+
+
+def softmax(z):
+    powers = np.exp(z - z.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+# --- What is answered -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_models_are_those_that_pre_scores(runs, name):
+    """Fine-tuned, written to by the server, calibrated, or of two heads: as read from the directory."""
+    result, out = runs(name)
+    federation, _ = divide(result.config, DIGITS)
+    found, loaded = [], Result.load(out)
+    for client in range(CLIENTS):
+        rows = rows_of(federation.test, client)
+        found.append(np.mean(loaded.predict(DIGITS.images[rows], client=client) == DIGITS.labels[rows]))
+    np.testing.assert_allclose(found, result.clients["pre_accuracy"], atol=1e-6)
+    assert len(set(found)) > 1  # it matters whose model answers
+    if name == "fedavg_ft":
+        tuned, shared = loaded.params(client=1), loaded.params()
+        assert np.abs(tuned["head"]["kernel"] - shared["head"]["kernel"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ccvr"])
+def test_the_global_model_is_the_one_that_is_scored(runs, name):
+    result, _ = runs(name)
+    federation, _ = divide(result.config, DIGITS)
+    rows = np.concatenate([rows_of(federation.pooled, block) for block in range(len(federation.pooled.count))])
+    answers = result.predict(DIGITS.images[rows])
+    assert np.mean(answers == DIGITS.labels[rows]) == pytest.approx(result.summary["global"], abs=1e-6)
+    np.testing.assert_array_equal(answers, logits(result.params(), DIGITS.images[rows]).argmax(axis=1))
+
+
+@pytest.mark.parametrize(("name", "holds"), [("feddc", True), ("fedetf", False)])
+def test_the_global_model_is_found_in_the_servers_state(name, holds):
+    """Among others of the same shapes; FedETF's answers with more than that."""
+    rng, of = np.random.default_rng(0), config(name)
+    like = state_like(make_engine(of, shape_of(DIGITS)))
+    state = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype), like)
+    trained = Trained(of, Kept(1, shape_of(DIGITS), state), {}, lambda: DIGITS)
+    if holds:
+        jax.tree.map(np.testing.assert_array_equal, trained.params_of_all(), state.server.shared.params)
+    else:
+        with pytest.raises(ConfigError, match="the global model of fedetf is more than an extractor with a head"):
+            trained.params_of_all()
+
+
+def test_answers_are_those_of_the_parameters(fedavg):
+    """More samples than a block holds, and none."""
+    result, _ = fedavg
+    x = DIGITS.images[:150]
+    expected = logits(result.state.server, x)
+    labels, shares = result.predict(x, client=2), result.predict_proba(x, client=2)
+    assert (labels.dtype.kind, shares.dtype) == ("i", np.float32)
+    np.testing.assert_array_equal(labels, expected.argmax(axis=1))
+    np.testing.assert_allclose(shares, softmax(expected), atol=1e-5)
+    np.testing.assert_array_equal(result.predict(x[..., 0], client=2), labels)
+    assert result.predict_proba(x[:0]).shape == (0, 10)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((result.params(1), result.state)))
+
+
+def test_a_diverged_model_gives_no_answer(fedavg):
+    result, _ = fedavg
+    broken = result.at(1, State(jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), result.state.server), ()))
+    assert broken.predict(DIGITS.images[:3]).tolist() == [-1, -1, -1]
+    assert np.isnan(broken.predict_proba(DIGITS.images[:3])).all()
+
+
+def test_a_result_that_was_asked_can_be_pickled(fedavg):
+    result, _ = fedavg
+    answers = result.predict(DIGITS.images[:9], client=0)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(result)).predict(DIGITS.images[:9], client=0), answers)
+
+
+# --- A client that never took part ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ditto"])
+def test_a_newcomer_adapts_as_new_clients_of_a_run_do(runs, name):
+    result, out = runs(name)
+    federation, _ = divide(result.config, DIGITS)
+    train, test = rows_of(federation.train, NEW), rows_of(federation.test, NEW)
+    assert len(train) == 16 < len(DIGITS.labels)
+    model = Result.load(out).adapt(DIGITS.images[train], DIGITS.labels[train], epochs=2, client=NEW)
+    accuracy = np.mean(model.predict(DIGITS.images[test]) == DIGITS.labels[test])
+    assert accuracy == pytest.approx(result.clients["post_accuracy"][NEW], abs=1e-6)
+    assert np.abs(model.params["head"]["kernel"] - result.params(0)["head"]["kernel"]).max() > 1e-2
+
+
+def test_a_newcomer_takes_the_steps_of_sgd(fedavg):
+    """Five epochs of one batch each: gradient descent, by hand."""
+    result, _ = fedavg
+    x, y = DIGITS.images[200:213], DIGITS.labels[200:213]
+    params, onehot = jax.tree.map(np.array, result.state.server), np.eye(10, dtype=np.float32)[y]
+    for _ in range(5):
+        flat, before = features(params, x)
+        z = np.maximum(before, 0)
+        of_logits = (softmax(logits(params, x)) - onehot) / len(x)
+        of_hidden = (of_logits @ params["head"]["kernel"].T) * (before > 0)
+        for layer, into, out in (
+            (params["head"], z, of_logits),
+            (params["extractor"]["hidden_layer"], flat, of_hidden),
+        ):
+            layer["kernel"] = layer["kernel"] - 0.3 * into.T @ out
+            layer["bias"] = layer["bias"] - 0.3 * out.sum(axis=0)
+    model = result.adapt(x, y)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), model.params, params)
+    np.testing.assert_array_equal(model.predict(x), logits(params, x).argmax(axis=1))
+    np.testing.assert_allclose(model.predict_proba(x), softmax(logits(params, x)), atol=1e-3)
+
+
+# --- What is written and read -----------------------------------------------------------------------------------------
+
+
+def assert_tables_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, column in expected.items():
+        np.testing.assert_array_equal(found[name], column, err_msg=name)
+
+
+def test_a_directory_gives_back_the_result(fedavg):
+    result, out = fedavg
+    loaded = Result.load(out)
+    assert (loaded.summary, loaded.partition, loaded.config) == (result.summary, result.partition, result.config)
+    for table in ("history", "clients", "labels", "exported", "client_history"):
+        assert getattr(result, table)
+        assert_tables_equal(getattr(loaded, table), getattr(result, table))
+    assert (loaded.kept.round, loaded.kept.data) == (2, result.kept.data)
+    jax.tree.map(np.testing.assert_array_equal, loaded.state, result.state)
+
+
+def test_the_state_is_a_safetensors_file(runs):
+    result, out = runs("ditto")
+    arrays = load_file(out / "state.safetensors")
+    assert arrays["server/extractor/hidden_layer/kernel"].shape == (64, 8)
+    assert arrays["clients/extractor/hidden_layer/kernel"].shape == (CLIENTS, 64, 8)
+    np.testing.assert_array_equal(arrays["server/head/bias"], result.state.server["head"]["bias"])
+    with safetensors.safe_open(out / "state.safetensors", framework="numpy") as file:
+        about = json.loads(file.metadata()["fedjax_pfl"])
+    assert (about["round"], about["data"]["sample"], about["data"]["classes"]) == (2, [8, 8, 1], 10)
+
+
+class Parts(NamedTuple):
+    numbers: object
+    nothing: object
+    empty: object
+
+
+def test_every_kind_of_array_survives(tmp_path):
+    rng = np.random.default_rng(0)
+    server = {
+        "whole": [np.int32(7), np.arange(4, dtype=np.uint8)],
+        "flags": np.array([True, False]),
+        "turned": np.asfortranarray(rng.normal(size=(3, 5)).astype(np.float32)),
+        "half": rng.normal(size=(2, 2)).astype(ml_dtypes.bfloat16),
+        "key": jax.random.key(5),
+        "none of them": np.zeros((0, 3), np.float32),
+    }
+    state = State(server, Parts(np.arange(3, dtype=np.float32), None, ()))
+    write_state(tmp_path / "state.safetensors", Kept(5, DataShape("x", (2, 3), 4, None), state))
+    round, shape, arrays = read_state(tmp_path / "state.safetensors")
+    assert (round, shape) == (5, DataShape("x", (2, 3), 4, None))
+    found = fitted(arrays, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, state)), "here")
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert (leaf.dtype, leaf.shape) == (expected.dtype, expected.shape)
+        if leaf.dtype == server["key"].dtype:
+            leaf, expected = jax.random.key_data(leaf), jax.random.key_data(expected)
+        np.testing.assert_array_equal(leaf, expected)
+
+
+def test_a_result_without_a_directory_can_be_saved(fedavg, tmp_path):
+    result, out = fedavg
+    result.save(tmp_path / "saved")
+    names = sorted(path.name for path in out.iterdir())
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == names
+    for name in names:
+        written, expected = tmp_path / "saved" / name, out / name
+        if name.endswith(".npz"):
+            with np.load(written) as found, np.load(expected) as wanted:
+                assert_tables_equal(dict(found), dict(wanted))
+        elif name == "metrics.jsonl":
+            lines = ([json.loads(line) for line in path.read_text().splitlines()] for path in (written, expected))
+            assert next(lines) == next(lines)
+        else:
+            assert written.read_bytes() == expected.read_bytes(), name
+    with pytest.raises(ConfigError, match="overwrite=True"):
+        result.save(tmp_path / "saved")
+
+
+def test_a_model_can_be_written_for_flax(runs, tmp_path):
+    result, _ = runs("ditto")
+    path = tmp_path / "models" / "one.safetensors"
+    result.save_params(path, client=1)
+    params = unflatten_dict(load_file(path), sep="/")
+    scale = {name: jnp.full(1, 0.5) for name in ("mean", "std")}
+    model = build(MODELS["mlp"](hidden=8), (8, 8, 1), 10, init="torch", **scale)
+    x = DIGITS.images[:30]
+    found = jax.jit(model.apply)(params, x)
+    np.testing.assert_array_equal(found.argmax(axis=1), result.predict(x, client=1))
+    assert np.abs(found - logits(result.params(2), x)).max() > 0.1
+    with pytest.raises(ConfigError, match="it exists; name another file, or replace it: overwrite=True"):
+        result.save_params(path, client=2)
+    result.save_params(path, client=2, overwrite=True)
+    np.testing.assert_array_equal(load_file(path)["head/bias"], result.params(2)["head"]["bias"])
+    with pytest.raises(ConfigError, match=r"path = .* a file that can be written"):
+        result.save_params(path / "inside", client=2)
+
+
+def test_each_run_of_a_comparison_keeps_its_state(tmp_path):
+    compared = compare(config(), ["fedavg"], seeds=[3, 4], out=tmp_path / "both")
+    for cell in compared.cells:
+        loaded = Result.load(tmp_path / "both" / f"fedavg-seed{cell.seed}")
+        rows = rows_of(divide(cell.config, DIGITS)[0].test, 0)
+        found = np.mean(loaded.predict(DIGITS.images[rows], client=0) == DIGITS.labels[rows])
+        assert found == pytest.approx(cell.clients["pre_accuracy"][0], abs=1e-6)
+
+
+# --- Which state is kept ----------------------------------------------------------------------------------------------
+
+
+class KilledError(Exception):
+    """Stands for whatever ends a run without a chance to react."""
+
+
+def kill(now):
+    if now.round == 5:
+        raise KilledError
+
+
+def test_the_best_state_is_that_of_the_best_round_also_after_an_interruption(tmp_path):
+    def best_of(out, **run):
+        held = {"samples_per_client": 24, "validation_share": 0.5}
+        training = {"rounds": 6, "lr": 1.5}
+        return config("ditto", data=held, training=training, run={"keep": "best", "out": str(tmp_path / out), **run})
+
+    result = simulate(best_of("whole"))
+    accuracy = result.history["validation_pre.accuracy"]
+    best = int(accuracy.argmax()) + 1
+    assert best < 4 < 6  # before the checkpoint that the killed run goes on from
+    assert result.kept.round == best
+    until = simulate(best_of("until", keep="final").replace({"training.rounds": best}))
+    jax.tree.map(np.testing.assert_array_equal, result.state, until.state)
+    with pytest.raises(KilledError):
+        simulate(best_of("killed", checkpoint_every=4), progress=kill)
+    assert not (tmp_path / "killed" / "state.safetensors").exists()
+    simulate(best_of("killed", checkpoint_every=4), resume=tmp_path / "killed")
+    kept = [(tmp_path / out / "state.safetensors").read_bytes() for out in ("whole", "killed")]
+    assert kept[0] == kept[1]
+    assert Result.load(tmp_path / "killed").kept.round == best
+
+    with pytest.raises(KilledError):
+        simulate(best_of("other", checkpoint_every=4, keep="final"), progress=kill)
+    with pytest.raises(ConfigError, match=r"run\.keep = 'best' is not usable: .final. or .none. for this run"):
+        simulate(best_of("other", checkpoint_every=4), resume=tmp_path / "other")
+
+
+def test_the_best_needs_validation_samples():
+    with pytest.raises(ConfigError, match=r"run\.keep = 'best' is not usable: .*data\.validation_share a value above"):
+        config(run={"keep": "best"})
+
+
+def test_without_a_state_the_tables_can_be_read(fedavg, tmp_path):
+    out = tmp_path / "run"
+    simulate(with_new_client("fedavg", run={"keep": "none", "out": str(out)}))
+    assert not (out / "state.safetensors").exists()
+    old = Result.load(out)
+    assert_tables_equal(old.clients, fedavg[0].clients)
+    for ask in (lambda: old.state, lambda: old.predict(DIGITS.images[:2], client=0), lambda: old.params()):
+        with pytest.raises(
+            ConfigError, match=r'state = None is not usable: kept: run it again, with run\.keep = "final"'
+        ):
+            ask()
+
+
+# --- The data of the run ----------------------------------------------------------------------------------------------
+
+
+def test_models_that_are_made_of_samples_take_the_data_of_the_run(runs, tmp_path):
+    result, _ = runs("fedavg_ft")
+    data = DIGITS.images, DIGITS.labels
+    own = simulate(config("fedavg_ft", tmp_path / "run", data={"source": "arrays"}), data)
+    x, expected = DIGITS.images[:40], result.predict(DIGITS.images[:40], client=2)
+    np.testing.assert_array_equal(own.predict(x, client=2), expected)
+    np.testing.assert_array_equal(Result.load(tmp_path / "run", data).predict(x, client=2), expected)
+    with pytest.raises(ConfigError, match=r"data = None is not usable: .*Result\.load\(directory, data=\.\.\.\)"):
+        Result.load(tmp_path / "run").predict(x, client=2)
+    with pytest.raises(ConfigError, match="another partition came out"):
+        Result.load(tmp_path / "run", (DIGITS.images, DIGITS.labels[::-1].copy())).predict(x, client=2)
+
+
+# --- Mistakes ---------------------------------------------------------------------------------------------------------
+
+X, Y = DIGITS.images[:4], DIGITS.labels[:4]
+MISTAKES = {
+    "client 4": (lambda result: result.predict(X, client=4), r"client = 4 is not usable: a client from 0 to 3"),
+    "client -1": (lambda result: result.params(client=-1), r"client = -1 is not usable: a client from 0 to 3"),
+    "client 1.0": (lambda result: result.params(client=1.0), r"client = 1\.0 is not usable: a client from 0 to 3"),
+    "a float image": (
+        lambda result: result.predict(X / 255.0, client=1),
+        r"x = 'float64\[4, 8, 8, 1\]' is not usable: samples like those of digits: uint8\[n, 8, 8, 1\]",
+    ),
+    "one image": (lambda result: result.predict(X[0], client=1), r"x = 'uint8\[8, 8, 1\]'"),
+    "other images": (lambda result: result.predict_proba(X[:, :4]), r"x = 'uint8\[4, 4, 8, 1\]'"),
+    "too few labels": (
+        lambda result: result.adapt(X, Y[:3]),
+        r"y = 'int32\[3\]' is not usable: a label for each of the 4 samples, one or more, whole numbers from 0 to 9",
+    ),
+    "labels as floats": (lambda result: result.adapt(X, Y * 1.0), r"y = 'float64\[4\]'"),
+    "a label too large": (lambda result: result.adapt(X, Y + 9), "whole numbers from 0 to 9"),
+    "nothing to adapt to": (lambda result: result.adapt(X[:0], Y[:0]), r"y = 'int32\[0\]'"),
+    "no epochs": (lambda result: result.adapt(X, Y, epochs=0), r"training\.epochs = 0"),
+    "a newcomer's number": (lambda result: result.adapt(X, Y, client=-2), "a whole number, 0 or more"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(fedavg, mistake):
+    ask, message = MISTAKES[mistake]
+    with pytest.raises(ConfigError, match=message):
+        ask(fedavg[0])
+
+
+def test_what_a_method_has_not_is_said(runs):
+    no_global, _ = runs("fedrep")
+    for ask in (lambda: no_global.predict(X), lambda: no_global.params()):
+        with pytest.raises(ConfigError, match=r"client = None .*: a client from 0 to 3: fedrep has no global model"):
+            ask()
+    with pytest.raises(ConfigError, match=r"adapt = 'fedamp' is not usable: a method whose server"):
+        runs("fedamp")[0].adapt(X, Y)
+
+
+def changed(out, name, old, new):
+    text = (out / name).read_text()
+    assert old in text
+    (out / name).write_text(text.replace(old, new))
+
+
+def without_summary(out):
+    (out / "summary.json").unlink()
+
+
+def half_a_state(out):
+    content = (out / "state.safetensors").read_bytes()
+    (out / "state.safetensors").write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shutil.rmtree, r"directory = .* a run directory: there is no config\.toml in this one"),
+        (without_summary, r"directory = .* a run that has ended; this one goes on with simulate\(config, resume="),
+        (half_a_state, r"state = '.*state\.safetensors' is not usable: a state that a run has written \("),
+        (lambda out: changed(out, "summary.json", "{", "["), r"summary = '.*summary\.json' is not usable"),
+        (
+            lambda out: changed(out, "config.toml", "hidden = 8", "hidden = 9"),
+            r"state = .* is not usable: one that fits the config: server/extractor/hidden_layer/bias is float32\[8\] "
+            r"instead of float32\[9\]",
+        ),
+        (
+            lambda out: changed(out, "config.toml", 'name = "fedavg"', 'name = "of_mine"'),
+            r"method\.name = 'of_mine' is not usable: registered in this process; register yours",
+        ),
+    ],
+)
+def test_a_directory_that_cannot_be_read_is_one_line(fedavg, tmp_path, damage, message):
+    out = shutil.copytree(fedavg[1], tmp_path / "run")
+    damage(out)
+    with pytest.raises(ConfigError, match=message):
+        Result.load(out)
+
+
+def test_a_method_that_has_changed_since_is_noticed(fedavg):
+    other = dataclasses.replace(fedavg[0], config=fedavg[0].config.replace({"model.hidden": 9}))
+    with pytest.raises(ConfigError, match=r"state = 'this result' is not usable: one that fits the config"):
+        other.predict(X)

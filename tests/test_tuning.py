@@ -1,0 +1,428 @@
+"""Searches: trials as rows of one program are the runs of `simulate`, and none is judged by what it is tested on."""
+
+import builtins
+import math
+import re
+
+import jax
+import numpy as np
+import optuna
+import pytest
+from optuna.pruners import BasePruner, NopPruner
+from optuna.samplers import BaseSampler, RandomSampler
+from optuna.storages import InMemoryStorage
+from optuna.trial import TrialState
+from typer.testing import CliRunner
+
+from fedjax_pfl import Choice, Config, ConfigError, IntUniform, LogUniform, Uniform, load_tune, simulate, tune
+from fedjax_pfl.cli.commands import app
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.experiment import programs, tuning
+from fedjax_pfl.experiment.callbacks import Running
+from fedjax_pfl.experiment.programs import lay_out
+from fedjax_pfl.experiment.tuning import _Watch
+
+SPACE = {"training.lr": LogUniform(0.01, 0.5), "method.mu": Uniform(0, 1)}
+TRIALS = 4
+
+FILE = """
+[data]
+source = "digits"
+clients = 4
+samples_per_client = 40
+validation_share = 0.25
+[model]
+name = "mlp"
+hidden = 8
+[method]
+name = "fedprox"
+mu = 0.1
+[training]
+rounds = 3
+batch_size = 8
+lr = 0.1
+"""
+
+
+def config(**changes):
+    base = Config(
+        data={"source": "digits", "clients": 4, "samples_per_client": 40, "validation_share": 0.25},
+        model={"name": "mlp", "hidden": 8},
+        method={"name": "fedprox", "mu": 0.1},
+        training={"rounds": 3, "batch_size": 8, "lr": 0.1},
+    )
+    return base.replace(changes)
+
+
+def search(n_trials=TRIALS, space=SPACE, **options):
+    given = {"seed": 3, "batch": TRIALS, "pruner": NopPruner(), **options}
+    return tune(given.pop("config", config()), space, n_trials=n_trials, **given)
+
+
+def values(study):
+    """Number -> fields, values by round and state of each trial that has not failed."""
+    kept = [trial for trial in study.trials if trial.state != TrialState.FAIL]
+    return [(trial.params, trial.intermediate_values, trial.state) for trial in kept]
+
+
+@pytest.fixture(scope="module")
+def study():
+    return search()
+
+
+def test_trials_are_the_runs_of_simulate_judged_on_validation_samples(study):
+    lrs = [trial.params["training.lr"] for trial in study.trials]
+    assert len(set(lrs)) == TRIALS
+    assert min(lrs) >= 0.01
+    assert max(lrs) <= 0.5
+    untold = 0
+    for trial in study.trials:
+        alone = simulate(config().replace(trial.params), progress=None).history
+        found = [trial.intermediate_values[int(t)] for t in alone["round"]]
+        np.testing.assert_allclose(found, alone["validation_pre.accuracy"], atol=1e-6)
+        assert trial.state == TrialState.COMPLETE
+        assert trial.value == found[-1]
+        untold += abs(trial.value - alone["pre.accuracy"][-1]) > 1e-3
+    assert untold  # on test samples they fare otherwise
+
+
+def test_the_best_params_are_changes_of_a_config(study):
+    best = max(study.trials, key=lambda trial: trial.value)
+    assert study.best_params == best.params
+    changed = config().replace(study.best_params)
+    assert changed.training.lr == best.params["training.lr"]
+    assert changed.method == {"name": "fedprox", "mu": best.params["method.mu"]}
+
+
+def test_a_search_has_a_seed_and_a_second_batch_compiles_nothing(study):
+    before = set(programs._store)
+    again = search(TRIALS + 3)  # the second batch has fewer trials
+    assert values(again)[:TRIALS] == values(study)
+    assert len(values(again)) == TRIALS + 3
+    assert set(programs._store) == before
+    other = search(seed=4)
+    assert [trial.params for trial in other.trials] != [trial.params for trial in study.trials]
+
+
+def test_a_study_whose_process_died_goes_on_as_though_it_had_not(tmp_path):
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    search(storage=storage)
+    dead = optuna.load_study(study_name="tune", storage=storage)
+    dead.ask({})
+    found = search(3 * TRIALS, storage=storage)
+    states = [trial.state for trial in found.trials]
+    assert states[TRIALS] == TrialState.FAIL
+    assert states.count(TrialState.COMPLETE) == 3 * TRIALS == len(states) - 1
+    whole = search(3 * TRIALS)  # after ten trials the sampler learns from them
+    assert values(found) == values(whole)
+    assert len({trial.params["training.lr"] for trial in whole.trials}) == 3 * TRIALS  # none is drawn again
+    assert len(search(TRIALS, storage=storage).trials) == len(states)  # there are enough
+    with pytest.raises(ConfigError, match=r"study tune = 'config.training.rounds=4' .* begun with: .*rounds=3; or"):
+        search(storage=storage, config=config(**{"training.rounds": 4}))
+    with pytest.raises(ConfigError, match=r"space\.method\.mu=None.*space\.method\.mu=\{\"name\": \"FloatDistribution"):
+        search(storage=storage, space={"training.lr": SPACE["training.lr"]})
+    with pytest.raises(ConfigError, match=r'metric, point=\["loss", null\].*metric, point=\["accuracy", null\]'):
+        search(storage=storage, metric="loss")
+    resumed = search(storage=storage, config=config(**{"run.placement": "map"}))  # how it is run is free
+    assert values(resumed) == values(found)
+
+
+def test_an_interrupted_batch_has_failed(tmp_path, monkeypatch):
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tuning, "drive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            search(storage=storage)
+    left = optuna.load_study(study_name="tune", storage=storage)
+    assert [trial.state for trial in left.trials] == [TrialState.FAIL] * TRIALS
+
+
+class Odd(BasePruner):
+    """Prunes every second trial after the first round, and wants to prune all after the last one."""
+
+    def prune(self, study, trial):
+        return trial.last_step == 3 or (trial.number % 2 == 1 and trial.last_step == 1)
+
+
+def test_a_pruned_trial_stops_and_the_others_go_on(study):
+    pruned = search(pruner=Odd())
+    for number, (trial, whole) in enumerate(zip(pruned.trials, study.trials, strict=True)):
+        assert trial.params == whole.params
+        rounds = [1] if number % 2 else [1, 2, 3]
+        assert trial.intermediate_values == {t: whole.intermediate_values[t] for t in rounds}
+        assert trial.state == (TrialState.PRUNED if number % 2 else TrialState.COMPLETE)
+        assert trial.value == whole.intermediate_values[rounds[-1]]
+
+
+def test_a_program_ends_with_the_last_of_its_trials(monkeypatch):
+    """All are pruned after the first round: no program is called for a second one."""
+    blocks = []
+    rounds = programs.Program.rounds
+
+    def counted(self, states, start, stop, *, evaluate):
+        blocks.append((start, stop))
+        return rounds(self, states, start, stop, evaluate=evaluate)
+
+    class All(BasePruner):
+        def prune(self, study, trial):
+            return True
+
+    monkeypatch.setattr(programs.Program, "rounds", counted)
+    study = search(pruner=All())
+    assert blocks == [(0, 1)]
+    assert [trial.state for trial in study.trials] == [TrialState.PRUNED] * TRIALS
+
+
+def equal(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+@pytest.mark.parametrize(("lrs", "placement"), [([0.05, 0.1, 0.2], "auto"), ([0.1, 0.2], "shard")])
+def test_a_run_that_has_ended_keeps_its_state(lrs, placement):
+    """Of three runs in a program for four, the second; of runs one by one, with clients over the devices, the first."""
+    configs = [config(**{"training.lr": lr, "run.placement": placement}) for lr in lrs]
+    ended, whole = (lay_out(configs, load("digits"), room=TRIALS) for _ in range(2))
+    assert ended.over == ("runs" if placement == "auto" else "clients")
+    at = len(lrs) - 2
+    states = []
+    for program in (ended, whole):
+        program.compile()
+        states.append(program.rounds(program.init(), 0, 1, evaluate=True))
+    before = ended.each(states[0])
+    assert equal(before, whole.each(states[1]))
+    ended.end(at, 1)
+    after, expected = (
+        program.each(program.rounds(state, 1, 3, evaluate=True))
+        for program, state in zip((ended, whole), states, strict=True)
+    )
+    assert equal(after[at], before[at])
+    assert not equal(after[at], expected[at])
+    for run in set(range(len(lrs))) - {at}:
+        assert equal(after[run], expected[run])
+        assert not equal(after[run], before[run])
+
+
+def test_rows_without_a_run_are_spread_over_the_devices_and_run_nothing():
+    program = lay_out([config(), config(**{"training.lr": 0.2})], load("digits"), room=TRIALS)
+    assert program.order.tolist() == [0, 0, 1, 1]  # two rows on each of two devices
+    assert np.asarray(program.rows[0].limit).tolist() == [2**31 - 1, 0, 2**31 - 1, 0]
+
+
+def test_a_trial_with_other_shapes_has_a_program_of_its_own():
+    storage = InMemoryStorage()
+    chosen = optuna.create_study(storage=storage, study_name="tune", direction="maximize")
+    for size in (8, 20, 8):
+        chosen.enqueue_trial({"training.batch_size": size})
+    space = {"training.lr": SPACE["training.lr"], "training.batch_size": Choice([8, 20])}
+    found = search(3, space, storage=storage)
+    assert [trial.params["training.batch_size"] for trial in found.trials] == [8, 20, 8]
+    alone = simulate(config().replace(found.trials[1].params), progress=None).history["validation_pre.accuracy"]
+    np.testing.assert_allclose(list(found.trials[1].intermediate_values.values()), alone, atol=1e-6)
+
+
+def test_a_trial_that_diverges_is_pruned_and_never_the_best():
+    storage = InMemoryStorage()
+    chosen = optuna.create_study(storage=storage, study_name="tune", direction="maximize")
+    for lr in (1e30, 0.1):
+        chosen.enqueue_trial({"training.lr": lr})
+    found = search(space={"training.lr": Choice([0.1, 1e30])}, storage=storage)
+    diverged, fine, *_ = found.trials
+    assert diverged.state == TrialState.PRUNED
+    assert 1 <= diverged.user_attrs["diverged_round"] <= 3
+    assert diverged.user_attrs["diverged_round"] not in diverged.intermediate_values
+    assert fine.state == TrialState.COMPLETE
+    assert "diverged_round" not in fine.user_attrs
+    assert found.best_params == {"training.lr": 0.1}
+
+
+LINE = {
+    "round": 1,
+    **{
+        table: {"accuracy": number / 10, "loss": float(number)}
+        for number, table in enumerate(("pre", "post", "validation_pre", "validation_post"), 1)
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("evaluate_on", "point", "metric", "value"),
+    [
+        ("test", None, "accuracy", 0.4),  # the headline is POST
+        ("test", "pre", "accuracy", 0.3),
+        ("test", "post", "loss", 4.0),
+        ("validation", None, "accuracy", 0.2),
+        ("validation", "pre", "loss", 1.0),
+    ],
+)
+def test_what_is_reported(evaluate_on, point, metric, value):
+    trial = optuna.create_study().ask()
+    watch = _Watch([trial], metric, point)
+    run = Running(config(**{"data.evaluate_on": evaluate_on}), "post", 1, [LINE], dict)
+    watch.on_start(run)
+    watch.on_evaluate(run, LINE)
+    assert trial.study.trials[0].intermediate_values == {1: value}
+    assert run.stopped is None
+    watch.tell(trial.study)
+    assert trial.study.trials[0].value == value
+
+
+def test_the_smallest_loss_is_the_best():
+    found = search(metric="loss", point="post")
+    assert found.direction == optuna.study.StudyDirection.MINIMIZE
+    assert found.best_value == min(trial.value for trial in found.trials) < max(trial.value for trial in found.trials)
+
+
+class Asked(BaseSampler):
+    """Counts, and draws at random."""
+
+    def __init__(self):
+        self.random, self.asked = RandomSampler(seed=0), 0
+
+    def infer_relative_search_space(self, study, trial):
+        self.asked += 1
+        return {}
+
+    def sample_relative(self, study, trial, search_space):
+        return {}
+
+    def sample_independent(self, study, trial, name, distribution):
+        return self.random.sample_independent(study, trial, name, distribution)
+
+
+def test_a_sampler_of_ones_own_is_asked_for_every_trial():
+    sampler = Asked()
+    assert search(TRIALS + 1, sampler=sampler).sampler is sampler
+    assert sampler.asked == TRIALS + 1
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "base.toml").write_text(FILE, encoding="utf-8")
+
+    def write(text):
+        path = tmp_path / "search.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_the_command_prints_the_best_and_goes_on_with_a_storage(file, study, tmp_path):
+    path = file(
+        'config = "base.toml"\n[space]\n'
+        "training.lr = { low = 0.01, high = 0.5, log = true }\nmethod.mu = { low = 0, high = 1 }\n"
+    )
+    arguments = ["tune", str(path), "--storage", f"sqlite:///{tmp_path / 'x.db'}", "--batch", "4", "--seed", "3"]
+    done = CliRunner().invoke(app, [*arguments, "--trials", "4"])
+    assert done.exit_code == 0, done.output
+    best = " ".join(f"{field}={value}" for field, value in study.best_params.items())
+    last = f"accuracy on validation samples: 0 pruned, best {study.best_value:.4f}: {best}"
+    assert done.output.splitlines()[-1] == last
+    again = CliRunner().invoke(app, [*arguments, "--trials", "4", "--quiet"])
+    assert again.output.splitlines() == [last]
+    assert len(optuna.load_study(study_name="search", storage=f"sqlite:///{tmp_path / 'x.db'}").trials) == 4
+
+
+def test_a_file_says_what_is_drawn_from_what(file):
+    path = file(
+        'config = "base.toml"\noverrides = ["training.rounds=2"]\n[space]\n"training.lr" = '
+        "{low = 1e-3, high = 1, log = true}\n"
+        "method.mu = {low = 0, high = 1}\ntraining.epochs = {low = 1, high = 3, int = true}\n"
+        "training.batch_size = [10, 50]\n"
+    )
+    base, space = load_tune(path)
+    assert base.training.rounds == 2
+    assert space == {
+        "training.lr": LogUniform(1e-3, 1),
+        "method.mu": Uniform(0, 1),
+        "training.epochs": IntUniform(1, 3),
+        "training.batch_size": Choice([10, 50]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[space]\ntraining.lr = [0.1]", "tune file = .* config (a path), [space]; optional: overrides; it has space"),
+        ('config = "base.toml"\n[grid]\n', "tune file = .*; it has grid"),
+        ('config = "base.toml"\n[space]\ntraining.lr = 0.1', "space.training.lr = 0.1 .* a list of values, or"),
+        (
+            'config = "base.toml"\n[space]\ntraining.lr = {low = 0.1}',
+            "space.training.lr = {'low': 0.1} .* low and high",
+        ),
+        (
+            'config = "base.toml"\n[space]\ntraining.lr = {low = 1, high = 2, log = true, int = true}',
+            "space.training.lr .* one of log = true and int = true",
+        ),
+    ],
+)
+def test_mistakes_in_a_file(file, text, message):
+    pattern = ".*".join(map(re.escape, message.split(".*")))
+    with pytest.raises(ConfigError, match=pattern):
+        load_tune(file(text))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"space": {}}, "space = {} .* one field or more"),
+        ({"space": {"training.lrr": Uniform(0.1, 1)}}, "training.lrr = 0.1 .* no such key; allowed: rounds,"),
+        ({"space": {"method.lam": Uniform(0.1, 1)}}, "method.lam = 0.1 .* no such key of fedprox; allowed: mu"),
+        ({"space": {"lr": Uniform(0.1, 1)}}, "space.lr = .* a dotted field such as training.lr"),
+        ({"space": {"training.lr": (0.1, 1)}}, "space.training.lr = (0.1, 1) .* Uniform, LogUniform or IntUniform"),
+        ({"space": {"training.lr": Uniform(1, 0.1)}}, "space.training.lr = Uniform(low=1, high=0.1) .* low below high"),
+        ({"space": {"training.lr": Uniform(0.1, math.inf)}}, "space.training.lr = .* finite numbers"),
+        ({"space": {"training.lr": LogUniform(0, 1)}}, "space.training.lr = LogUniform(low=0, high=1) .* above 0"),
+        ({"space": {"training.lr": Uniform(0, 1)}}, "training.lr = 0.0 .* greater than 0"),
+        ({"space": {"training.epochs": IntUniform(1, 2.5)}}, "space.training.epochs = .* whole numbers"),
+        ({"space": {"training.epochs": Uniform(1, 3)}}, "training.epochs = 1.0 .* valid integer"),
+        ({"space": {"training.lr": Choice([])}}, "space.training.lr = [] .* a list of one value or more"),
+        ({"space": {"training.lr": Choice([0.1, 0.1])}}, "space.training.lr = .* each of them once"),
+        ({"space": {"participation.ratio": Choice([[0.1, 0.5]])}}, "space.participation.ratio = .* what a study can"),
+        ({"space": {"training.batch_size": Choice([8, 0])}}, "training.batch_size = 0 .* greater than or equal to 1"),
+        ({"space": {"run.seed": Choice([0, 1])}}, "space.run.seed = .* run and data, and so the partition"),
+        ({"space": {"data.clients": IntUniform(2, 4)}}, "space.data.clients = .* run and data"),
+        ({"space": {"model.name": Choice(["mlp", "char_lstm"])}}, "model.name = 'char_lstm' .* it reads"),
+        ({"config": config(**{"data.validation_share": 0.0})}, "data.validation_share = 0.0 .* above 0, such as 0.2"),
+        ({"n_trials": 0}, "n_trials = 0 .* a whole number, 1 or more"),
+        ({"batch": 0}, "batch = 0 .* 1 or more"),
+        ({"metric": "hm"}, "metric = 'hm' .* one of accuracy, weighted"),
+        ({"point": "best"}, "point = 'best' .* pre"),
+        ({"storage": "sqlite//study.db"}, "storage = 'sqlite//study.db' .* such as sqlite:///study.db"),
+        ({"storage": "sqlite:////nowhere/study.db"}, "storage = .* unable to open database file"),
+    ],
+)
+def test_mistakes_are_named_before_anything_runs(options, message, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr(tuning, "drive", never)
+    pattern = ".*".join(map(re.escape, message.split(" .* ")))
+    with pytest.raises(ConfigError, match=f"^{pattern}") as caught:
+        search(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_study_of_something_else_is_left_alone():
+    storage = InMemoryStorage()
+    other = optuna.create_study(storage=storage, study_name="tune")
+    other.tell(other.ask(), 1.0)
+    with pytest.raises(ConfigError, match=r"study_name = 'tune' .* none of tune's"):
+        search(storage=storage)
+
+
+def test_without_optuna_it_says_what_to_install(monkeypatch):
+    found = builtins.__import__
+
+    def missing(name, *arguments, **options):
+        if name.startswith("optuna"):
+            raise ImportError(name)
+        return found(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigError, match=r'pip install "fedjax_pfl\[tune\]"'):
+        search()
