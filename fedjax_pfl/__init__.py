@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from fedjax_pfl.experiment.config import Config, load_config
     from fedjax_pfl.experiment.driver import simulate
     from fedjax_pfl.experiment.html import partition_html
+    from fedjax_pfl.experiment.plots.answers import plot_confusion, plot_features
+    from fedjax_pfl.experiment.plots.clients import plot_clients
+    from fedjax_pfl.experiment.plots.partition import plot_partition
+    from fedjax_pfl.experiment.plots.sensitivity import plot_sensitivity
     from fedjax_pfl.experiment.progress import Progress
     from fedjax_pfl.experiment.registry import (
         register_dataset,
@@ -64,6 +68,11 @@ _HOME = {
     "load_sweep": "experiment.sweep",
     "load_tune": "experiment.tuning",
     "partition_html": "experiment.html",
+    "plot_clients": "experiment.plots.clients",
+    "plot_confusion": "experiment.plots.answers",
+    "plot_features": "experiment.plots.answers",
+    "plot_partition": "experiment.plots.partition",
+    "plot_sensitivity": "experiment.plots.sensitivity",
     "register_dataset": "experiment.registry",
     "register_method": "experiment.registry",
     "register_metric": "experiment.registry",
@@ -100,6 +109,11 @@ __all__ = [
     "load_sweep",
     "load_tune",
     "partition_html",
+    "plot_clients",
+    "plot_confusion",
+    "plot_features",
+    "plot_partition",
+    "plot_sensitivity",
     "register_dataset",
     "register_method",
     "register_metric",

@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import os
 import re
@@ -9,8 +10,9 @@ import jax
 import pytest
 from typer.testing import CliRunner
 
-from fedjax_pfl import METHODS
-from fedjax_pfl.cli.commands import app
+from fedjax_pfl import METHODS, Config, load_config
+from fedjax_pfl.cli.commands import app, main
+from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
 from fedjax_pfl.models import MODELS
 
@@ -128,7 +130,8 @@ def test_partition_without_out_writes_nothing(quick, tmp_path, monkeypatch):
 
 
 def test_lists_name_everything_there_is():
-    for name, table in (("methods", METHODS), ("models", MODELS), ("datasets", SOURCES)):
+    tables = {"methods": METHODS, "models": MODELS, "partitions": PARTITIONS, "datasets": SOURCES}
+    for name, table in tables.items():
         output = invoke(name).output
         assert [line.split()[0] for line in output.splitlines()] == list(table)
 
@@ -138,6 +141,107 @@ def test_describe_shows_docstring_defaults_and_reference():
     assert "fine-tunes the aggregated model" in output
     assert "finetune_epochs = 5" in output
     assert "arXiv:2102.07078" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "mlp",
+            ["784-100-10 on 28x28 images", "Options ([model] in the config):", "  hidden = 100", '  init = "torch"'],
+        ),
+        ("dirichlet", ["Label skew by Dirichlet draws.", '  style = "plain"', "arXiv:1905.12022"]),
+        ("indices", ["  file (must be given)"]),
+        ("iid", ["Shuffled equal shares.", "No options of its own."]),
+        ("npz", ['data.source = "npz": npz:PATH, your own arrays']),
+        ("fedpac", ['protocol = "fedpac", in the place of the defaults:', "training.batch_size = 50", "Headline: "]),
+        ("training.lr", ["training.lr = 0.005\n  eta, the learning rate in round 0."]),
+        ("training.clip_norm", ["training.clip_norm = (left out)"]),
+        ("data.source", ["data.source (must be given)"]),
+        ("run", ["How a run is carried out", "run.seed = 0", 'run.keep = "final"', "run.export = []"]),
+    ],
+)
+def test_describe_knows_all_that_a_config_can_name(name, said):
+    output = invoke("describe", name).output
+    assert [part for part in said if part not in output] == []
+
+
+def test_describe_of_what_there_is_not(capsys, monkeypatch):
+    for name in ("fedavgg", "training.lrr", "training.", "."):
+        monkeypatch.setattr(sys, "argv", ["fedjax-pfl", "describe", name])
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = capsys.readouterr().err
+        assert (left.value.code, said.count("\n")) == (2, 1)
+        assert said.startswith(f"error: NAME = '{name}' is not usable: a method, model, partition, data source")
+
+
+def test_init_writes_a_config_with_every_field(tmp_path):
+    path = tmp_path / "mine.toml"
+    assert invoke("init", path).exit_code == 0
+    text = path.read_text()
+    assert load_config(path) == Config(data={"source": "digits"}, method={"name": "fedavg"})
+    for section, schema in Config.model_fields.items():
+        _, _, below = text.partition(f"\n[{section}]\n")
+        for field in getattr(schema.annotation, "model_fields", {"name": None}):
+            assert re.search(rf"^(# )?{field} =", below.partition("\n[")[0], re.M), f"{section}.{field}"
+    assert max(map(len, text.splitlines())) <= 102  # the width of the comments
+    path.write_text("mine")
+    again = invoke("init", path)
+    assert (path.read_text(), again.exit_code) == ("mine", 1)
+    assert str(again.exception) == f"FILE = '{path}' is not usable: a file that does not exist: nothing is overwritten"
+
+
+def test_ls_shows_how_far_runs_are(tmp_path):
+    def run(folder, method, lines, *, ended):
+        made = tmp_path / folder
+        made.mkdir(parents=True)
+        (made / "config.toml").write_text(
+            f'[data]\nsource = "digits"\n[method]\nname = "{method}"\n[training]\nrounds = 40\n[run]\nseed = 7\n'
+        )
+        (made / "partition.json").write_text("{}")
+        if lines:
+            (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if ended:
+            (made / "summary.json").write_text("{}")
+
+    lines = [
+        {"round": 20, "pre": {"accuracy": 0.5}, "post": {"accuracy": 0.25}},
+        {"round": 40, "pre": {"accuracy": 0.75}, "post": {"accuracy": 0.875}},
+    ]
+    run("table/a", "fedavg", lines, ended=True)
+    run("b", "of_somebody", lines[:1], ended=False)
+    run("c", "local", [], ended=False)
+    (tmp_path / "no_run").mkdir()
+    (tmp_path / "no_run" / "config.toml").write_text("")
+    rows = [line for line in invoke("ls", tmp_path).output.splitlines() if "digits" in line]
+    shown = [[cell.strip() for cell in line.split("│")[1:-1]] for line in rows]
+    assert shown == [
+        [str(tmp_path / "b"), "of_somebody", "digits", "7", "20/40", "50.00", "25.00", "not ended"],
+        [str(tmp_path / "c"), "local", "digits", "7", "0/40", "—", "—", "not ended"],
+        [str(tmp_path / "table" / "a"), "fedavg", "digits", "7", "40/40", "75.00", "87.50", ""],
+    ]
+    with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 2')  # a run that is just writing
+    assert invoke("ls", tmp_path / "b").exit_code == 0
+    (tmp_path / "b" / "metrics.jsonl").write_text("{\n")
+    damaged = invoke("ls", tmp_path).exception
+    assert str(damaged).startswith(
+        f"metrics = '{tmp_path / 'b' / 'metrics.jsonl'}' is not usable: the metrics of a run"
+    )
+    absent = invoke("ls", tmp_path / "absent").exception
+    assert str(absent) == f"FOLDER = '{tmp_path / 'absent'}' is not usable: a folder that holds runs"
+
+
+def test_version_and_completion():
+    assert invoke("--version").output.strip() == importlib.metadata.version("fedjax_pfl")
+    assert "--install-completion" in invoke("--help").output
+    asked = {"_FEDJAX_PFL_COMPLETE": "complete_bash", "COMP_WORDS": "fedjax-pfl part", "COMP_CWORD": "1"}
+    program = "from fedjax_pfl.cli.commands import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **asked}, check=False
+    )
+    assert done.stdout.split() == ["partition", "partitions"]
 
 
 def test_every_method_model_and_public_name_is_documented():

@@ -43,7 +43,10 @@ def test_a_name_that_there_is_not_is_an_attribute_error():
         fedjax_pfl.simulte  # noqa: B018
 
 
-def test_type_checkers_may_read_the_annotations():
+def test_type_checkers_may_read_the_annotations_and_all_that_is_no_python_is_installed():
     assert importlib.resources.files(fedjax_pfl).joinpath("py.typed").is_file()
     data = tomllib.loads((HOME / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
-    assert data == {"fedjax_pfl": ["py.typed"]}
+    package = HOME / "fedjax_pfl"
+    files = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
+    others = sorted(str(path) for path in files if path.suffix not in (".py", ".pyc"))
+    assert data == {"fedjax_pfl": sorted(others, key=lambda name: (name != "py.typed", name))}

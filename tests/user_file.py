@@ -32,6 +32,11 @@ from fedjax_pfl import (
     load_sweep,
     load_tune,
     partition_html,
+    plot_clients,
+    plot_confusion,
+    plot_features,
+    plot_partition,
+    plot_sensitivity,
     register_dataset,
     register_method,
     register_metric,
@@ -136,3 +141,15 @@ def runs(config: Config, path: Path) -> str:
     tune(*load_tune(path), n_trials=3)
     print(found.rows(), other.csv(), again.failed, study.best_value, sorted(METHODS))
     return found.markdown() + other.to_latex(bold=True)
+
+
+def pictures(result: Result, found: Comparison, other: Sweep) -> None:
+    ax = result.plot("post.accuracy", x="seconds")
+    other.plot(errorbar="ci", ax=ax)
+    found.plot(x="megabytes", errorbar=None).set_title("digits")
+    for draw in (result, found, other):
+        plot_clients(draw, "strip", point="post")
+    plot_partition(result.partition, "bars", ax=ax)
+    plot_sensitivity(other, "training.lr", "pre")
+    plot_confusion(result, client=1)
+    plot_features(result, [0, 1], method="pca")

@@ -1,9 +1,9 @@
-"""The command line: ``fedjax-pfl run | compare | sweep | tune | partition``, lists, ``describe`` and ``schema``.
+"""The command line: ``fedjax-pfl run | compare | sweep | tune | partition | plot | report``, and what looks things up.
 
 Heavy modules are imported inside the commands, so that ``--help`` answers at once.
 """
 
-import inspect
+import importlib.metadata
 import json
 import os
 import signal
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from fedjax_pfl.experiment.config import Config
 
 app = typer.Typer(
-    help="Simulate personalized federated learning.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -269,11 +267,39 @@ def partition(
 
 
 @app.command()
+def plot(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Run directories, or folders of comparisons and sweeps.", metavar="RUN...", show_default=False
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file: a .pdf, .png or .svg.", show_default=False)],
+    kind: Annotated[
+        str, typer.Option(help="curves, clients (how they fare) or partition (who holds what).")
+    ] = "curves",
+    metric: Annotated[
+        str, typer.Option(help="A metric as in metrics.jsonl, e.g. post.accuracy, global.")
+    ] = "pre.accuracy",
+    x: Annotated[str, typer.Option(help="What lies across the curves: round, seconds or megabytes.")] = "round",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
+) -> None:
+    """Draw runs: a line per method or combination, the mean over seeds and a standard deviation around it."""
+    from fedjax_pfl.experiment.plots.files import write_plot
+
+    for left_out in write_plot(runs, out, kind=kind, metric=metric, x=x, overwrite=overwrite):
+        print(f"left out, for it has not ended: {left_out}")
+    print(f"written to {out}")
+
+
+@app.command()
 def methods() -> None:
     """List the methods."""
     from fedjax_pfl.cli.printing import print_table
+    from fedjax_pfl.experiment.registry import load_entry_points
     from fedjax_pfl.methods import METHODS
 
+    load_entry_points()
     print_table(METHODS)
 
 
@@ -281,33 +307,102 @@ def methods() -> None:
 def models() -> None:
     """List the models."""
     from fedjax_pfl.cli.printing import print_table
+    from fedjax_pfl.experiment.registry import load_entry_points
     from fedjax_pfl.models import MODELS
 
+    load_entry_points()
     print_table(MODELS)
+
+
+@app.command()
+def partitions() -> None:
+    """List the kinds of partition."""
+    from fedjax_pfl.cli.printing import print_table
+    from fedjax_pfl.data.partition import PARTITIONS
+    from fedjax_pfl.experiment.registry import load_entry_points
+
+    load_entry_points()
+    print_table(PARTITIONS)
 
 
 @app.command()
 def datasets() -> None:
     """List the data sources."""
     from fedjax_pfl.data.sources import SOURCES
+    from fedjax_pfl.experiment.registry import load_entry_points
 
+    load_entry_points()
     for name, (_, description) in SOURCES.items():
         print(f"{name:12} {description}")
 
 
 @app.command()
-def describe(method: Annotated[str, typer.Argument(metavar="METHOD")]) -> None:
-    """Show a method's docstring, hyperparameters with defaults, and reference."""
-    from fedjax_pfl.experiment.config import hyperparameters
-    from fedjax_pfl.methods import METHODS
+def describe(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+    """Show all about a method, model, partition, data source, protocol, or a section or field of a config."""
+    from fedjax_pfl.cli.describing import described
 
-    if method not in METHODS:
-        raise ConfigError("METHOD", method, f"allowed: {', '.join(METHODS)}")
-    print(inspect.getdoc(METHODS[method]))
-    given = hyperparameters(METHODS[method])
-    print("\nHyperparameters ([method] in the config):" if given else "\nNo hyperparameters of its own.")
-    for name, parameter in given.items():
-        print(f"  {name} = {json.dumps(parameter.default)}")
+    print(described(name))
+
+
+@app.command("ls")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(help="Where to look.", metavar="[FOLDER]", show_default=False)] = Path(
+        "runs"
+    ),
+) -> None:
+    """List the runs in a folder, and in those below it: how far they are and what they came to."""
+    from fedjax_pfl.cli.printing import print_runs
+    from fedjax_pfl.experiment.record import runs_in
+
+    print_runs(runs_in(folder))
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="The new file.", metavar="[FILE]", show_default=False)] = Path(
+        "config.toml"
+    ),
+) -> None:
+    """Write a config with every field, its description and its default."""
+    from fedjax_pfl.cli.describing import template
+
+    if file.exists():
+        raise ConfigError("FILE", str(file), "a file that does not exist: nothing is overwritten")
+    try:
+        file.write_text(template(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("FILE", str(file), f"a file that can be written ({error.strerror})") from None
+    print(f"written to {file}; fedjax-pfl run {file}")
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(importlib.metadata.version("fedjax_pfl"))
+        raise typer.Exit
+
+
+@app.callback(help="Simulate personalized federated learning.")
+def before_any_command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Reads the options that stand before a command."""
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run directories, or folders of comparisons and sweeps.", metavar="RUN...")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file.")] = Path("report.html"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a report of runs, also of those that go on: one HTML file, which opens in any browser without a network."""
+    from fedjax_pfl.experiment.report import report
+
+    report(runs, out, overwrite=overwrite)
+    print(f"written to {out}")
 
 
 @app.command()

@@ -2,8 +2,11 @@
 
 import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedjax_pfl.experiment.record import Listed
 
 
 def print_markdown(text: str) -> None:
@@ -62,3 +65,24 @@ def print_table(table: dict[str, Callable[..., Any]]) -> None:
     """Prints names and the first line of what each is documented by."""
     for name, factory in table.items():
         print(f"{name:12} {(inspect.getdoc(factory) or '').splitlines()[0]}")
+
+
+def print_runs(runs: "Sequence[Listed]") -> None:
+    """Prints a line per run: how far it is, and what it came to."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for heading in ("run", "method", "data", "seed"):
+        table.add_column(heading)
+    for heading in ("rounds", "PRE", "POST"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for run in runs:
+        config = run.config
+        done = f"{run.round}/{config['training']['rounds']}"
+        scores = [f"{100 * run.accuracy[point]:.2f}" if point in run.accuracy else "—" for point in ("pre", "post")]
+        of = [config["method"]["name"], config["data"]["source"], str(config["run"]["seed"])]
+        table.add_row(str(run.path), *of, done, *scores, "" if run.ended else "not ended")
+    # Not cut to the width of a terminal where there is none.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -16,6 +16,7 @@ from fedjax_pfl.experiment.executors import Executor
 from fedjax_pfl.experiment.frames import history_frame, pivot, run_frame
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
+from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.record import write_atomically
 from fedjax_pfl.experiment.summary import POINTS
 from fedjax_pfl.experiment.sweep import check_point, folder_of, run_cells
@@ -23,6 +24,7 @@ from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, ro
 from fedjax_pfl.methods import METHODS
 
 if TYPE_CHECKING:
+    import matplotlib.axes
     import pandas
 
 Methods = Sequence[str] | Mapping[str, Mapping[str, Any]]
@@ -106,6 +108,17 @@ class Comparison(NamedTuple):
     def to_latex(self, figures: Sequence[str] = POINTS, *, bold: bool = True) -> str:
         """The table in LaTeX, for the package booktabs: a row per method; as `Sweep.to_latex`."""
         return latex(self.cells, figures, heading="method", bold=bold)
+
+    def plot(
+        self,
+        metric: str = "pre.accuracy",
+        x: str = "round",
+        *,
+        errorbar: str | None = "sd",
+        ax: "matplotlib.axes.Axes | None" = None,
+    ) -> "matplotlib.axes.Axes":
+        """Draws a metric over the evaluated rounds: for each method a line, the mean over seeds; as `Sweep.plot`."""
+        return plot_curves(self.cells, metric, x, errorbar, ax)
 
     def _named(self) -> list[Cell]:
         """The runs with their values under the names of `rows`."""

@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Required, Self, TypedDict, Unpack, overload
 
@@ -627,6 +627,14 @@ class Config(_Section):
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
+        return self.html()
+
+    def html(self, without: Collection[str] = ()) -> str:
+        """All values and what they are, those that are not the defaults in bold.
+
+        Args:
+          without: dotted fields that are left out; of an empty table, nothing is shown.
+        """
         texts = {}
         for section, table in self:
             if isinstance(table, _Section):
@@ -635,7 +643,8 @@ class Config(_Section):
                 parts: Mapping[str, Callable] = MODELS if section == "model" else METHODS
                 part = parts.get(table["name"])
                 texts[section] = summary_line(part), descriptions(part, "Args")
-        return config_html(self.model_dump(), self.non_defaults(), texts)
+        shown = {section: table for section, table in without_fields(self.model_dump(), without).items() if table}
+        return config_html(shown, self.non_defaults(), texts)
 
     def to_toml(self) -> str:
         """The resolved config; fields that are not set are left out."""
@@ -746,6 +755,15 @@ def _known_keys(path: Sequence[str]) -> list[str]:
     field = Config.model_fields.get(".".join(path))
     section = field.annotation if field else None
     return list(section.model_fields) if inspect.isclass(section) and issubclass(section, _Section) else []
+
+
+def without_fields(tables: Mapping[str, Any], fields: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Nested tables without these dotted fields."""
+    return {
+        name: without_fields(value, fields, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in tables.items()
+        if prefix + name not in fields
+    }
 
 
 def _without_none(node: Any) -> Any:

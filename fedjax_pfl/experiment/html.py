@@ -1,4 +1,4 @@
-"""What a notebook shows: HTML that stands alone, without scripts, in the notebook's own colours."""
+"""What a notebook and a report show: HTML that stands alone, without scripts, in the colours around it."""
 
 import json
 import re
@@ -36,11 +36,11 @@ def result_html(
     headings, *rows = table
     return _block(
         f"<strong>{escape(title)}</strong>",
-        _table(headings, [_cells(map(escape, row)) for row in rows]),
+        table_html(headings, [cells_html(map(escape, row)) for row in rows]),
         _curve(history),
-        _notes(remarks),
-        _details("partition", partition_html(partition)),
-        _details("config", config),
+        notes_html(remarks),
+        details_html("partition", partition_html(partition)),
+        details_html("config", config),
     )
 
 
@@ -56,10 +56,10 @@ def runs_html(text: str) -> str:
             shown.append(f"<div><strong>{_inline(block.lstrip('# '))}</strong></div>")
         elif block.startswith("|"):
             headings, _, *rows = (line[2:-2].split(" | ") for line in block.split("\n"))
-            shown.append(_table(headings, [_cells(map(_inline, row)) for row in rows]))
+            shown.append(table_html(headings, [cells_html(map(_inline, row)) for row in rows]))
         else:
             notes.append(block)
-    return _block(*shown, _notes(notes))
+    return _block(*shown, notes_html(notes))
 
 
 def config_html(
@@ -81,8 +81,8 @@ def config_html(
         for name, value in values.items():
             given = escape(f"{name} = {'—' if value is None else json.dumps(value)}")
             bold = f"<strong>{given}</strong>" if name in changed.get(section, {}) else given
-            rows.append(_cells([bold, _inline(fields.get(name, ""))], numbers=False))
-        shown.append(_details(f"[{section}] {_inline(about)}", _table((), rows), opened=section in changed))
+            rows.append(cells_html([bold, _inline(fields.get(name, ""))], numbers=False))
+        shown.append(details_html(f"[{section}] {_inline(about)}", table_html((), rows), opened=section in changed))
     return _block(*shown)
 
 
@@ -99,14 +99,14 @@ def partition_html(partition: Mapping[str, Any]) -> str:
     for client in range(clients):
         known = [client, *(partition[name][client] for name in columns.values())]
         shades = [_cell(str(n) if n else "·", shade=n / counts.max()) for n in counts[client, :classes]]
-        rows.append([*_cells(map(str, known)), *shades])
+        rows.append([*cells_html(map(str, known)), *shades])
     whole = dict(zip(("clients", "classes"), counts.shape, strict=True))
     cut = [f"the first {_SHOWN} of {there} {what}" for what, there in whole.items() if there > _SHOWN]
     shown = [f"shown: {' and '.join(cut)}"] if cut else []
     return _block(
         "samples per client and class",
-        _table(["client", *columns, *map(str, range(classes))], rows),
-        _notes([*shown, *partition["notes"], f"hash {partition['hash']}"]),
+        table_html(["client", *columns, *map(str, range(classes))], rows),
+        notes_html([*shown, *partition["notes"], f"hash {partition['hash']}"]),
     )
 
 
@@ -114,22 +114,26 @@ def _block(*parts: str) -> str:
     return f'<div style="color:inherit;background:transparent">{"".join(parts)}</div>'
 
 
-def _notes(lines: Iterable[str]) -> str:
+def notes_html(lines: Iterable[str]) -> str:
+    """Paragraphs of text."""
     return "".join(f'<div style="max-width:60em">{_inline(line)}</div>' for line in lines)
 
 
-def _details(title: str, body: str, *, opened: bool = False) -> str:
+def details_html(title: str, body: str, *, opened: bool = False) -> str:
+    """What is seen when it is opened; both are HTML."""
     return f"<details{' open' if opened else ''}><summary>{title}</summary>{body}</details>"
 
 
-def _table(headings: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table of cells, below headings that are text."""
-    head = f"<thead><tr>{''.join(_cells(map(escape, headings), tag='th'))}</tr></thead>" if headings else ""
+def table_html(headings: Sequence[str], rows: Iterable[Iterable[str]], *, numbers: bool = True) -> str:
+    """A table of cells, below headings that are text; one that is too wide scrolls in a box of its own."""
+    titles = "".join(cells_html(map(escape, headings), tag="th", numbers=numbers))
+    head = f"<thead><tr>{titles}</tr></thead>" if headings else ""
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return f'<table style="color:inherit">{head}<tbody>{body}</tbody></table>'
+    table = f'<table style="color:inherit">{head}<tbody>{body}</tbody></table>'
+    return f'<div style="overflow-x:auto">{table}</div>'
 
 
-def _cells(contents: Iterable[str], *, tag: str = "td", numbers: bool = True) -> list[str]:
+def cells_html(contents: Iterable[str], *, tag: str = "td", numbers: bool = True) -> list[str]:
     """The cells of a row, of which all but the first hold numbers, unless told otherwise."""
     return [_cell(content, tag=tag, right=numbers and at > 0) for at, content in enumerate(contents)]
 

@@ -7,18 +7,18 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_pfl.data.rows import Holdings, save
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.config import Config, load_config
+from fedjax_pfl.experiment.config import Config, load_config, read_toml
 from fedjax_pfl.experiment.kept import STATE, Kept, write_state
-from fedjax_pfl.experiment.summary import Line, flat, history_of, without_nan
+from fedjax_pfl.experiment.summary import POINTS, Line, flat, history_of, without_nan
 
 # How a run is carried out: these may differ between a run that was begun and its continuation.
-_FREE = (
+FREE = (
     "training.rounds",
     "run.checkpoint_every",
     "run.placement",
@@ -236,6 +236,12 @@ def _history(text: str) -> dict[str, np.ndarray]:
     return {"round": found.pop("round"), **found}
 
 
+def _history_so_far(text: str) -> dict[str, np.ndarray]:
+    """The same while a run goes on: there may be no line yet, or half of one."""
+    whole = text[: text.rfind("\n") + 1]
+    return _history(whole) if whole else {}
+
+
 def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]] | None:
     """Summary, history and client table of the complete run in a config's directory, if it holds one.
 
@@ -266,13 +272,7 @@ def read_run(folder: Path) -> tuple[Config, dict[str, Any]]:
     """
     if not (folder / "config.toml").exists():
         raise ConfigError("directory", str(folder), "a run directory: there is no config.toml in this one")
-    try:
-        config = load_config(folder / "config.toml")
-    except ConfigError as error:
-        if error.field in ("method.name", "model.name", "data.partition.kind"):
-            allowed = f"registered in this process; register yours (register_method, ...) before you load {folder}"
-            raise ConfigError(error.field, error.value, allowed) from None
-        raise
+    config = _config_in(folder)
     if not (folder / "summary.json").exists():
         allowed = f"a run that has ended; this one goes on with simulate(config, resume={str(folder)!r})"
         raise ConfigError("directory", str(folder), allowed)
@@ -291,6 +291,112 @@ def read_run(folder: Path) -> tuple[Config, dict[str, Any]]:
         "client_history": RunDirectory(folder, resume=True).client_history(int(history["round"][-1])),
     }
     return config, found
+
+
+class Begun(NamedTuple):
+    """A run that has begun, and may have ended.
+
+    Attributes:
+      path: its directory.
+      config: its config.
+      partition: the content of ``partition.json``.
+      history: metric -> array over evaluated rounds; empty before the first.
+      clients: column -> array, as in ``clients.csv``; while the run goes on, the newest rows of
+        ``client_history.csv``, and nothing where none is kept.
+      summary: the content of ``summary.json``; None while the run goes on.
+    """
+
+    path: Path
+    config: Config
+    partition: dict[str, Any]
+    history: dict[str, np.ndarray]
+    clients: dict[str, np.ndarray]
+    summary: dict[str, Any] | None
+
+
+def read_begun(folder: Path) -> Begun:
+    """What a run has left so far in its directory, which holds ``config.toml`` and ``partition.json``.
+
+    Raises:
+      ConfigError: a part that its config names is not registered here, or a file is damaged.
+    """
+    config, metrics = _config_in(folder), folder / "metrics.jsonl"
+    partition = _read("partition", folder / "partition.json", json.loads)
+    if (folder / "summary.json").exists():
+        summary = _read("summary", folder / "summary.json", json.loads)
+        clients = _read("clients", folder / "clients.csv", read_table)
+        return Begun(folder, config, partition, _read("metrics", metrics, _history), clients, summary)
+    history = _read("metrics", metrics, _history_so_far) if metrics.exists() else {}
+    newest = int(history["round"][-1]) if history else 0
+    rows = RunDirectory(folder, resume=True).client_history(newest)
+    last = {name: column[rows["round"] == newest] for name, column in rows.items() if name != "round"}
+    return Begun(folder, config, partition, history, last, None)
+
+
+def _config_in(folder: Path) -> Config:
+    """The config of a run.
+
+    Raises:
+      ConfigError: the file is damaged, or names a part that is not registered here.
+    """
+    try:
+        return load_config(folder / "config.toml")
+    except ConfigError as error:
+        if error.field in ("method.name", "model.name", "data.partition.kind"):
+            allowed = f"registered in this process; register yours (register_method, ...) before you load {folder}"
+            raise ConfigError(error.field, error.value, allowed) from None
+        raise
+
+
+class Listed(NamedTuple):
+    """A run directory in a few words.
+
+    Attributes:
+      path: the directory.
+      config: what its config.toml says.
+      round: of the newest evaluation; 0 before the first.
+      ended: whether the run has ended.
+      accuracy: point -> mean accuracy after that round; empty before the first.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    round: int
+    ended: bool
+    accuracy: dict[str, float]
+
+
+def run_directories(folder: Path) -> list[Path]:
+    """The folder itself, if a run has begun there, and all run directories in it, at any depth, by path."""
+    found = sorted(config.parent for config in folder.rglob("config.toml"))
+    return [path for path in found if (path / "partition.json").exists()]
+
+
+def runs_in(folder: Path) -> list[Listed]:
+    """The run directories in a folder, at any depth, by path; also of runs whose method is not registered here.
+
+    Raises:
+      ConfigError: there is no such folder, or a file of a run is damaged.
+    """
+    if not folder.is_dir():
+        raise ConfigError("FOLDER", str(folder), "a folder that holds runs")
+    found = []
+    for path in run_directories(folder):
+        lines = path / "metrics.jsonl"
+        last: Line = _read("metrics", lines, _newest) if lines.exists() else {"round": 0}
+        accuracy = {point: last[point]["accuracy"] for point in POINTS if point in last}
+        ended = (path / "summary.json").exists()
+        found.append(Listed(path, read_toml(path / "config.toml", "config file"), last["round"], ended, accuracy))
+    return found
+
+
+def _newest(text: str) -> Line:
+    """The last line of metrics that is written to its end."""
+    whole = text.splitlines(keepends=True)
+    if whole and not whole[-1].endswith("\n"):
+        whole.pop()
+    newest: Line = json.loads(whole[-1]) if whole else {"round": 0}
+    return newest
 
 
 def _read(what: str, path: Path, parse: Callable[[str], Any]) -> Any:
@@ -314,7 +420,7 @@ def check_alike(old: Config, new: Config, directory: str) -> None:
     """
     # As JSON has it, a tuple equals the list that TOML makes of it.
     here, there = (flat(config.model_dump(mode="json")) for config in (new, old))
-    fields = [name for name in sorted(here.keys() | there.keys()) if name not in _FREE]
+    fields = [name for name in sorted(here.keys() | there.keys()) if name not in FREE]
     differing = [name for name in fields if here.get(name) != there.get(name)]
     if differing:
         given, wanted = (", ".join(f"{name}={tables.get(name)}" for name in differing) for tables in (here, there))

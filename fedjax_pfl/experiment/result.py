@@ -20,12 +20,15 @@ from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.frames import frame
 from fedjax_pfl.experiment.html import result_html
 from fedjax_pfl.experiment.kept import STATE, Kept, fitted, named, read_state, write_arrays
+from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.record import RunDirectory, read_run
 from fedjax_pfl.experiment.summary import first_reached
+from fedjax_pfl.experiment.tables import Cell
 from fedjax_pfl.experiment.trained import Trained, TrainedModel, state_like
 from fedjax_pfl.method import State
 
 if TYPE_CHECKING:
+    import matplotlib.axes
     import pandas
 
 
@@ -88,6 +91,22 @@ class Result:
         if history and not self.client_history:
             raise ConfigError("history", True, "false, unless the config has run.client_history = true")
         return frame(self.client_history if history else self.clients)
+
+    def plot(
+        self, metric: str = "pre.accuracy", x: str = "round", *, ax: "matplotlib.axes.Axes | None" = None
+    ) -> "matplotlib.axes.Axes":
+        """Draws a metric over the evaluated rounds.
+
+        Args:
+          metric: a name in ``history``.
+          x: what lies across: ``round``, ``seconds`` since the run began, or ``megabytes`` sent up and down so far.
+          ax: what to draw on, beside the lines that are there; a figure of its own unless given.
+
+        Raises:
+          ConfigError: there is no such metric or x, the run has no value of it, or matplotlib is not installed.
+        """
+        run = Cell.alone(self.config, self.summary, self.clients, self.history)
+        return plot_curves([run], metric, x, None, ax)
 
     def rounds_to(self, target: float, metric: str = "global") -> int | None:
         """The first evaluated round after which a metric is the target or more; see `first_reached`.

@@ -17,6 +17,7 @@ from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_o
 from fedjax_pfl.experiment.frames import history_frame, pivot, run_frame
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
+from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.record import RunDirectory, complete_run, write_atomically
 from fedjax_pfl.experiment.summary import POINTS, flat
@@ -25,6 +26,7 @@ from fedjax_pfl.experiment.worker import Outcome
 from fedjax_pfl.methods import METHODS
 
 if TYPE_CHECKING:
+    import matplotlib.axes
     import pandas
 
 
@@ -117,6 +119,32 @@ class Sweep(NamedTuple):
           ConfigError: there is no such figure.
         """
         return latex(self.cells, figures, heading="run", bold=bold)
+
+    def plot(
+        self,
+        metric: str = "pre.accuracy",
+        x: str = "round",
+        *,
+        errorbar: str | None = "sd",
+        ax: "matplotlib.axes.Axes | None" = None,
+    ) -> "matplotlib.axes.Axes":
+        """Draws a metric over the evaluated rounds: for each combination a line, the mean over seeds, and a band.
+
+        Lines end with the last evaluated round that all seeds have, and combinations without the metric have none.
+
+        Args:
+          metric: a name in ``Result.history``.
+          x: what lies across: ``round``, ``seconds`` since the run began, or ``megabytes`` sent up and down so far;
+            the last two are means over seeds, too.
+          errorbar: the band: ``sd``, a sample standard deviation up and down; ``ci``, Student's 95 % interval of the
+            mean; None for none.
+          ax: what to draw on, beside the lines that are there; a figure of its own unless given.
+
+        Raises:
+          ConfigError: no run has ended, there is no such metric, x or errorbar, no run has a value of the metric, or
+            matplotlib is not installed.
+        """
+        return plot_curves(self.cells, metric, x, errorbar, ax)
 
 
 def sweep(

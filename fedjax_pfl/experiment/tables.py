@@ -37,6 +37,17 @@ class Cell(NamedTuple):
     history: dict[str, np.ndarray] | None = None
     error: str | None = None
 
+    @classmethod
+    def alone(
+        cls,
+        config: Config,
+        summary: dict[str, Any],
+        clients: dict[str, np.ndarray],
+        history: dict[str, np.ndarray],
+    ) -> "Cell":
+        """A run that stands for itself, and goes by the name of its method."""
+        return cls({"method.name": config.method["name"]}, config, summary, clients, history)
+
     @property
     def method(self) -> str:
         """The name of its method."""

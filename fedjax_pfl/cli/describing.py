@@ -1,0 +1,131 @@
+"""What ``describe`` and ``init`` say of what a config can name, and of its fields: from signatures and docstrings."""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from fedjax_pfl.data.partition import PARTITIONS
+from fedjax_pfl.data.sources import SOURCES
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.config import Config, descriptions, hyperparameters, summary_line
+from fedjax_pfl.experiment.protocols import PROTOCOLS, tables_of
+from fedjax_pfl.experiment.registry import load_entry_points
+from fedjax_pfl.experiment.summary import flat
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.models import MODELS
+
+_TABLES: dict[str, Mapping[str, Callable]] = {
+    "method": METHODS,
+    "model": MODELS,
+    "data.partition": PARTITIONS,
+}
+_WIDTH = 100
+
+
+def described(name: str) -> str:
+    """What there is to say of a method, model, partition, source, protocol, config section or field.
+
+    Raises:
+      ConfigError: there is nothing of this name.
+    """
+    load_entry_points()
+    found = [_part(table, name, parts[name]) for table, parts in _TABLES.items() if name in parts]
+    if name in SOURCES:
+        found.append(f'data.source = "{name}": {SOURCES[name][1]}')
+    if name in PROTOCOLS:
+        values = [f"{field} = {_shown(value)}" for field, value in flat(tables_of(name)).items()]
+        found.append("\n".join([f'protocol = "{name}", in the place of the defaults:', "", *values]))
+    section, dot, field = name.partition(".")
+    if section in Config.model_fields and section not in _TABLES:
+        schema = _section(section)
+        if not dot:
+            found.append(_of_section(section, schema))
+        elif field in schema.model_fields:
+            found.append("\n".join(_field(name, schema.model_fields[field], descriptions(schema)[field])))
+    if not found:
+        allowed = "a method, model, partition, data source, protocol, section (training) or field (training.lr)"
+        raise ConfigError("NAME", name, f"{allowed}; fedjax-pfl methods, models, partitions and datasets list them")
+    return "\n\n".join(found)
+
+
+def template() -> str:
+    """A config with every field, its description and its default: what ``init`` writes.
+
+    A field whose default is to be left out stands in a comment.
+    """
+    lines = [
+        "# A config of fedjax_pfl: every field with its default. Only data.source and method.name are needed.",
+        "# fedjax-pfl describe NAME says more of methods, models, partitions and sources.",
+        "",
+        "# protocol = \"pfllib\"   # a benchmark's or paper's values for what is not given below",
+    ]
+    given: dict[str, Any] = {"data.source": "digits", "method": {"name": "fedavg"}, "model": {"name": "mlp"}}
+    for section in Config.model_fields:
+        lines += ["", f"[{section}]"]
+        if section in _TABLES:
+            lines += [f"# {line}" for line in _wrapped(f"name, and options of its own: {', '.join(_TABLES[section])}")]
+            lines += tomli_w.dumps(given[section]).splitlines()
+            continue
+        schema = _section(section)
+        texts = descriptions(schema)
+        for field, info in schema.model_fields.items():
+            lines += [f"# {line}" for line in _wrapped(texts[field])]
+            value = given.get(f"{section}.{field}", _default(info))
+            lines.append(f"# {field} =" if value is None else f"{field} = {_shown(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str) -> type[BaseModel]:
+    """The schema of a section of the config."""
+    schema = Config.model_fields[name].annotation
+    assert inspect.isclass(schema)
+    assert issubclass(schema, BaseModel)
+    return schema
+
+
+def _part(table: str, name: str, part: Callable) -> str:
+    """Docstring and options of a method, model or partition."""
+    given = hyperparameters(part)
+    lines = [inspect.getdoc(part) or "", ""]
+    lines.append(f"Options ([{table}] in the config):" if given else "No options of its own.")
+    for option, parameter in given.items():
+        shown = "(must be given)" if parameter.default is parameter.empty else f"= {_shown(parameter.default)}"
+        lines.append(f"  {option} {shown}")
+    return "\n".join(lines)
+
+
+def _of_section(name: str, schema: type[BaseModel]) -> str:
+    texts = descriptions(schema)
+    fields = [
+        line for field, info in schema.model_fields.items() for line in _field(f"{name}.{field}", info, texts[field])
+    ]
+    return "\n".join([summary_line(schema), "", *fields])
+
+
+def _field(name: str, info: FieldInfo, text: str) -> Iterator[str]:
+    """A field with its default, and what it means."""
+    default = _default(info)
+    yield f"{name} = {_shown(default)}" if default is not PydanticUndefined else f"{name} (must be given)"
+    for line in _wrapped(text):
+        yield f"  {line}"
+
+
+def _default(info: FieldInfo) -> Any:
+    return info.get_default(call_default_factory=True)
+
+
+def _shown(value: Any) -> str:
+    """A value as TOML has it; nothing for one that is left out."""
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {_shown(of)}' for key, of in value.items())} }}"
+    return "(left out)" if value is None else tomli_w.dumps({"_": value}).strip().removeprefix("_ = ")
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text.replace("``", "`"), _WIDTH, break_long_words=False, break_on_hyphens=False)

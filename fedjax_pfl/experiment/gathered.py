@@ -1,0 +1,74 @@
+"""Runs from their directories, and what tells them apart: what a report of them is made of."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.record import FREE, Begun, read_begun, run_directories
+from fedjax_pfl.experiment.summary import flat
+
+OPTIONS_OF = ("method.name", "model.name", "data.partition.kind")
+"""The fields that name a part, whose options stand beside the name."""
+WITHOUT_EFFECT = tuple(field for field in FREE if field != "training.rounds")
+"""The fields that no number depends on."""
+
+
+def gather(paths: Sequence[Path]) -> list[Begun]:
+    """The runs that have begun in some folders, each once, in the order of the folders.
+
+    Args:
+      paths: run directories, and folders that hold them, as comparisons and sweeps leave them.
+
+    Raises:
+      ConfigError: one of them is no folder, or no run has begun there; as in `read_begun`.
+    """
+    if not paths:
+        raise ConfigError("RUN", "(missing)", "one run directory or more, or a folder of a comparison or sweep")
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.is_dir():
+            allowed = "the folder, not a file in it" if path.exists() else "a folder that exists"
+            raise ConfigError("RUN", str(path), f"a run directory, or a folder that holds some: {allowed}")
+        runs = run_directories(path)
+        if not runs:
+            allowed = "a run directory, or a folder that holds some: in this one, no run has begun"
+            raise ConfigError("RUN", str(path), allowed)
+        for run in runs:
+            found.setdefault(run.resolve(), run)
+    return [read_begun(run) for run in found.values()]
+
+
+def differences(runs: Sequence[Begun]) -> list[dict[str, Any]]:
+    """What tells runs apart: for each, the fields that differ between them, with its values.
+
+    Options of a method are among them where they differ between runs of that method; those of models and partitions
+    likewise. Runs that are alike in all fields are told apart by their directories.
+    """
+    tables = [_fields(run.config) for run in runs]
+    fields = dict.fromkeys(["method.name", *itertools.chain(*tables)])
+    differing = [field for field in fields if _differs(field, tables)]
+    found = [{field: table[field] for field in differing if field in table} for table in tables]
+    return [
+        {**values, "run.out": str(run.path)} if found.count(values) > 1 else values
+        for run, values in zip(runs, found, strict=True)
+    ]
+
+
+def _fields(config: Config) -> dict[str, Any]:
+    """The fields that numbers depend on."""
+    return {
+        field: value for field, value in flat(config.model_dump(mode="json")).items() if field not in WITHOUT_EFFECT
+    }
+
+
+def _differs(field: str, tables: Sequence[dict[str, Any]]) -> bool:
+    """Whether runs have several values of a field; of an option, runs whose part is the same one."""
+    name = next(
+        (name for name in OPTIONS_OF if field != name and field.startswith(name.rpartition(".")[0] + ".")), None
+    )
+    first: dict[Any, Any] = {}
+    held = [table for table in tables if field in table]
+    return any(first.setdefault(table.get(name) if name else None, table[field]) != table[field] for table in held)

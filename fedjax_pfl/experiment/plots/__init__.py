@@ -1,0 +1,1 @@
+"""Pictures of runs, for papers and notebooks."""

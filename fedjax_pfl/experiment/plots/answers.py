@@ -1,0 +1,150 @@
+"""What models answer, sample by sample: of runs that export predictions or features."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Int
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.plots.style import MARKERS, class_bar, class_colours, drawing, legend_above
+from fedjax_pfl.experiment.result import Result
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+
+_PROJECTIONS = ("tsne", "pca")
+# Larger tables have no numbers: they could not be read at a column's width.
+_NUMBERED = 10
+
+
+def plot_confusion(
+    result: Result, client: int | None = None, *, ax: "matplotlib.axes.Axes | None" = None
+) -> "matplotlib.axes.Axes":
+    """Draws which class is taken for which, by the personal models of a run.
+
+    Args:
+      result: of a run with ``run.export = ["predictions"]``.
+      client: whose samples; None for those of all that are exported.
+      ax: what to draw on; a figure of its own unless given.
+
+    Returns:
+      The axes, with an image [classes, classes]: of the samples of a class, a row, the share in % that is given each
+      class. A row adds up to less where a model has diverged and gives no answer; one without samples is empty.
+
+    Raises:
+      ConfigError: the run has exported no predictions, or none of that client; matplotlib is not installed.
+    """
+    chosen = _exported(result, "predictions", "client", None if client is None else [client])
+    label, answer = result.exported["label"][chosen], result.exported["prediction"][chosen]
+    classes = len(result.partition["class_counts"][0])
+    given = answer >= 0
+    counts = np.zeros((classes, classes))
+    np.add.at(counts, (label[given], answer[given]), 1)
+    held = np.bincount(label, minlength=classes)[:, None]
+    shares = np.divide(100 * counts, held, out=np.full(counts.shape, np.nan), where=held > 0)
+    with drawing(ax, height=2.75) as ax:
+        image = ax.imshow(shares, cmap="Blues", vmin=0, vmax=100)
+        if classes <= _NUMBERED:
+            for row, column in np.argwhere(shares >= 0.5):
+                share = shares[row, column]
+                shade = "white" if share > 60 else "black"
+                ax.text(column, row, f"{share:.0f}", color=shade, fontsize=6, ha="center", va="center")
+        step = max(1, classes // 10)
+        ax.set(xlabel="answer", ylabel="class", xticks=range(0, classes, step), yticks=range(0, classes, step))
+        bar = ax.figure.colorbar(image, ax=ax, label="samples of the class (%)", pad=0.02)
+        bar.outline.set_visible(False)
+    return ax
+
+
+def plot_features(
+    result: Result,
+    clients: Sequence[int] | None = None,
+    method: str = "tsne",
+    *,
+    ax: "matplotlib.axes.Axes | None" = None,
+) -> "matplotlib.axes.Axes":
+    """Draws the features of samples in two dimensions: a colour per class, a marker per client.
+
+    Args:
+      result: of a run with ``run.export = ["features"]``.
+      clients: whose samples; None for those of all that are exported. More than eight have the same marker.
+      method: ``tsne`` (of scikit-learn, perplexity 30 or a third of the samples, seed 0), of which distances between
+        far groups say nothing; or ``pca``, the two directions of most variance, with their share of it.
+      ax: what to draw on; a figure of its own unless given.
+
+    Raises:
+      ConfigError: the run has exported no features, or none of such a client, or too few; there is no such method; a
+        model has diverged; matplotlib is not installed.
+    """
+    if method not in _PROJECTIONS:
+        raise ConfigError("method", method, f"one of {', '.join(_PROJECTIONS)}")
+    chosen = _exported(result, "features", "clients", clients)
+    features = np.asarray(result.exported["features"][chosen], np.float64)
+    if len(features) < 4:
+        raise ConfigError("clients", clients, f"those of four samples or more; there are {len(features)}")
+    if not np.isfinite(features).all():
+        raise ConfigError("clients", clients, "those of models that have not diverged: features are no numbers")
+    label, client = result.exported["label"][chosen], result.exported["client"][chosen]
+    classes = len(result.partition["class_counts"][0])
+    with drawing(ax, height=2.9) as ax:
+        if method == "pca":
+            from sklearn.decomposition import PCA
+
+            fitted = PCA(2, svd_solver="full").fit(features)
+            at = fitted.transform(features)
+            first, second = (f"component {n + 1} ({100 * fitted.explained_variance_ratio_[n]:.0f} %)" for n in (0, 1))
+            ax.set(xlabel=first, ylabel=second)
+        else:
+            from sklearn.manifold import TSNE
+            from threadpoolctl import threadpool_limits
+
+            perplexity = min(30.0, (len(features) - 1) / 3)
+            with threadpool_limits(1):  # several threads add up in any order
+                at = TSNE(2, perplexity=perplexity, init="pca", random_state=0).fit_transform(features)
+            ax.set(xticks=[], yticks=[], xlabel="t-SNE 1", ylabel="t-SNE 2")
+        colours = class_colours(classes)
+        who = np.unique(client)
+        alike = len(who) > len(MARKERS)
+        for number, one in enumerate(who):
+            of = client == one
+            ax.scatter(
+                *at[of].T,
+                c=label[of],
+                cmap=colours.cmap,
+                norm=colours.norm,
+                marker=MARKERS[0 if alike else number],
+                s=9,
+                linewidth=0,
+                label=f"client {one}",
+            )
+        class_bar(ax, colours)
+        if len(who) > 1 and not alike:
+            from matplotlib.lines import Line2D
+
+            legend_above(
+                ax,
+                [
+                    Line2D([], [], linestyle="", marker=MARKERS[number], color="0.3", label=f"client {one}")
+                    for number, one in enumerate(who)
+                ],
+            )
+    return ax
+
+
+def _exported(result: Result, what: str, argument: str, clients: Sequence[int] | None) -> Int[np.ndarray, " samples"]:
+    """The rows of what is exported that are of these clients, None for all, as an argument named them.
+
+    Raises:
+      ConfigError: the run has not exported what is asked for, or not of these clients.
+    """
+    column = {"predictions": "prediction", "features": "features"}[what]
+    if column not in result.exported:
+        raise ConfigError("result", f"no {what}", f'of a run with run.export = ["{what}"]')
+    there = np.unique(result.exported["client"])
+    if clients is None:
+        return np.arange(len(result.exported["client"]))
+    if len(clients) == 0 or not np.isin(clients, there).all():
+        shown = ", ".join(map(str, there))
+        raise ConfigError(argument, list(clients), f"of those that are exported: {shown}")
+    return np.flatnonzero(np.isin(result.exported["client"], clients))

@@ -1,0 +1,91 @@
+"""How unlike clients fare: the accuracies of the clients of each run, side by side."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.comparison import Comparison
+from fedjax_pfl.experiment.plots.style import drawing, line_style
+from fedjax_pfl.experiment.result import Result
+from fedjax_pfl.experiment.sweep import Sweep, check_point
+from fedjax_pfl.experiment.tables import Cell, Group, grouped, show
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+
+_KINDS = ("violin", "strip")
+
+
+def plot_clients(
+    runs: Result | Comparison | Sweep,
+    kind: str = "violin",
+    *,
+    point: str = "pre",
+    ax: "matplotlib.axes.Axes | None" = None,
+) -> "matplotlib.axes.Axes":
+    """Draws the accuracies of clients after the last round: a row per method or combination, its seeds together.
+
+    The circle is the mean, the upright line the median. Left out are, as from all numbers that are reported, malicious
+    clients and those that never train.
+
+    Args:
+      runs: what is drawn.
+      kind: ``violin``, an estimate of the density between the lowest and the highest client; or ``strip``, a dot per
+        client and seed, moved up or down so that all can be seen.
+      point: ``pre`` or ``post``.
+      ax: what to draw on; a figure of its own unless given.
+
+    Returns:
+      The axes; methods from top to bottom are at 0, 1, ... of the upright axis.
+
+    Raises:
+      ConfigError: there is no such kind or point, no run has a client that is scored, or matplotlib is not installed.
+    """
+    if kind not in _KINDS:
+        raise ConfigError("kind", kind, f"one of {', '.join(_KINDS)}")
+    check_point(point)
+    if isinstance(runs, Result):
+        cells = [Cell.alone(runs.config, runs.summary, runs.clients, runs.history)]
+    else:
+        cells = runs.cells
+    found = {show(group.values) or "all": _scored(group, point) for group in grouped(cells)}
+    drawn = {name: values for name, values in found.items() if len(values)}
+    if not drawn:
+        raise ConfigError("runs", [], "one run or more that has ended, with clients that are scored")
+    with drawing(ax, height=0.7 + 0.3 * len(drawn)) as ax:
+        for row, values in enumerate(drawn.values()):
+            colour = line_style(row)["color"]
+            if kind == "violin":
+                parts = ax.violinplot([values], [row], orientation="horizontal", widths=0.8, showextrema=False)
+                for body in parts["bodies"]:
+                    body.set(facecolor=colour, edgecolor=colour, alpha=0.5)
+            else:
+                ax.scatter(values, row + _apart(len(values)), s=6, color=colour, alpha=0.6, linewidth=0)
+            median = float(np.median(values))
+            ax.plot([median, median], [row - 0.25, row + 0.25], color="black", linewidth=1)
+            ax.plot([values.mean()], [row], "o", color="white", markeredgecolor="black", markeredgewidth=0.8)
+        ax.set_yticks(range(len(drawn)), drawn)
+        ax.set_ylim(len(drawn) - 0.5, -0.5)  # the first one on top
+        ax.tick_params(axis="y", length=0)
+        ax.grid(visible=True, axis="x")
+        ax.set_xlabel(f"{point.upper()} accuracy of a client (%)")
+    return ax
+
+
+def _scored(group: Group, point: str) -> Float[np.ndarray, " clients"]:
+    """Accuracies in % of the clients that count, of all seeds."""
+    found = [np.zeros(0)]
+    for cell in group.cells.values():
+        if cell.clients is not None:
+            values = cell.clients[f"{point}_accuracy"]
+            nobody = np.zeros(len(values))
+            left_out = cell.clients.get("attacker", nobody) + cell.clients.get("new", nobody) > 0
+            found.append(100 * values[~left_out & ~np.isnan(values)])
+    return np.concatenate(found)
+
+
+def _apart(number: int) -> Float[np.ndarray, " number"]:
+    """Distances from the middle of a row, spread evenly by the golden ratio: the same ones every time."""
+    return 0.5 * (np.arange(number) * 0.618034 % 1 - 0.5)

@@ -1,0 +1,78 @@
+"""Pictures of runs on disk, as files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.gathered import differences, gather
+from fedjax_pfl.experiment.plots.clients import plot_clients
+from fedjax_pfl.experiment.plots.curves import plot_curves
+from fedjax_pfl.experiment.plots.partition import plot_partition
+from fedjax_pfl.experiment.plots.style import COLUMN, look, make_room
+from fedjax_pfl.experiment.sweep import Sweep
+from fedjax_pfl.experiment.tables import Cell
+
+_KINDS = ("curves", "clients", "partition")
+# Without the date, the same picture is the same file.
+_UNDATED = {".pdf": {"CreationDate": None}, ".png": {}, ".svg": {"Date": None}}
+
+
+def write_plot(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    kind: str = "curves",
+    metric: str = "pre.accuracy",
+    x: str = "round",
+    overwrite: bool = False,
+) -> list[Path]:
+    """Draws runs from their directories into a file.
+
+    Args:
+      paths: run directories, or folders of comparisons and sweeps. Runs that differ in their seeds alone are one method
+        or combination.
+      out: the file, a ``.pdf``, ``.png`` or ``.svg``.
+      kind: ``curves``, as `Sweep.plot`; ``clients``, as `plot_clients`, at the point of the metric; ``partition``, as
+        `plot_partition`.
+      metric: as in `Sweep.plot`.
+      x: likewise.
+      overwrite: replace a file that exists.
+
+    Returns:
+      The directories of runs that have not ended, which are left out.
+
+    Raises:
+      ConfigError: nothing can be drawn of these runs, the file exists, cannot be written, or is of no such kind.
+    """
+    if kind not in _KINDS:
+        raise ConfigError("--kind", kind, f"one of {', '.join(_KINDS)}")
+    if out.suffix not in _UNDATED:
+        raise ConfigError("--out", str(out), f"a file that ends with {', '.join(_UNDATED)}")
+    if out.exists() and not overwrite:
+        raise ConfigError("--out", str(out), "it exists; name another file, or replace it: --overwrite")
+    begun = gather(paths)
+    with look():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(COLUMN, 2.5), layout="constrained")
+        ax = figure.subplots()
+        if kind == "partition":
+            if len({run.partition["hash"] for run in begun}) > 1:
+                allowed = "runs that share one partition; those of other seeds or settings have others: name one run"
+                raise ConfigError("RUN", " ".join(map(str, paths)), allowed)
+            plot_partition(begun[0].partition, ax=ax)
+        else:
+            cells = [
+                Cell(values, run.config, run.summary, run.clients, run.history)
+                for values, run in zip(differences(begun), begun, strict=True)
+            ]
+            if kind == "clients":
+                plot_clients(Sweep(cells, {}), point=metric.partition(".")[0], ax=ax)
+            else:
+                plot_curves(cells, metric, x, "sd", ax)
+        make_room(ax)
+        try:
+            figure.savefig(out, metadata=_UNDATED[out.suffix])
+        except OSError as error:
+            raise ConfigError("--out", str(out), f"a file that can be written ({error.strerror})") from None
+    return [] if kind == "partition" else [run.path for run in begun if run.summary is None]

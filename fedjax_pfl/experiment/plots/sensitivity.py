@@ -1,0 +1,84 @@
+"""How much hangs on a hyperparameter: a figure over its values."""
+
+from numbers import Real
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.plots.style import drawing, legend_above, line_style, quantity
+from fedjax_pfl.experiment.summary import FIGURES
+from fedjax_pfl.experiment.sweep import Sweep
+from fedjax_pfl.experiment.tables import SEED, fields_of, grouped, show
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+
+# A scale is logarithmic where the largest value is so many times the smallest one.
+_WIDE = 100
+
+
+def plot_sensitivity(
+    sweep: Sweep, field: str, metric: str = "headline", *, ax: "matplotlib.axes.Axes | None" = None
+) -> "matplotlib.axes.Axes":
+    """Draws a figure of a sweep's runs over the values of a field: mean and sample standard deviation over seeds.
+
+    There is a line for each combination of what else varies; runs that do not have the field, such as those of another
+    method, are a line straight across. The scale is logarithmic where values lie two decades or more apart, but for a
+    0 among them.
+
+    Args:
+      sweep: the runs.
+      field: of the grid, with numbers, e.g. ``training.lr`` or ``fedprox.mu``.
+      metric: one of the figures of `summary.figures_of`: ``headline``, ``pre``, ``post``, ``global``, ...
+      ax: what to draw on; a figure of its own unless given.
+
+    Raises:
+      ConfigError: there is no such field or figure, the field's values are not two numbers or more, no run has the
+        figure, or matplotlib is not installed.
+    """
+    fields = [name for name in fields_of(sweep.cells) if name != SEED]
+    if field not in fields:
+        raise ConfigError("field", field, f"one of the grid: {', '.join(fields)}")
+    if metric not in FIGURES:
+        raise ConfigError("metric", metric, f"one of {', '.join(FIGURES)}")
+    values = list(dict.fromkeys(repr(cell.values[field]) for cell in sweep.cells if field in cell.values))
+    numbers = {
+        float(value)
+        for cell in sweep.cells
+        if isinstance(value := cell.values.get(field), Real) and not isinstance(value, bool)
+    }
+    if len(numbers) < 2 or len(numbers) < len(values):
+        raise ConfigError("field", field, f"one with two numbers or more; its values are {', '.join(values)}")
+    scale, label = quantity(metric)
+    lines: dict[str, list[tuple[float, float, float]]] = {}
+    for group in grouped(sweep.cells):
+        found = scale * np.array(list(group.by_seed(metric).values()))
+        if len(found):
+            rest = {name: value for name, value in group.values.items() if name != field}
+            spread = float(found.std(ddof=1)) if len(found) > 1 else 0.0
+            at = float(group.values.get(field, np.nan))
+            lines.setdefault(show(rest) or "all", []).append((at, float(found.mean()), spread))
+    if not lines:
+        raise ConfigError("metric", metric, "one that a run has; none of these has a value of it")
+    with drawing(ax) as ax:
+        for number, (name, points) in enumerate(lines.items()):
+            x, mean, spread = np.array(sorted(points)).T
+            style = line_style(number)
+            if np.isnan(x).all():
+                ax.axhline(mean[0], label=name, color=style["color"], linestyle=style["linestyle"])
+                ax.axhspan(mean[0] - spread[0], mean[0] + spread[0], color=style["color"], alpha=0.2, linewidth=0)
+            else:
+                ax.errorbar(x, mean, yerr=spread, label=name, capsize=2, elinewidth=0.8, **style)
+        positive = [value for value in numbers if value > 0]
+        if positive and min(numbers) >= 0 and round(max(numbers) / min(positive), 6) >= _WIDE:
+            if 0 in numbers:
+                ax.set_xscale("symlog", linthresh=min(positive))
+            else:
+                ax.set_xscale("log")
+        ax.grid(visible=True)
+        ax.set(xlabel=field, ylabel=label)
+        if len(lines) > 1:
+            handles, names = ax.get_legend_handles_labels()
+            legend_above(ax, [handles[names.index(name)] for name in lines])
+    return ax

@@ -1,0 +1,548 @@
+"""A report of runs that were written by hand: its numbers are the files', and it is one page that loads nothing."""
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import time
+from html import unescape
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedjax_pfl import Config, ConfigError
+from fedjax_pfl.cli.commands import app
+from fedjax_pfl.data.rows import Holdings, Split
+from fedjax_pfl.experiment.gathered import differences, gather
+from fedjax_pfl.experiment.record import RunDirectory
+from fedjax_pfl.experiment.report import report, report_html
+from fedjax_pfl.experiment.summary import summary_of
+
+NOTHING = Holdings([Split(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))], np.zeros(0, int), "")
+CLIENTS, CLASSES = 3, 4
+MEASURES = "weighted", "std_clients", "worst_10_percent", "macro_f1", "macro_f1_union", "loss", "i_local", "hm"
+COSTS = {
+    "traffic": {
+        "floats_up_per_client_round": 7,
+        "floats_down_per_client_round": 9,
+        "megabytes_total": 4.5,
+        "megabytes_dense": 6.25,
+    },
+    "timing": {"compile_seconds": 1.5, "seconds_per_round": 0.125, "total_seconds": 2.5},
+    "environment": {"jax": "0.0.7", "platform": "abacus", "device_count": 3},
+}
+
+
+def config(method="fedavg", seed=0, source="digits", **training):
+    return Config(
+        data={"source": source, "clients": CLIENTS},
+        model={"name": "mlp", "hidden": 8},
+        method={"name": method} if isinstance(method, str) else method,
+        training={"rounds": 4, "lr": 0.25, **training},
+        run={"seed": seed},
+    )
+
+
+def line(number, start, **more):
+    """An evaluated round: PRE is `start` plus a tenth per round, POST a little more; everything else differs, too."""
+    of = {
+        point: {"accuracy": start + 0.1 * number + more_there} | {name: 0.01 * at for at, name in enumerate(MEASURES)}
+        for point, more_there in (("pre", 0.0), ("post", 0.03125))
+    }
+    shared = {"global": None, "global_macro_f1": None, "global_macro_f1_union": None}
+    said = {"diagnostics": {"update_cosine": 0.5 - 0.01 * number}}
+    cost = {"megabytes": 1.125 * number, "seconds": 2.0 + number}
+    return {"round": number, "train_loss": 1 / number, **of, **shared, **said, **cost, **more}
+
+
+def write(folder, given=None, start=0.1, rounds=4, ended=True):
+    """A run directory: of a run that has ended, or of one that goes on."""
+    given = config() if given is None else given
+    counts = [[client, 0, 10 * client, 1] for client in range(1, CLIENTS + 1)]
+    partition = {
+        "hash": f"hash{given.run.seed}",
+        "sizes": [sum(row) for row in counts],
+        "class_counts": counts,
+        "n_train": [8, 16, 24],
+        "n_test": [4, 7, 10],
+        "notes": ["a <note>"],
+    }
+    place = RunDirectory(folder)
+    place.begin(given.to_toml(), partition, NOTHING)
+    lines = [line(number, start) for number in range(1, rounds + 1)]
+    clients = {
+        "client": np.arange(CLIENTS),
+        "pre_accuracy": np.array([start, start + 0.25, np.nan]),
+        "post_accuracy": np.array([start + 0.5, start + 0.125, start]),
+    }
+    for of in lines:
+        place.append(of, {} if ended else {"round": np.full(CLIENTS, of["round"]), **clients})
+    if ended:
+        identity = {
+            "method": given.method["name"],
+            "headline": "pre",
+            "dataset": given.data.source,
+            "clients": CLIENTS,
+            "rounds": rounds,
+            "seed": given.run.seed,
+            "evaluated_on": "test",
+        }
+        summary = summary_of(lines, identity, COSTS, new=0)
+        place.finish(clients, {"client": np.arange(CLIENTS)}, {}, summary, None)
+    return folder
+
+
+class Page(HTMLParser):
+    """Reads a page as strictly as it can: every tag is closed, in order, no id comes twice, and nothing is loaded."""
+
+    VOID = "meta", "link", "input"
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open, self.ids, self.links, self.tags = [], [], [], []
+        self.tables, self.scripts, self.styles, self.text = [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        assert len(set(self.ids)) == len(self.ids)
+        assert {link.removeprefix("#") for link in self.links} <= set(self.ids)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        assert tag not in ("img", "iframe", "object", "embed", "base", "form")
+        assert "src" not in given
+        assert not any(name.startswith("on") for name in given)
+        if tag == "link":
+            assert given["href"] == "data:,"
+        elif "href" in given:
+            assert given["href"].startswith("#")
+            self.links.append(given["href"])
+        self.ids += [given["id"]] if "id" in given else []
+        self.tags.append((tag, given))
+        if tag in self.VOID:
+            return
+        self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        elif tag in ("script", "style"):
+            (self.scripts if tag == "script" else self.styles).append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] == ["script"]:
+            self.scripts[-1] += data
+        elif self.open[-1:] == ["style"]:
+            self.styles[-1] += data
+        else:
+            self.text += data
+        if {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1] += data
+
+    @property
+    def numbers(self):
+        return json.loads(self.scripts[0])
+
+    def table(self, *first):
+        """The rows below the table's headings, of which these are the first."""
+        return next(rows for heading, *rows in self.tables if heading[: len(first)] == list(first))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["<b><i></b></i>", "<b>", '<p id="a"></p><p id="a"></p>', '<a href="#b">x</a>', '<script src="x"></script>'],
+)
+def test_the_reader_of_pages_finds_what_is_wrong(broken):
+    with pytest.raises(AssertionError):
+        Page(broken)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two methods with two seeds each, as a comparison leaves them, but for its table."""
+    home = tmp_path_factory.mktemp("runs")
+    for method, start in (("fedavg", 0.125), ("fedprox", 0.25)):
+        for seed in (0, 1):
+            write(home / f"{method}-seed{seed}", config(method, seed), start + 0.0625 * seed)
+    return home
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    return Page(report_html([folder]))
+
+
+def lines_of(run):
+    return [json.loads(text) for text in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_page_stands_alone(page):
+    assert len(page.scripts) == 2
+    assert len(page.styles) == 1
+    assert [f"#{name}" for name in ("runs", "results", "curves", "clients")] == page.links[:4]
+    for text in (*page.scripts[1:], *page.styles):
+        assert not re.search(
+            r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import|fetch\(|XMLHttp|WebSocket|import\(", text
+        )
+    policy = next(given["content"] for tag, given in page.tags if given.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+
+
+def test_curves_are_drawn_from_the_numbers_of_the_files(folder, page):
+    assert len(page.numbers["runs"]) == 4
+    for run, there in zip(page.numbers["runs"], sorted(folder.iterdir()), strict=True):
+        lines = lines_of(there)
+        for across in ("round", "seconds", "megabytes"):
+            assert run[across] == [of[across] for of in lines]
+        assert run["values"]["train_loss"] == [of["train_loss"] for of in lines]
+        assert run["values"]["diagnostics.update_cosine"] == [of["diagnostics"]["update_cosine"] for of in lines]
+        for point in ("pre", "post"):
+            for measure in ("accuracy", *MEASURES):
+                assert run["values"][f"{point}.{measure}"] == [of[point][measure] for of in lines]
+    assert "global" not in page.numbers["metrics"]  # no run has one
+    assert page.numbers["metrics"]["pre.accuracy"]["scale"] == 100
+    assert page.numbers["metrics"]["pre.loss"]["scale"] == 1
+    options = [given["value"] for tag, given in page.tags if tag == "option"]
+    metrics = list(page.numbers["metrics"])
+    assert options == [*metrics, "", *metrics, "round", "seconds", "megabytes"]
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_line(page):
+    names = [run["name"] for run in page.numbers["runs"]]
+    together = {of["name"]: [names[at] for at in of["runs"]] for of in page.numbers["combinations"]}
+    assert together == {name: [f"{name}, seed 0", f"{name}, seed 1"] for name in ("fedavg", "fedprox")}
+    assert page.numbers["shown"] == ["pre.accuracy"]
+
+
+def test_clients_are_those_of_the_files(folder, page):
+    strips, places = page.numbers["strips"], [(method, point) for method in (0, 1) for point in ("pre", "post")]
+    assert [(strip["combination"], strip["point"].lower()) for strip in strips] == places
+    samples = [4, 7, 10]
+    for strip, (at, point) in zip(strips, places, strict=True):
+        method = ("fedavg", "fedprox")[at]
+        wanted, means = [], []
+        for seed in (0, 1):
+            run = folder / f"{method}-seed{seed}"
+            rows = list(csv.DictReader((run / "clients.csv").read_text(encoding="utf-8").splitlines()))
+            number = sorted(folder.iterdir()).index(run)
+            for row in rows:
+                if row[f"{point}_accuracy"] != "nan":
+                    client = int(row["client"])
+                    wanted.append([float(row[f"{point}_accuracy"]), number, client, samples[client], 0])
+            means.append(lines_of(run)[-1][point]["accuracy"])
+        assert strip["dots"] == sorted(wanted)
+        assert strip["clients"] == len(wanted) == (4 if point == "pre" else 6)
+        assert strip["mean"] == sum(means) / 2
+
+
+def test_of_many_clients_dots_are_spread_evenly_over_the_order(tmp_path):
+    run = write(tmp_path / "run")
+    rows = ["client,pre_accuracy,post_accuracy", *(f"{at % 3},{at / 1000},0" for at in range(1000))]
+    (run / "clients.csv").write_text("\n".join(rows), encoding="utf-8")
+    strip = Page(report_html([run])).numbers["strips"][0]
+    shown = [dot[0] for dot in strip["dots"]]
+    assert strip["clients"] == 1000
+    assert len(shown) == 400
+    assert (shown[0], shown[-1]) == (0, 0.999)
+    assert np.diff(shown).max() < 0.0035
+
+
+def test_the_tables_say_what_was_run_and_what_came_of_it(folder, page):
+    rows = page.table("method.name", "run.seed")
+    assert [row[:-1] for row in rows] == [
+        ["fedavg", "0", "52.50", "55.62", "ended after 4 rounds", "—"],
+        ["fedavg", "1", "58.75", "61.88", "ended after 4 rounds", "—"],
+        ["fedprox", "0", "65.00", "68.12", "ended after 4 rounds", "method.mu = 0.01"],
+        ["fedprox", "1", "71.25", "74.38", "ended after 4 rounds", "method.mu = 0.01"],
+    ]
+    assert [row[-1] for row in rows] == [str(run) for run in sorted(folder.iterdir())]
+    # Sample standard deviations of two values 6.25 apart; the differences of pairs are all 12.5.
+    results = page.table("method", "seeds")
+    assert [row[:3] for row in results] == [["fedavg", "2", "55.62 ± 4.42 *"], ["fedprox", "2", "68.12 ± 4.42 *"]]
+    assert results[1][-2].startswith("+12.50")
+    assert page.table("run", "MB so far") == [
+        [name, "4.5", "6.2", "7", "9", "0.125", "1.5", "6.0"] for name in ("fedavg", "fedprox")
+    ]
+    assert page.table("run", "update_cosine") == [["fedavg", "0.4600"], ["fedprox", "0.4600"]]
+    assert page.table("jax") == [["0.0.7", "abacus", "3"]]
+
+
+def test_the_config_that_runs_share_is_without_what_differs_and_bold_where_it_is_not_the_default(folder):
+    text = report_html([folder])
+    changed = f'data.source = "digits"; data.clients = {CLIENTS}; model.name = "mlp"; model.hidden = 8; '
+    assert f"{changed}training.rounds = 4; training.lr = 0.25" in Page(text).text
+    assert "<strong>lr = 0.25</strong>" in text
+    assert "<strong>hidden = 8</strong>" in text
+    assert "momentum = 0.0" in text
+    assert "seed = 0" not in text
+    assert "[method]" not in text
+
+
+def test_partitions_are_shown_once_for_the_runs_that_share_them(page):
+    heat = [rows for heading, *rows in page.tables if heading[:2] == ["client", "size"]]
+    assert len(heat) == 2  # of seeds 0 and 1
+    assert heat[0][2] == ["2", "34", "24", "10", "3", "·", "30", "1"]
+    assert "fedavg, seed 0; fedprox, seed 0" in page.text
+    assert page.text.count("a <note>") == 2
+
+
+def test_one_run_has_its_own_headline_and_both_points_as_curves(folder):
+    page = Page(report_html([folder / "fedprox-seed1"]))
+    assert [row[:2] for row in page.table("", "last")] == [["PRE *", "71.25"], ["POST", "74.38"]]
+    assert page.numbers["shown"] == ["pre.accuracy", "post.accuracy"]
+    assert page.numbers["combinations"] == [{"name": "fedprox", "runs": [0]}]
+    assert "fedprox on digits, 3 clients, 4 rounds, seed 1" in page.text
+    assert "4.5 MB exchanged" in page.text
+
+
+COMPARED = """# digits, dirichlet, mlp
+
+The *legend*.
+
+| method | seeds | PRE |
+| --- | ---: | ---: |
+| fedprox | 2 | **12.34 ± 5.67** |
+| fedavg | 2 | 1.00 ± 0.10 |
+
+**Failed**: local, seed 0: it <broke>
+"""
+
+
+@pytest.mark.parametrize("name", ["comparison.md", "sweep.md"])
+def test_the_table_of_a_comparison_or_sweep_is_the_one_that_it_wrote(folder, tmp_path, name):
+    home = shutil.copytree(folder, tmp_path / "runs")
+    (home / name).write_text(COMPARED, encoding="utf-8")
+    page = Page(report_html([home]))
+    assert page.table("method", "seeds") == [["fedprox", "2", "12.34 ± 5.67"], ["fedavg", "2", "1.00 ± 0.10"]]
+    assert "Failed: local, seed 0: it <broke>" in page.text
+    # Lines come in the order of its rows, whatever their folders are called.
+    assert [of["name"] for of in page.numbers["combinations"]] == ["fedprox", "fedavg"]
+    # Of some of its runs, or of others besides, it is not the table.
+    alone = Page(report_html([home / "fedavg-seed0", home / "fedavg-seed1"]))
+    assert alone.table("run", "seeds")[0][:3] == ["all", "2", "55.62 ± 4.42 *"]
+
+
+def test_a_run_that_goes_on_is_shown_as_far_as_it_is(tmp_path):
+    run = write(tmp_path / "run", rounds=2, ended=False)
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"round": 3, "train_lo')  # it is being written
+    page = Page(report_html([run]))
+    assert "not ended: round 2 of 4" in page.text
+    assert "No run has ended yet" in page.text
+    assert page.numbers["runs"][0]["round"] == [1, 2]
+    # NaN is no JSON: a client without a score has no dot.
+    assert [dot[:3] for dot in page.numbers["strips"][0]["dots"]] == [[0.1, 0, 0], [0.35, 0, 1]]
+    assert "environment" not in page.ids
+
+
+def test_a_run_before_its_first_evaluation_has_no_curves(tmp_path):
+    page = Page(report_html([write(tmp_path / "run", rounds=0, ended=False)]))
+    assert "not ended: round 0 of 4" in page.text
+    assert [link for link in page.links if link in ("#curves", "#clients")] == []
+    assert page.numbers["runs"] == [{"name": "fedavg", "values": {}}]
+
+
+def test_a_run_that_goes_on_stands_beside_those_that_have_ended(tmp_path):
+    write(tmp_path / "a", config("fedavg", 0))
+    write(tmp_path / "b", config("fedavg", 1), rounds=1, ended=False)
+    page = Page(report_html([tmp_path]))
+    assert [row[-2] for row in page.table("run.seed")] == ["ended after 4 rounds", "not ended: round 1 of 4"]
+    assert [row[:2] for row in page.table("run", "seeds")] == [["all", "1"]]
+    assert page.numbers["combinations"] == [{"name": "fedavg", "runs": [0, 1]}]
+
+
+def test_a_run_that_diverged_or_was_stopped_says_so_and_its_loss_is_null(tmp_path):
+    run = write(tmp_path / "run")
+    bad = [{**of, "train_loss": None} for of in lines_of(run)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(of) + "\n" for of in bad[:1] + lines_of(run)[1:]), "utf-8")
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    changed = {**summary, "diverged_round": 3, "stopped": "enough", "rounds": 2}
+    (run / "summary.json").write_text(json.dumps(changed), encoding="utf-8")
+    page = Page(report_html([run]))
+    assert "ended after 2 rounds of 4: enough; diverged in round 3" in page.text
+    assert page.numbers["runs"][0]["values"]["train_loss"][:2] == [None, 0.5]
+
+
+HOSTILE = 'npz:</script><b onclick="x">&amp;'
+
+
+def test_what_names_say_is_text(tmp_path):
+    run = write(tmp_path / "<i>&", config(source=HOSTILE))
+    other = write(tmp_path / "b", config(source="digits"))
+    for paths in ([run], [run, other]):
+        page = Page(report_html(paths))
+        assert not {"b", "i"} & {tag for tag, _ in page.tags}
+        assert len(page.scripts) == 2
+        assert HOSTILE in page.text
+    assert "<i>&" in page.text
+    assert [of["name"] for of in page.numbers["combinations"]] == [f"data.source={HOSTILE}", "data.source=digits"]
+
+
+def test_options_differ_only_between_runs_of_one_method(tmp_path):
+    write(tmp_path / "a", config("fedavg"))
+    write(tmp_path / "b", config({"name": "fedprox", "mu": 0.5}))
+    assert differences(gather([tmp_path])) == [{"method.name": "fedavg"}, {"method.name": "fedprox"}]
+    write(tmp_path / "c", config({"name": "fedprox", "mu": 0.25}, lr_decay=0.5))
+    found = differences(gather([tmp_path]))
+    assert found == [
+        {"method.name": "fedavg", "training.lr_decay": 1.0},
+        {"method.name": "fedprox", "method.mu": 0.5, "training.lr_decay": 1.0},
+        {"method.name": "fedprox", "method.mu": 0.25, "training.lr_decay": 0.5},
+    ]
+
+
+def test_runs_that_are_alike_are_told_apart_by_their_folders_and_none_counts_twice(tmp_path):
+    paths = [write(tmp_path / name, config()) for name in "ab"]
+    assert differences(gather([*paths, tmp_path])) == [{"run.out": str(path)} for path in paths]
+    assert differences(gather([paths[0], paths[0]])) == [{}]
+
+
+def test_the_command_writes_the_file_and_replaces_none_unasked(folder, tmp_path):
+    out = tmp_path / "new" / "report.html"
+    said = CliRunner().invoke(
+        app, ["report", str(folder / "fedavg-seed0"), str(folder / "fedavg-seed1"), "-o", str(out)]
+    )
+    assert said.output == f"written to {out}\n"
+    assert Page(out.read_text(encoding="utf-8")).numbers["combinations"] == [{"name": "fedavg", "runs": [0, 1]}]
+    before = out.read_text(encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"report\.html' is not usable: it exists; .* --overwrite"):
+        report([folder], out)
+    assert out.read_text(encoding="utf-8") == before
+    report([folder], out, overwrite=True)
+    assert len(Page(out.read_text(encoding="utf-8")).numbers["runs"]) == 4
+
+
+def damaged(home, name, text):
+    run = write(home / "damaged", ended=name != "client_history.csv")
+    (run / name).write_text(text, encoding="utf-8")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("paths", "out", "message"),
+    [
+        (lambda home: [home / "none"], "r", "RUN = '.*none' is not usable: .*a folder that exists"),
+        (lambda home: [home / "empty"], "r", "RUN = '.*empty' is not usable: .*in this one, no run has begun"),
+        (lambda home: [home / "file"], "r", "RUN = '.*file' is not usable: .*the folder, not a file in it"),
+        (lambda home: [], "r", "RUN = .* is not usable: one run directory or more"),
+        (lambda home: [home], "empty", "out = '.*empty' is not usable: the name of a file"),
+        (lambda home: [write(home / "run")], "file/r", "out = '.*' is not usable: a file that can be written"),
+        (lambda home: [damaged(home, "metrics.jsonl", '{"round": 1\n')], "r", "metrics = .*: the metrics of a run"),
+        (lambda home: [damaged(home, "metrics.jsonl", "")], "r", "metrics = .*: the metrics of a run"),
+        (lambda home: [damaged(home, "partition.json", "{")], "r", "partition = .*: the partition of a run"),
+        (lambda home: [damaged(home, "clients.csv", "a,b\n1\n")], "r", "clients = .*: the clients of a run"),
+        (lambda home: [damaged(home, "config.toml", "[")], "r", "config file = .*not valid TOML"),
+        (
+            lambda home: [damaged(home, "config.toml", '[data]\nsource = "digits"\n[method]\nname = "mine"')],
+            "r",
+            r"method\.name = 'mine' is not usable: registered in this process",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(paths, out, message, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) as error:
+        report(paths(tmp_path), tmp_path / out)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_report_of_twelve_runs_of_a_hundred_rounds_is_there_in_two_seconds(tmp_path):
+    for seed in range(12):
+        write(tmp_path / str(seed), config(seed=seed, rounds=100), rounds=100)
+    began = time.process_time()
+    report([tmp_path], tmp_path / "report.html")
+    assert time.process_time() - began < 2
+
+
+# What a person does, done in the page: it says what there is to be seen then.
+DRIVER = """<script>
+addEventListener("load", () => {
+  const one = (query) => document.querySelector(query), all = (query) => [...document.querySelectorAll(query)];
+  const names = () => all("#curve .line").map((line) => line.dataset.name);
+  const press = (target, key) => one(target).dispatchEvent(new KeyboardEvent("keydown", { key, cancelable: true }));
+  const choose = (target, value) => { one(target).value = value; one(target).dispatchEvent(new Event("change")); };
+  const dots = (line) => [...line.querySelectorAll("circle")].map((dot) => dot.dataset);
+  const points = (line) => Object.fromEntries(dots(line).map((dot) => [dot.round, Number(dot.value)]));
+  const values = () => all("#curve .line").map(points);
+  const told = { lines: names(), values: values() };
+  one("#lines input").click();
+  told.toggled = names();
+  one("#lines input").click();
+  told.again = names();
+  press("#curve", "ArrowLeft");
+  told.last = one("#curves-figure .tip").textContent;
+  press("#curve", "Escape");
+  told.hidden = one("#curves-figure .tip").hidden;
+  const dot = one("#curve circle").getBoundingClientRect();
+  one("#curve").dispatchEvent(new PointerEvent("pointermove", { clientX: dot.x + 3, clientY: dot.y + 3 }));
+  told.pointed = one("#curves-figure .tip").textContent;
+  one("#every").click();
+  told.thin = all("#curve .thin").length;
+  choose("#metric", "train_loss");
+  told.loss = values();
+  choose("#beside", "pre.accuracy");
+  told.both = names();
+  choose("#across", "megabytes");
+  told.axis = all("#curve text").map((text) => text.textContent);
+  press("#strips", "ArrowRight");
+  told.client = one("#clients-figure .tip").textContent;
+  told.dots = all("#strips [data-client]").length;
+  told.width = [document.documentElement.scrollWidth, innerWidth];
+  told.page = getComputedStyle(document.body).backgroundColor;
+  told.text = getComputedStyle(one("#curve .name")).fill;
+  parent.postMessage(told, "*");
+});
+</script>"""
+FRAME = """<!DOCTYPE html><iframe src="driven.html" width="WIDTH" height="900"></iframe><pre></pre><script>
+addEventListener("message", (told) => { document.querySelector("pre").textContent = JSON.stringify(told.data); });
+</script>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+@pytest.mark.parametrize(("width", "dark"), [(400, True), (1400, False)])
+def test_a_browser_draws_what_the_files_say_and_does_what_it_is_asked(folder, tmp_path, width, dark):
+    text = report_html([folder])
+    (tmp_path / "driven.html").write_text(text.replace("</body>", f"{DRIVER}</body>"), encoding="utf-8")
+    (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--enable-logging=stderr", "--dump-dom"]
+    options += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000", "--window-size=1500,1000"]
+    options += [f"--blink-settings=preferredColorScheme={int(not dark)}"]
+    done = subprocess.run(
+        ["chromium", *options, f"file://{tmp_path / 'frame.html'}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "CONSOLE" not in done.stderr
+    told = json.loads(unescape(re.search("<pre>(.*)</pre>", done.stdout, re.S)[1]))
+    runs = {name: [lines_of(folder / f"{name}-seed{seed}") for seed in (0, 1)] for name in ("fedavg", "fedprox")}
+    assert told["lines"] == told["again"] == ["fedavg", "fedprox"]
+    assert told["toggled"] == ["fedprox"]
+    for drawn, (one, other) in zip(told["values"], runs.values(), strict=True):
+        wanted = {
+            str(a["round"]): 50 * (a["pre"]["accuracy"] + b["pre"]["accuracy"]) for a, b in zip(one, other, strict=True)
+        }
+        assert drawn == pytest.approx(wanted)
+    assert told["last"] == "round 4fedprox: 68.13 % ± 4.42 % (2 runs)fedavg: 55.63 % ± 4.42 % (2 runs)"
+    assert told["hidden"] is True
+    assert told["pointed"].startswith("round 1fedprox: 38.13 % ± 4.42 %")
+    assert told["thin"] == 4
+    assert told["loss"] == [{str(at): pytest.approx(1 / at) for at in range(1, 5)}] * 2
+    assert told["both"] == [f"{name}, {label}" for label in ("training loss", "PRE accuracy (%)") for name in runs]
+    assert "megabytes" in told["axis"]
+    assert told["client"].startswith("fedavg, PRE: 12.50 %client 0, 4 samples scored; fedavg, seed 0")
+    assert told["dots"] == 20
+    assert told["width"][0] <= told["width"][1] == width
+    assert (told["page"] == "rgb(255, 255, 255)") is not dark
+    assert told["text"] == ("rgb(228, 232, 236)" if dark else "rgb(29, 35, 41)")
