@@ -63,7 +63,7 @@ def test_the_head_is_numpys_and_nothing_else_changes(host, new, devices, model, 
     method = ccvr(model, trainer, host=host, **SERVER)
     before = initial(method, federation).state
     engine = Engine(method, N, placement=Placement(mesh, 2) if devices == 2 else Placement(), new=new)
-    found = jax.jit(engine._calibrated)(KEY, at(ROUNDS), before, federation)
+    found = jax.jit(engine.calibrated)(KEY, at(ROUNDS), before, federation)
     old, after = (state.server if host == "fedavg" else state.server.params for state in (before, found))
     expected = retrained(MLP(federation.x, federation.y), to_numpy(old), federation, N - new)
     jax.tree.map(near, after["head"], expected)
