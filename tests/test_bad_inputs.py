@@ -131,7 +131,11 @@ CASES = {
         "describe local fedavg",
         "Got unexpected extra argument...(fedavg) (see fedjax-pfl describe --help)",
     ),
-    "describe an unknown method": ("describe fedsgd", f"METHOD = 'fedsgd' is not usable: allowed: {METHOD_NAMES}"),
+    "describe what there is not": (
+        "describe fedsgd",
+        "NAME = 'fedsgd' is not usable: a method, model, partition, data source, protocol, section (training) or field "
+        "(training.lr); fedjax-pfl methods, models, partitions and datasets list them",
+    ),
     "override without a section": (
         "run config.toml lr=0.1",
         "override = 'lr=0.1' is not usable: expected section.key=value, e.g. training.lr=0.01",
