@@ -141,7 +141,7 @@ def program(model_for, trainer, federation, mesh):
     }
 
     @functools.cache
-    def cached(name, who=EVERYONE, where="map"):
+    def cached(name, who=SOME, where="map"):
         def make(lr=trainer.lr, hyper=types.MappingProxyType({})):
             return Engine(ENTRIES[name](model_for(name), replace(trainer, lr=lr), **hyper), N, who, places[where])
 
@@ -154,19 +154,19 @@ def program(model_for, trainer, federation, mesh):
 @pytest.fixture(scope="module")
 def start(program):
     """name -> the state before round 0, with the scores of the initial models; no placement changes it."""
-    return functools.cache(lambda name, key=0: program(name, SOME).init((KEY, OTHER_KEY)[key]))
+    return functools.cache(lambda name, key=0: program(name).init((KEY, OTHER_KEY)[key]))
 
 
 @pytest.fixture(scope="module")
 def four_rounds(program, start):
-    """(name, who) -> the state after rounds 0 ... 3."""
-    return functools.cache(lambda name, who=EVERYONE: program(name, who).rounds(start(name), 0, 4))
+    """name -> the state after rounds 0 ... 3."""
+    return functools.cache(lambda name: program(name).rounds(start(name), 0, 4))
 
 
 @pytest.fixture(scope="module")
 def cohorts(program):
     """Who is present in each of the first rounds under SOME, [rounds, N] bool; the engine's own draw."""
-    engine = program("fedavg", SOME).engine
+    engine = program("fedavg").engine
     count = jnp.array(TRAIN_SIZES, jnp.int32)
     ids, _ = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), count)))(jnp.arange(64))
     return (np.asarray(ids)[:, None, :] == np.arange(N)[:, None]).any(axis=2)
@@ -174,26 +174,25 @@ def cohorts(program):
 
 @every_entry
 def test_rounds_leave_structure_shapes_and_dtypes_as_they_were(name, start, four_rounds):
-    for who in (EVERYONE, SOME):
-        chex.assert_trees_all_equal_shapes_and_dtypes(four_rounds(name, who), start(name))
+    chex.assert_trees_all_equal_shapes_and_dtypes(four_rounds(name), start(name))
     assert all(leaf.shape[0] == N for leaf in jax.tree.leaves(start(name).state.clients))
 
 
 @every_entry
 def test_everything_stays_finite_with_drop_outs(name, four_rounds):
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(four_rounds(name, SOME)))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(four_rounds(name)))
 
 
 @every_entry
 def test_absent_clients_keep_their_state_and_scores_bit_for_bit(name, program, start, cohorts):
     run = start(name)
     for t in range(4):
-        new = program(name, SOME).rounds(run, t, t + 1)
+        new = program(name).rounds(run, t, t + 1)
         absent = ~cohorts[t]
         assert absent.any()
 
         def rows(run, absent=absent):
-            return jax.tree.map(lambda leaf: leaf[absent], (run.state.clients, run.post))
+            return jax.tree.map(lambda leaf: np.asarray(leaf)[absent], (run.state.clients, run.post))
 
         bitwise(rows(new), rows(run))
         run = new
@@ -202,9 +201,9 @@ def test_absent_clients_keep_their_state_and_scores_bit_for_bit(name, program, s
 
 @every_entry
 def test_a_round_that_everybody_drops_out_of_did_not_happen(name, program, four_rounds, cohorts):
-    before = four_rounds(name, SOME)
+    before = four_rounds(name)
     t = int(np.flatnonzero(~cohorts.any(axis=1))[0])
-    after = program(name, SOME).rounds(before, t, t + 1)
+    after = program(name).rounds(before, t, t + 1)
     bitwise((after.state, after.post), (before.state, before.post))
     assert float(after.loss) == float(before.loss) != 0
     assert int(after.traffic.up) == int(before.traffic.up)
@@ -220,7 +219,7 @@ PLACES += [("fedavg", where) for where in ("vmap", "chunks", "sharded")]
 def test_neither_the_placement_nor_constants_for_numbers_change_anything(name, where, program, start, four_rounds):
     # FedDecorr divides gradients by the spread of a feature within a batch, and rounding with it.
     tolerance = 1e-3 if name == "feddecorr" else 1e-5
-    nearly(program(name, SOME, where).rounds(start(name), 0, 4), four_rounds(name, SOME), tolerance)
+    nearly(program(name, where=where).rounds(start(name), 0, 4), four_rounds(name), tolerance)
 
 
 def computations_with_collectives(text):
@@ -270,34 +269,33 @@ def wide(federation):
 # rounding: they run on the longer tables, and the loop over seeds that they are held against does not.
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedrep", "fedala", "witness"], indirect=True, scope="module")
 def test_padding_of_the_index_tables_is_invisible(name, program, start, wide, four_rounds):
-    run = program(name, SOME).rounds(start(name), 0, 4, federation=wide)
-    bitwise(run.state, four_rounds(name, SOME).state)
-    nearly(run, four_rounds(name, SOME), 1e-6)
+    run = program(name).rounds(start(name), 0, 4, federation=wide)
+    bitwise(run.state, four_rounds(name).state)
+    nearly(run, four_rounds(name), 1e-6)
     nearly(program(name).pre(4, run, federation=wide), program(name).pre(4, run), 1e-6)
 
 
 @every_entry
 def test_the_same_seed_gives_the_same_run_bit_for_bit(name, program, start, four_rounds):
-    bitwise(program(name, SOME).rounds(start(name), 0, 4), four_rounds(name, SOME))
+    bitwise(program(name).rounds(start(name), 0, 4), four_rounds(name))
 
 
 @every_entry
 def test_saving_and_resuming_gives_the_uninterrupted_run_bit_for_bit(name, program, start, four_rounds, tmp_path):
-    half = program(name, SOME).rounds(start(name), 0, 2)
+    half = program(name).rounds(start(name), 0, 2)
     Checkpoints(tmp_path / "checkpoints").save(half, Saved(2, [], 0.0, 0.0, {}, "", {}))
     like = jax.eval_shape(lambda: half)
     del half
     loaded = Checkpoints(tmp_path / "checkpoints").run(2, like)
-    bitwise(program(name, SOME).rounds(loaded, 2, 4), four_rounds(name, SOME))
+    bitwise(program(name).rounds(loaded, 2, 4), four_rounds(name))
 
 
 @every_entry
 def test_rounds_are_traced_once_whatever_their_number(name, program, start):
-    fresh = program(name)
-    run = fresh.rounds(start(name), 0, 1)
-    traces = fresh.traces
-    fresh.rounds(fresh.rounds(run, 1, 5, evaluate=False), 5, 7, key=OTHER_KEY)
-    assert fresh.traces == traces == 1
+    run = program(name).rounds(start(name), 0, 1)
+    traces = program(name).traces
+    program(name).rounds(program(name).rounds(run, 1, 5, evaluate=False), 5, 7, key=OTHER_KEY)
+    assert program(name).traces == traces == len(program(name).compiled)
 
 
 @every_entry
@@ -312,7 +310,15 @@ def test_evaluation_never_changes_the_trajectory(name, program, start, four_roun
     bitwise(run, four_rounds(name))
     blind = program(name).rounds(start(name), 0, 4, evaluate=False)
     bitwise((blind.state, blind.loss, blind.traffic), (run.state, run.loss, run.traffic))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ditto"], indirect=True, scope="module")
+def test_rounds_without_evaluation_score_nobody_where_everybody_takes_part(name, program, start):
+    whole = program(name, EVERYONE)
+    scored, blind = (whole.rounds(start(name), 0, 4, evaluate=evaluate) for evaluate in (True, False))
+    bitwise((blind.state, blind.loss, blind.traffic), (scored.state, scored.loss, scored.traffic))
     bitwise(blind.post, start(name).post)
+    assert not np.array_equal(scored.post.test.loss, start(name).post.test.loss)
 
 
 @every_method
@@ -359,45 +365,41 @@ def test_accuracy_rises_clearly(name, program, start, federation):
 
 @pytest.fixture(scope="module")
 def sweep(program, trainer, wide, start):
-    """name -> runs and PRE scores of three (seed, hyperparameters) pairs after two rounds, as one vmapped program.
+    """name -> runs of three (seed, hyperparameters) pairs after two rounds, as one vmapped program.
 
     On longer index tables than anything that it is compared with: what fills them up must not matter either.
     """
 
     def play(name, key, run, hyper, lr):
-        engine = program(name).make(lr, hyper)
-        run = engine.rounds(key, run, at(0), at(2), jnp.array(True), wide)
-        return run, engine.pre(key, at(2), run.state, wide)
+        return program(name).make(lr, hyper).rounds(key, run, at(0), at(2), jnp.array(True), wide)
 
     @functools.cache
     def cached(name):
         first, second = numeric_hyperparameters(name, trainer)
-        hyper = jax.tree.map(lambda a, b: jnp.array([a, a, b]), first, second)
-        lr = jnp.array([trainer.lr, trainer.lr, 0.5 * trainer.lr])
+        hyper = jax.tree.map(lambda a, b: np.array([a, a, b], np.float32), first, second)
+        lr = np.array([trainer.lr, trainer.lr, 0.5 * trainer.lr], np.float32)
         keys = jnp.stack([KEY, OTHER_KEY, KEY])
-        runs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(start(name, key) for key in (0, 1, 0)))
+        runs = jax.tree.map(lambda *leaves: np.stack(leaves), *(start(name, key) for key in (0, 1, 0)))
         return jax.jit(jax.vmap(functools.partial(play, name)))(keys, runs, hyper, lr)
 
     return cached
 
 
 def one(tree, i):
-    return jax.tree.map(lambda leaf: leaf[i], tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[i], tree)
 
 
 @every_method
 def test_vmapped_seeds_equal_a_loop_over_seeds(name, program, start, sweep):
     for i, key in enumerate((KEY, OTHER_KEY)):
-        run = program(name).rounds(start(name, i), 0, 2, key=key)
-        nearly(one(sweep(name), i), (run, program(name).pre(2, run, key=key)))
+        nearly(one(sweep(name), i), program(name).rounds(start(name, i), 0, 2, key=key))
 
 
 @every_method
 def test_vmapped_hyperparameters_equal_a_loop_over_them(name, program, trainer, start, sweep):
     numbers = 0.5 * trainer.lr, numeric_hyperparameters(name, trainer)[1]
-    run = program(name).rounds(start(name), 0, 2, numbers=numbers)
-    nearly(one(sweep(name), 2), (run, program(name).pre(2, run, numbers=numbers)))
-    losses = [one(sweep(name), i)[1].test.loss for i in (0, 2)]
+    nearly(one(sweep(name), 2), program(name).rounds(start(name), 0, 2, numbers=numbers))
+    losses = [one(sweep(name), i).post.test.loss for i in (0, 2)]
     assert not np.allclose(*losses, rtol=1e-3)
 
 
@@ -417,7 +419,7 @@ def test_setup_hears_from_all_clients_before_round_zero(program, start, federati
     np.testing.assert_array_equal(clients["view"], -3)
     np.testing.assert_array_equal(clients["inbox"]["id"], np.arange(N))
     np.testing.assert_array_equal(clients["inbox"]["weight"], TRAIN_SIZES)
-    nearly(program("witness", SOME, "sharded chunks").init(), start("witness"), 1e-6)
+    nearly(program("witness", where="sharded chunks").init(), start("witness"), 1e-6)
 
 
 def test_every_client_gets_its_own_mail_and_the_absent_none(program, start, cohorts):
@@ -427,7 +429,7 @@ def test_every_client_gets_its_own_mail_and_the_absent_none(program, start, coho
     run = run._replace(state=run.state._replace(clients=clients))
     t = int(np.flatnonzero(cohorts.sum(axis=1) == 3)[0])
     for where in ("map", "sharded chunks"):
-        after = program("witness", SOME, where).rounds(run, t, t + 1).state.clients["inbox"]
+        after = program("witness", where=where).rounds(run, t, t + 1).state.clients["inbox"]
         np.testing.assert_array_equal(after["id"], np.where(cohorts[t], np.arange(N), -7))
         np.testing.assert_array_equal(after["weight"], np.where(cohorts[t], TRAIN_SIZES, -7))
 
@@ -435,7 +437,7 @@ def test_every_client_gets_its_own_mail_and_the_absent_none(program, start, coho
 def test_the_server_weighs_participants_by_their_samples(program, start, cohorts, federation):
     run, means = start("witness"), pixel_means(federation)
     for t in range(6):
-        old, run = run, program("witness", SOME).rounds(run, t, t + 1)
+        old, run = run, program("witness").rounds(run, t, t + 1)
         present = cohorts[t]
         expected = (
             np.average(means, weights=TRAIN_SIZES * present) if present.any() else float(old.state.server["pixel"])
