@@ -8,6 +8,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedjax_pfl.analysis.leakage import Leakage, leakage, plot_leakage
     from fedjax_pfl.data.intake import FederatedData
     from fedjax_pfl.errors import ConfigError
     from fedjax_pfl.experiment.callbacks import (
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fedjax_pfl.experiment.driver import simulate
     from fedjax_pfl.experiment.html import partition_html
     from fedjax_pfl.experiment.plots.answers import plot_confusion, plot_features
+    from fedjax_pfl.experiment.plots.attention import plot_attention
     from fedjax_pfl.experiment.plots.clients import plot_clients
     from fedjax_pfl.experiment.plots.partition import plot_partition
     from fedjax_pfl.experiment.plots.sensitivity import plot_sensitivity
@@ -53,6 +55,7 @@ _HOME = {
     "EarlyStopping": "experiment.callbacks",
     "FederatedData": "data.intake",
     "IntUniform": "experiment.tuning",
+    "Leakage": "analysis.leakage",
     "LogUniform": "experiment.tuning",
     "METHODS": "methods",
     "MLflowLogger": "experiment.callbacks",
@@ -64,13 +67,16 @@ _HOME = {
     "Uniform": "experiment.tuning",
     "WandbLogger": "experiment.callbacks",
     "compare": "experiment.comparison",
+    "leakage": "analysis.leakage",
     "load_config": "experiment.config",
     "load_sweep": "experiment.sweep",
     "load_tune": "experiment.tuning",
     "partition_html": "experiment.html",
+    "plot_attention": "experiment.plots.attention",
     "plot_clients": "experiment.plots.clients",
     "plot_confusion": "experiment.plots.answers",
     "plot_features": "experiment.plots.answers",
+    "plot_leakage": "analysis.leakage",
     "plot_partition": "experiment.plots.partition",
     "plot_sensitivity": "experiment.plots.sensitivity",
     "register_dataset": "experiment.registry",
@@ -94,6 +100,7 @@ __all__ = [
     "EarlyStopping",
     "FederatedData",
     "IntUniform",
+    "Leakage",
     "LogUniform",
     "MLflowLogger",
     "Progress",
@@ -105,13 +112,16 @@ __all__ = [
     "WandbLogger",
     "__version__",
     "compare",
+    "leakage",
     "load_config",
     "load_sweep",
     "load_tune",
     "partition_html",
+    "plot_attention",
     "plot_clients",
     "plot_confusion",
     "plot_features",
+    "plot_leakage",
     "plot_partition",
     "plot_sensitivity",
     "register_dataset",

@@ -333,7 +333,7 @@ def test_the_personal_model_has_features_of_every_sample_it_is_scored_on(name, m
 
 @every_method
 def test_it_trains_a_model_with_convolutions(name, trainer, federation):
-    """Their derivative is written by hand, and has none of its own; nothing is compiled to see that."""
+    """Their derivative is written by hand; nothing is compiled to see that a method gets by with it."""
     extractor = Projected(ResNet((4,), (1,), "cifar", "batch", 4, "torch"), 6, "torch")
     model = build(extractor, (4, 4, 1), CLASSES, init="torch", mean=jnp.zeros(1), std=jnp.ones(1))
     method = METHODS[name](model, replace(trainer, epochs=1))

@@ -1,26 +1,89 @@
-"""The code in the documents runs as it stands there."""
+"""What the documents say holds: links lead somewhere, Python runs as it stands there, commands are commands."""
 
 import re
+import shlex
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+from fedjax_pfl import load_config, load_sweep, load_tune
+from fedjax_pfl.cli.commands import app
+from fedjax_pfl.cli.describing import described
+
+HOME = Path(__file__).resolve().parent.parent
+DOCS = HOME / "docs"
+PAGES = [*sorted(HOME.glob("*.md")), *sorted(DOCS.glob("**/*.md")), HOME / "benchmarks" / "README.md"]
+EXTRAS = tomllib.loads((HOME / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+# Placeholders for what is a reader's.
+OWN = {"CONFIG", "CONFIG.toml", "SWEEP.toml", "FOLDER", "NAME", "DIR"}
 
 
-def blocks(page):
-    """The Python of a page, in its order."""
-    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
+def text_of(page):
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page, language):
+    """The blocks of code of a page in a language, in their order, without those that are marked as not to be run."""
+    pattern = rf"(<!-- not run: [^>]+ -->\n)?^```{language}\n(.*?)^```$"
+    return [code for marked, code in re.findall(pattern, text_of(page), re.M | re.S) if not marked]
+
+
+def without_code(page):
+    return re.sub(r"^```.*?^```$|`[^`\n]+`", "", text_of(page), flags=re.M | re.S)
+
+
+def anchors(page):
+    """What the headings of a page are called in links."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text_of(page), flags=re.M | re.S), re.M)
+    plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).replace("`", "").strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def links(page):
+    text = without_code(page)
+    found = re.findall(r"\]\(([^)\s]+)\)|^\[[^]]+\]: (\S+)|<img\s[^>]*src=\"([^\"]+)", text, re.M)
+    targets = [next(filter(None, each)) for each in found]
+    return [target for target in targets if not re.match(r"https?://|mailto:", target)]
+
+
+def test_links_between_the_documents_lead_somewhere():
+    seen, dead = 0, []
+    for page in PAGES:
+        for link in links(page):
+            target, _, anchor = link.partition("#")
+            there = (page.parent / target).resolve() if target else page
+            seen += 1
+            if not there.exists() or (anchor and anchor not in anchors(there)):
+                dead.append(f"{page.relative_to(HOME)}: {link}")
+    assert seen > 250
+    assert dead == []
+
+
+def test_a_page_of_the_navigation_is_there_and_every_page_is_in_it():
+    nav = text_of(HOME / "mkdocs.yml").partition("\nnav:\n")[2]
+    listed = re.findall(r"(\S+\.md)$", nav, re.M)
+    assert [page for page in listed if not (DOCS / page).exists()] == []
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.glob("**/*.md")}
+    assert {page for page in pages - set(listed) if not page.startswith("decisions/0")} == set()
+
+
+def run(page, folder, monkeypatch):
+    """Runs the Python of a page in a folder, in which configs/ is as in the repository; returns its names."""
+    (folder / "configs").symlink_to(HOME / "configs")
+    monkeypatch.chdir(folder)
+    names = {}
+    for code in blocks(page, "python"):
+        exec(compile(code, page.name, "exec"), names)
+    return names
 
 
 def test_the_page_about_own_parts_runs(capsys, tmp_path, monkeypatch, tables_as_before):
     for package in ("pandas", "optuna"):
         pytest.importorskip(package, reason=f"the package {package} is not installed")
-    (tmp_path / "configs").symlink_to(DOCS.parent / "configs")
-    monkeypatch.chdir(tmp_path)
-    page = {}
-    for code in blocks("own_parts.md"):
-        exec(compile(code, "own_parts.md", "exec"), page)
+    page = run(DOCS / "own_parts.md", tmp_path, monkeypatch)
     shown = capsys.readouterr().out
     result, best = page["best"].result, page["best"]
     # Stopped, and not by chance the last round: five evaluations after the best one at the latest.
@@ -33,3 +96,96 @@ def test_the_page_about_own_parts_runs(capsys, tmp_path, monkeypatch, tables_as_
     assert len(page["study"].trials) == 4
     assert page["result"].config.training.lr == page["study"].best_params["training.lr"]
     assert "a new hospital: 0." in shown
+
+
+# What the other pages with Python print, and what their files are.
+SHOWN = {
+    "tutorial.md": ("[ 5 10]", "client 3: ["),
+    "howto/configs.md": ("'method': {'name': 'fedprox', 'mu': 0.1}", "method.name = 'fedavgg'"),
+    "howto/data.md": ("[ 5 10]",),
+    "howto/metrics.md": ("[0.",),
+    "howto/partitions.md": ("[57, 116, 232, 464, 928]", "{'kind': 'by_size', 'ratio': 2.0}"),
+    "howto/resume.md": ("[ 5 10] True",),
+    "howto/sweeps.md": ("| training.lr=0.05 |",),
+}
+WRITTEN = {
+    "tutorial.md": ("curve.pdf", "both.html"),
+    "howto/sweeps.md": ("runs/sweep/sweep.csv",),
+}
+SEPARATE = {"own_parts.md", *SHOWN}
+
+
+def test_no_page_with_python_is_left_out():
+    with_python = {page.relative_to(DOCS).as_posix() for page in DOCS.glob("**/*.md") if blocks(page, "python")}
+    assert with_python == SEPARATE
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_the_python_of_a_page_runs(page, capsys, tmp_path, monkeypatch, tables_as_before):
+    for package in ("pandas", "matplotlib"):
+        pytest.importorskip(package, reason=f"the package {package} is not installed")
+    run(DOCS / page, tmp_path, monkeypatch)
+    shown = capsys.readouterr().out
+    assert [text for text in SHOWN[page] if text not in shown] == [], shown
+    assert [name for name in WRITTEN.get(page, ()) if not (tmp_path / name).exists()] == []
+
+
+def commands(page):
+    """The commands of a page, as lists of words, without what stands before them: variables, ``srun``."""
+    for block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.count("'") % 2:  # a program in quotes, over several lines
+                continue
+            words = shlex.split(line, comments=True)
+            while words:
+                at = words.index("&&") if "&&" in words else len(words)
+                yield words[: min(at, words.index(">"))] if ">" in words else words[:at]
+                words = words[at + 1 :]
+
+
+def check_own(words):
+    """Raises unless a command line of ours can be read, with a config of the repository what is changed in it, too."""
+    name, *arguments = words
+    group = get_command(app)
+    command = group.get_command(group.make_context("fedjax-pfl", [name]), name)
+    assert command is not None, f"no command {name}"
+    given = command.make_context(name, arguments).params
+    config = given.get("config")
+    if config is not None and str(config) not in OWN and "=" not in str(config):  # --resume takes changes alone
+        load_config(HOME / config, given.get("overrides") or [])
+    if name in ("sweep", "tune") and str(given["file"]) not in OWN:
+        (load_sweep if name == "sweep" else load_tune)(HOME / given["file"])
+    if name == "describe" and given["name"] not in OWN:
+        described(given["name"])
+    if name == "compare" and given["methods"] != "all":
+        for method in given["methods"].split(","):
+            described(method)
+
+
+def check_table(script, arguments):
+    """Raises unless a table of a paper, with its settings and rows, is there."""
+    import tables
+
+    paper = HOME / "benchmarks" / "papers" / f"{script.stem.removesuffix('_tables')}.toml"
+    options = tables.parser(paper).parse_args(arguments)
+    table = tables.read_table(paper, options.table)
+    tables.allow("--settings", options.settings or (), table.settings)
+    tables.allow("--methods", options.methods or (), table.rows)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=lambda page: page.name)
+def test_the_commands_of_a_page_are_commands(page, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(HOME / "benchmarks")])
+    for words in commands(page):
+        if "fedjax-pfl" in words:
+            check_own(words[words.index("fedjax-pfl") + 1 :])
+        for word in words:
+            if re.fullmatch(r"benchmarks/\w+\.py", word):
+                assert (HOME / word).exists(), words
+                if word.endswith("_tables.py"):
+                    check_table(HOME / word, words[words.index(word) + 1 :])
+        if words[:2] == ["pip", "install"]:
+            asked = [
+                extra for word in words for extras in re.findall(r"^\.\[(.*)\]$", word) for extra in extras.split(",")
+            ]
+            assert [extra for extra in asked if extra not in EXTRAS] == [], words

@@ -30,14 +30,6 @@ def test_dir_lists_the_public_names_without_importing_jax():
     assert {"simulate", "compare", "Config", "METHODS", "__version__"} <= set(found)
 
 
-def test_links_between_the_documents_lead_somewhere():
-    documents = [*HOME.glob("*.md"), *HOME.glob("docs/**/*.md"), HOME / "benchmarks" / "README.md"]
-    links = [(at, link) for at in documents for link in re.findall(r"\]\(([^)#\s]+)", at.read_text(encoding="utf-8"))]
-    inside = [(at, link) for at, link in links if not re.match(r"https?://|mailto:", link)]
-    assert len(inside) > 50
-    assert [f"{at.name}: {link}" for at, link in inside if not (at.parent / link).exists()] == []
-
-
 def test_a_name_that_there_is_not_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'simulte'"):
         fedjax_pfl.simulte  # noqa: B018

@@ -151,7 +151,7 @@ class Trained:
         """What one call of ``local`` makes for a client that never took part; see `Result.adapt`."""
         data, method = self._kept.data, self._engine.method
         x = checked_samples(x, data)
-        y = _checked_labels(y, len(x), data.classes)
+        y = checked_labels(y, len(x), data.classes)
         if method.dispatch is not None:
             allowed = "a method whose server does not compute a message for each client that it knows"
             raise ConfigError("adapt", self._name, allowed)
@@ -276,7 +276,12 @@ def _table(index: Any, count: Any, class_counts: Any) -> Clients:
     return table
 
 
-def _checked_labels(y: Any, samples: int, classes: int) -> Int[np.ndarray, " n"]:
+def checked_labels(y: Any, samples: int, classes: int) -> Int[np.ndarray, " n"]:
+    """Labels of so many samples.
+
+    Raises:
+      ConfigError: they are no whole numbers of that many, or no classes.
+    """
     y = np.asarray(y)
     wrong = y.shape != (samples,) or y.dtype.kind not in "iu"
     if wrong or samples == 0 or y.min() < 0 or y.max() >= classes:

@@ -14,8 +14,8 @@ from tests.reference import to_numpy
 KEY = jax.random.key(0)
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 SHAPE = (16, 17, 3)
-# ResNet-18 takes long to compile; test_resnet.py has small ones. char_lstm reads no images.
-every_model = pytest.mark.parametrize("name", [n for n in MODELS if not n.startswith(("resnet18", "char_lstm"))])
+# These take long to compile; test_resnet.py and test_deit.py have small ones. char_lstm reads no images.
+every_model = pytest.mark.parametrize("name", [n for n in MODELS if not n.startswith(("resnet", "deit", "char_lstm"))])
 
 
 @functools.cache
@@ -95,16 +95,21 @@ def test_the_names_of_layers_stay_because_initial_values_are_drawn_by_them():
         assert sorted(params_of(name)["extractor"]) == sorted(LAYERS[name])
 
 
+def resnet_layers(*blocks):
+    return "stem", *(f"stage{stage}_block{block + 1}" for stage, n in enumerate(blocks, 1) for block in range(n))
+
+
 # From the input to the features.
 CNN_LAYERS = ("conv1", "conv2", "dense")
-RESNET_LAYERS = ("stem", *(f"stage{stage}_block{block}" for stage in (1, 2, 3, 4) for block in (1, 2)))
 LAYERS = {
     "mlp": ("hidden_layer",),
     "cnn2": CNN_LAYERS,
     "cnn3": ("conv1", "conv2", "conv3", "dense"),
     "cnn2s": CNN_LAYERS,
     "cnn_digits": CNN_LAYERS,
-    "resnet18": RESNET_LAYERS,
+    "resnet18": resnet_layers(2, 2, 2, 2),
+    "resnet50": resnet_layers(3, 4, 6, 3),
+    "deit_s": ("embedding", *(f"block{block}" for block in range(1, 13)), "norm"),
     "cnn_proj": ("encoder", "projection"),
     "resnet18_proj": ("encoder", "projection"),
     "cnn_digits_proj": ("encoder", "projection"),

@@ -1,4 +1,4 @@
-"""ResNet-18 by its shapes, small ones against NumPy, and batch normalisation through a round of FedAvg."""
+"""ResNet-18 and -50 by their shapes, small ones against NumPy, and batch normalisation through a round of FedAvg."""
 
 import functools
 
@@ -13,7 +13,7 @@ from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.models import MODELS, build
 from fedjax_pfl.models.norm import is_statistic
 from fedjax_pfl.models.projection import Projected
-from fedjax_pfl.models.resnet import ResNet
+from fedjax_pfl.models.resnet import Bottleneck, ConvNorm, ResNet
 from fedjax_pfl.ops.training import Trainer
 from tests.models.test_models import convolution
 from tests.reference import held, linear, softmax_loss, to_numpy
@@ -32,7 +32,7 @@ def small(norm, stem="cifar"):
     return ResNet((4, 6), (1, 1), stem, norm, 4, "torch")
 
 
-# --- ResNet-18, by its shapes ----------------------------------------------------------------------------------------
+# --- By their shapes -------------------------------------------------------------------------------------------------
 
 
 def leaves(tree):
@@ -74,11 +74,35 @@ def test_the_maps_are_the_outputs_of_the_four_stages(stem, shape, sides):
     assert model.dim == 512
 
 
+def test_resnet50_has_torchvisions_parameter_count():
+    """25,557,032 with 1,000 classes and ImageNet's stem; by hand, and in the extractor alone."""
+    kernels, normalised, inputs = 7 * 7 * 3 * 64, 64, 64
+    for channels, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        outputs = 4 * channels
+        kernels, normalised = kernels + inputs * outputs, normalised + outputs  # the shortcut of the first block
+        for block in range(blocks):
+            kernels += (outputs if block else inputs) * channels + 3 * 3 * channels**2 + channels * outputs
+            normalised += channels + channels + outputs
+        inputs = outputs
+    extractor = MODELS["resnet50"](stem="imagenet", norm="batch")
+    found = jax.eval_shape(extractor.init, KEY, jnp.zeros((1, 64, 64, 3)))["params"]
+    statistics = sum(leaf.size for path, leaf in jax.tree.leaves_with_path(found) if is_statistic(path))
+    trained = sum(leaf.size for leaf in jax.tree.leaves(found)) - statistics
+    assert (trained, statistics) == (kernels + 2 * normalised, 2 * normalised)
+    assert trained + (2048 + 1) * 1000 == 25_557_032
+
+
+def test_resnet50_takes_resnet18s_options():
+    options = {"stem": "imagenet", "norm": "batch", "groups": 8, "init": "flax"}
+    assert MODELS["resnet50"](**options) == MODELS["resnet18"](**options).clone(blocks=(3, 4, 6, 3), block=Bottleneck)
+    assert MODELS["resnet50"]() == MODELS["resnet18"]().clone(blocks=(3, 4, 6, 3), block=Bottleneck)
+
+
 # --- Small ones in NumPy ---------------------------------------------------------------------------------------------
 
 
 def group_norm(layer, x):
-    groups = {4: 4, 6: 2}[x.shape[-1]]
+    groups = {4: 4, 6: 2, 16: 4}[x.shape[-1]]
     grouped = x.reshape(*x.shape[:3], groups, -1)
     mean, var = (fn(grouped, axis=(1, 2, 4), keepdims=True) for fn in (np.mean, np.var))
     x = ((grouped - mean) / np.sqrt(var + 1e-5)).reshape(x.shape)
@@ -104,20 +128,22 @@ def pool(x):
     return np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(1, 2))[:, ::2, ::2].max(axis=(4, 5))
 
 
+def convolved(layer, x, norm, stride=1):
+    half = layer["kernel"].shape[0] // 2
+    return norm(layer["norm"], convolution(x, layer["kernel"], (half, half))[:, ::stride, ::stride])
+
+
 def reference(theta, pixels, norm, stem="cifar"):
     """Features and maps of the small network."""
-
-    def conv(layer, x, stride=1):
-        half = layer["kernel"].shape[0] // 2
-        return norm(layer["norm"], convolution(x, layer["kernel"], (half, half))[:, ::stride, ::stride])
+    conv = functools.partial(convolved, norm=norm)
 
     def block(layer, x, stride):
-        y = np.maximum(conv(layer["conv1"], x, stride), 0)
-        shortcut = conv(layer["shortcut"], x, stride) if "shortcut" in layer else x
+        y = np.maximum(conv(layer["conv1"], x, stride=stride), 0)
+        shortcut = conv(layer["shortcut"], x, stride=stride) if "shortcut" in layer else x
         return np.maximum(conv(layer["conv2"], y) + shortcut, 0)
 
     x = (pixels / 255 - 0.5) / 0.25
-    x = np.maximum(conv(theta["stem"], x, 1 if stem == "cifar" else 2), 0)
+    x = np.maximum(conv(theta["stem"], x, stride=1 if stem == "cifar" else 2), 0)
     x = x if stem == "cifar" else pool(x)
     first = block(theta["stage1_block1"], x, 1)
     second = block(theta["stage2_block1"], first, 2)
@@ -128,7 +154,10 @@ def reference(theta, pixels, norm, stem="cifar"):
 def drawn(norm, stem="cifar", shape=(10, 13, 3)):
     """The small network and parameters that differ from 0 and 1 everywhere."""
     model = join(small(norm, stem), shape)
-    shapes = jax.eval_shape(model.init, KEY)
+    return model, numbers(jax.eval_shape(model.init, KEY))
+
+
+def numbers(shapes):
     rng = np.random.default_rng(0)
     draw = {"kernel": lambda s: rng.normal(0, 0.3, s), "bias": lambda s: rng.normal(0, 0.3, s)}
     draw["running_mean"] = draw["bias"]
@@ -136,7 +165,7 @@ def drawn(norm, stem="cifar", shape=(10, 13, 3)):
     def leaf(path, leaf):
         return jnp.asarray(draw.get(path[-1].key, lambda s: rng.uniform(0.5, 1.5, s))(leaf.shape), jnp.float32)
 
-    return model, jax.tree.map_with_path(leaf, shapes)
+    return jax.tree.map_with_path(leaf, shapes)
 
 
 def assert_close(found, expected):
@@ -154,6 +183,22 @@ def test_a_small_one_is_the_same_in_numpy(norm, stem):
     normalise = group_norm if norm == "group" else running_norm
     assert_close(found, reference(to_numpy(params["extractor"]), images(), normalise, stem))
     assert tuple(leaf.shape[1:] for leaf in found[1]) == model.maps
+
+
+# The shortcut of each is a convolution if its shape changes: 16 outputs of 4 channels, at half the resolution or not.
+@pytest.mark.parametrize(("norm", "inputs", "stride"), [("group", 16, 1), ("batch", 6, 1), ("group", 16, 2)])
+def test_a_bottleneck_is_the_same_in_numpy(norm, inputs, stride):
+    block = Bottleneck(4, stride, functools.partial(ConvNorm, norm=norm, groups=4, init_style="torch"))
+    x = np.random.default_rng(2).normal(size=(3, 7, 6, inputs)).astype(np.float32)
+    layers = numbers(jax.eval_shape(block.init, KEY, x, None)["params"])
+    found = jax.jit(lambda layers, x: block.apply({"params": layers}, x, None))(layers, jnp.asarray(x))
+    conv = functools.partial(convolved, norm=group_norm if norm == "group" else running_norm)
+    w = to_numpy(layers)
+    y = np.maximum(conv(w["conv1"], x), 0)
+    y = conv(w["conv3"], np.maximum(conv(w["conv2"], y, stride=stride), 0))
+    shortcut = conv(w["shortcut"], x, stride=stride) if (inputs, stride) != (16, 1) else x
+    assert ("shortcut" in w) == (shortcut is not x)
+    assert_close(found, np.maximum(y + shortcut, 0))
 
 
 def test_torchs_initialisation_is_that_of_its_resnet():

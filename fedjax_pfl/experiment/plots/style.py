@@ -111,6 +111,9 @@ def look() -> Iterator[None]:
         raise ConfigError("matplotlib", None, 'plots need it: pip install "fedjax_pfl[plots]"') from None
     with matplotlib.rc_context(_LOOK):
         yield
+        interactive = matplotlib.is_interactive()
+    # A notebook's backend turns this on when the first figure is made; without it no later one is shown.
+    matplotlib.interactive(interactive)
 
 
 def make_room(ax: "matplotlib.axes.Axes") -> None:
