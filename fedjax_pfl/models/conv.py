@@ -123,11 +123,57 @@ def _conv_forward(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pad
 
 def _conv_backward(strides: tuple[int, int], pads: Pads, residuals: tuple, dy: Maps) -> tuple[Images, Kernel]:
     x, kernel = residuals
-    d_kernel = _kernel_gradient_op(strides, pads, kernel.shape[:2])(x, dy)
-    return _input_gradient_op(strides, pads, x.shape[1:3])(dy, kernel), d_kernel
+    d_kernel = _kernel_gradient(x, dy, strides, pads, kernel.shape[:2])
+    return _input_gradient(dy, kernel, strides, pads, x.shape[1:3]), d_kernel
 
 
 _conv.defvjp(_conv_forward, _conv_backward)
+
+
+# Convolution and its two gradients are linear in each operand, and each has the other two as its derivatives: so a
+# gradient of a gradient, as in `analysis`, takes the same ways.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _kernel_gradient(x: Images, dy: Maps, strides: tuple[int, int], pads: Pads, size: tuple[int, int]) -> Kernel:
+    return _kernel_gradient_op(strides, pads, size)(x, dy)
+
+
+def _kernel_gradient_forward(
+    x: Images, dy: Maps, strides: tuple[int, int], pads: Pads, size: tuple[int, int]
+) -> tuple[Kernel, tuple]:
+    return _kernel_gradient(x, dy, strides, pads, size), (x, dy)
+
+
+def _kernel_gradient_backward(
+    strides: tuple[int, int], pads: Pads, size: tuple[int, int], residuals: tuple, change: Kernel
+) -> tuple[Images, Maps]:
+    del size
+    x, dy = residuals
+    return _input_gradient(dy, change, strides, pads, x.shape[1:3]), _conv(x, change, strides, pads)
+
+
+_kernel_gradient.defvjp(_kernel_gradient_forward, _kernel_gradient_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _input_gradient(dy: Maps, kernel: Kernel, strides: tuple[int, int], pads: Pads, pixels: tuple[int, int]) -> Images:
+    return _input_gradient_op(strides, pads, pixels)(dy, kernel)
+
+
+def _input_gradient_forward(
+    dy: Maps, kernel: Kernel, strides: tuple[int, int], pads: Pads, pixels: tuple[int, int]
+) -> tuple[Images, tuple]:
+    return _input_gradient(dy, kernel, strides, pads, pixels), (dy, kernel)
+
+
+def _input_gradient_backward(
+    strides: tuple[int, int], pads: Pads, pixels: tuple[int, int], residuals: tuple, change: Images
+) -> tuple[Maps, Kernel]:
+    del pixels
+    dy, kernel = residuals
+    return _conv(change, kernel, strides, pads), _kernel_gradient(change, dy, strides, pads, kernel.shape[:2])
+
+
+_input_gradient.defvjp(_input_gradient_forward, _input_gradient_backward)
 
 
 def _pad(x: Images, pads: Pads) -> Float[Array, "batch padded_height padded_width inputs"]:

@@ -1,0 +1,291 @@
+"""Gradient inversion: against the closed form of a linear model, and NumPy's gradients of what a method uploads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fedjax_pfl import METHODS, Config, ConfigError, Result, leakage, plot_leakage, register_method
+from fedjax_pfl.analysis.inversion import distance, invert, psnr, search, total_variation
+from fedjax_pfl.analysis.leakage import _setting, _victim
+from fedjax_pfl.data.sources import load
+from fedjax_pfl.experiment.build import DataShape
+from fedjax_pfl.experiment.kept import Kept
+from fedjax_pfl.method import State, TrainInfo, Update
+from fedjax_pfl.models.conv import conv2d
+
+SHAPE, CLASSES = (3, 3, 1), 4
+CONFIG = Config(
+    data={"source": "digits", "clients": 4, "samples_per_client": 20, "mean": 0.3, "std": 0.4},
+    model={"name": "mlp", "hidden": 8},
+    method={"name": "fedavg"},
+    training={"rounds": 1, "batch_size": 10, "lr": 0.1},
+)
+RNG = np.random.default_rng(0)
+WEIGHTS = RNG.normal(size=(9, CLASSES)).astype(np.float32)
+IMAGES = RNG.uniform(size=(3, *SHAPE)).astype(np.float32)
+LABELS = np.array([2, 0, 3], np.int32)
+
+
+def gradients(pixels, label):
+    """Of a linear softmax model with bias, by hand."""
+    logits = pixels.reshape(-1) @ WEIGHTS
+    error = jax.nn.softmax(logits) - jax.nn.one_hot(label, CLASSES)
+    return {"bias": error, "weights": pixels.reshape(-1)[:, None] * error}
+
+
+def inverted(how, label):
+    """The attack on one image, with a seed and a weight of the prior."""
+    nothing = {"bias": jnp.zeros(CLASSES), "weights": jnp.zeros((9, CLASSES))}
+
+    def one(pixels, truth, seed=0, tv=0.0):
+        key, known, by = jax.random.key(seed), truth if label else None, how._replace(tv=tv)
+        return invert(key, gradients, gradients(pixels, truth), nothing, known, shape=SHAPE, classes=CLASSES, how=by)
+
+    return one
+
+
+@pytest.fixture(scope="module")
+def digits():
+    found = load("digits")
+    rows = [int(np.flatnonzero(found.labels == label)[0]) for label in (3, 8)]
+    return found.images[rows], found.labels[rows]
+
+
+@pytest.fixture(scope="module")
+def of_fedavg(digits):
+    return leakage(CONFIG, *digits, steps=200, tv=0.0, restarts=4)
+
+
+def test_psnr_is_that_of_numpy():
+    images, targets = RNG.uniform(size=(2, 5, 4, 4, 3))
+    expected = [10 * np.log10(1 / np.mean((a - b) ** 2)) for a, b in zip(images, targets, strict=True)]
+    np.testing.assert_allclose(psnr(images, targets), expected, rtol=1e-5)
+    assert np.isposinf(psnr(images, images)).all()
+
+
+def test_total_variation_is_that_of_numpy():
+    image = RNG.normal(size=(4, 6, 3)).astype(np.float32)
+    down = [abs(image[i + 1, j, c] - image[i, j, c]) for i in range(3) for j in range(6) for c in range(3)]
+    across = [abs(image[i, j + 1, c] - image[i, j, c]) for i in range(4) for j in range(5) for c in range(3)]
+    np.testing.assert_allclose(total_variation(jnp.asarray(image)), np.mean(down) + np.mean(across), rtol=1e-5)
+
+
+def test_a_distance_is_a_mean_of_shares_over_the_arrays_that_have_changed():
+    arrays = {name: RNG.normal(size=(3, 2, size)).astype(np.float32) for name, size in (("a", 2), ("b", 5), ("c", 1))}
+    guess, seen, nothing = ({name: value[row] for name, value in arrays.items()} for row in range(3))
+    seen["c"] = nothing["c"]
+    nothing["d"], seen["d"], guess["d"] = np.float32([0.0]), np.float32([1e-9]), np.float32([1.0])
+    shares = [np.sum((guess[name] - seen[name]) ** 2) / np.sum((seen[name] - nothing[name]) ** 2) for name in "ab"]
+    np.testing.assert_allclose(distance(guess, seen, nothing), np.mean(shares), rtol=1e-5)
+    assert distance(nothing, seen, nothing) == 1
+    assert distance(guess, nothing, nothing) == 0
+
+
+@pytest.mark.parametrize(("how", "steps", "label"), [("adam", 1000, False), ("lbfgs", 30, True)])
+def test_the_closed_form_of_a_linear_model_is_reached(how, steps, label):
+    found = jax.jit(jax.vmap(inverted(search(how, steps, 0.1, 0.0), label)))(IMAGES, LABELS)
+    for image, truth, pixels, of in zip(IMAGES, LABELS, found.pixels, found.label, strict=True):
+        sent = gradients(jnp.asarray(image), truth)
+        closed = np.asarray(sent["weights"])[:, truth] / np.asarray(sent["bias"])[truth]
+        np.testing.assert_allclose(closed, image.reshape(-1), atol=1e-4)
+        np.testing.assert_allclose(pixels.reshape(-1), closed, atol=0.02)
+        assert of == truth
+    assert np.all(found.distance < 1e-3)
+
+
+def test_attacks_side_by_side_are_those_one_by_one_and_start_where_their_seed_says():
+    one = inverted(search("adam", 3, 0.1, 0.0), False)
+    together, alone = jax.jit(jax.vmap(one))(IMAGES, LABELS), jax.jit(one)
+    for row, (image, label) in enumerate(zip(IMAGES, LABELS, strict=True)):
+        found = alone(image, label, 0)
+        np.testing.assert_allclose(together.pixels[row], found.pixels, atol=1e-5)
+        np.testing.assert_allclose(together.objective[row], found.objective, rtol=1e-4)
+    assert not np.allclose(alone(IMAGES[2], LABELS[2], 1).pixels, found.pixels, atol=0.1)
+
+
+def test_the_prior_smooths_and_is_no_part_of_the_distance():
+    attack = jax.jit(inverted(search("adam", 60, 0.1, 0.0), True))
+    sent, nothing = gradients(jnp.asarray(IMAGES[0]), LABELS[0]), {"bias": np.zeros(4), "weights": np.zeros((9, 4))}
+    rough, smooth = (attack(IMAGES[0], LABELS[0], 0, tv) for tv in (0.0, 1.0))
+    for tv, found in ((0.0, rough), (1.0, smooth)):
+        apart = distance(gradients(found.pixels, LABELS[0]), sent, nothing)
+        np.testing.assert_allclose(found.distance, apart, atol=1e-5)
+        np.testing.assert_allclose(found.objective, apart + tv * total_variation(found.pixels), atol=1e-5)
+    assert total_variation(smooth.pixels) < 0.5 * total_variation(rough.pixels)
+
+
+def test_what_fedavg_sends_gives_images_and_labels_away(of_fedavg, digits):
+    x, y = digits
+    np.testing.assert_array_equal(of_fedavg.targets, x / np.float32(255))
+    np.testing.assert_array_equal(of_fedavg.found, y)
+    np.testing.assert_array_equal(of_fedavg.labels, y)
+    assert np.all(of_fedavg.psnr > 25)
+    mse = np.mean((of_fedavg.images - of_fedavg.targets) ** 2, axis=(1, 2, 3))
+    np.testing.assert_allclose(of_fedavg.psnr, -10 * np.log10(mse), rtol=1e-4)
+    assert of_fedavg.images.min() >= 0
+    assert of_fedavg.images.max() <= 1
+    assert set(of_fedavg.uploaded) == {
+        *("extractor/hidden_layer/kernel", "extractor/hidden_layer/bias", "head/kernel", "head/bias"),
+    }
+
+
+def test_the_same_seed_is_the_same_attack(of_fedavg, digits):
+    again = leakage(CONFIG, *digits, steps=200, tv=0.0, restarts=4)
+    for name in ("images", "psnr", "found", "loss"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(of_fedavg, name))
+
+
+def victim_of(run, client=0):
+    return _victim(run, *_setting(run, client), client)
+
+
+def result_of(method, state):
+    """Of a run that has ended after three rounds with this state."""
+    config, shape = CONFIG.replace("method.name", method), DataShape("digits", (8, 8, 1), 10, None)
+    nothing = {name: {} for name in ("summary", "history", "clients", "labels", "partition", "exported")}
+    return Result(**nothing, kept=Kept(3, shape, state), config=config, client_history={})
+
+
+def hidden_gradient(extractor, head, image, label):
+    """NumPy's gradient of the cross-entropy by the hidden layer of a multi-layer perceptron."""
+    x = (image.reshape(-1) / 255 - 0.3) / 0.4
+    layer = extractor["hidden_layer"]
+    before = x @ layer["kernel"] + layer["bias"]
+    logits = np.maximum(before, 0) @ head["kernel"] + head["bias"]
+    error = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum() - np.eye(10)[label]
+    back = (head["kernel"] @ error) * (before > 0)
+    return {"hidden_layer/kernel": np.outer(x, back), "hidden_layer/bias": back}
+
+
+def test_fedper_sends_its_extractor_and_keeps_its_head(digits):
+    """The attacker knows the extractor that was sent down, and takes the head to be the initial one."""
+    before = victim_of(CONFIG.replace("method.name", "fedper"), 2)
+    rng = np.random.default_rng(1)
+    extractor, head = (
+        jax.tree.map(lambda leaf: np.float32(leaf + 0.1 * rng.normal(size=leaf.shape)), part)
+        for part in before.state[1:3]
+    )
+    heads = jax.tree.map(lambda leaf: np.stack([0 * leaf, 0 * leaf, leaf, 0 * leaf]), head)
+    victim = victim_of(result_of("fedper", State(extractor, heads)), 2)
+    assert victim.uploaded == ("hidden_layer/bias", "hidden_layer/kernel")
+    assert victim.bias is None
+    now, view, own, assumed = victim.state
+    image, label = digits[0][0], jnp.int32(digits[1][0])
+    pixels = jnp.asarray(image, jnp.float32) / 255
+
+    @jax.jit
+    def change(own):
+        sent, nothing = (victim.send(now, view, own, held)(pixels, label) for held in (True, False))
+        return jax.tree.map(jnp.subtract, nothing, sent)
+
+    for known, whose in ((head, own), (jax.device_get(before.state[2]), assumed)):
+        found = change(whose)
+        for name, expected in hidden_gradient(extractor, known, image, label).items():
+            np.testing.assert_allclose(found[name] / 0.1, expected, atol=1e-5)
+            assert np.abs(expected).max() > 0.01
+
+
+def test_prototypes_tell_the_label_and_nothing_of_other_classes(digits):
+    victim = victim_of(CONFIG.replace("method.name", "fedproto"))
+    now, view, own, _ = victim.state
+    label = jnp.int32(digits[1][0])
+    sent = jax.jit(victim.send(now, view, own, True))(jnp.asarray(digits[0][0], jnp.float32) / 255, label)
+    assert victim.uploaded == ("held", "rows")
+    np.testing.assert_array_equal(sent["held"], np.eye(10)[label])
+    np.testing.assert_array_equal(np.any(sent["rows"] != 0, axis=1), np.arange(10) == label)
+
+
+@pytest.mark.parametrize("pads", [((0, 0), (0, 0)), ((2, 1), (1, 2))])
+@pytest.mark.parametrize(("inputs", "strides"), [(2, (2, 1)), (9, (1, 1))])
+def test_a_convolution_has_the_gradient_of_a_gradient(inputs, strides, pads):
+    x, kernel = (RNG.normal(size=shape).astype(np.float32) for shape in ((2, 7, 6, inputs), (3, 2, inputs, 9)))
+
+    def plain(x, kernel):
+        return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def twice(way):
+        def of_gradients(x, kernel):
+            by_x, by_kernel = jax.grad(lambda x, kernel: jnp.sum(jnp.sin(way(x, kernel))), (0, 1))(x, kernel)
+            return jnp.sum(by_x**3) + jnp.sum(by_kernel**3)
+
+        return jax.jit(jax.grad(of_gradients, (0, 1)))(x, kernel)
+
+    ours = twice(lambda x, kernel: conv2d(x, kernel, strides=strides, padding=pads))
+    for found, expected in zip(ours, twice(plain), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attack": "glib"}, "attack = 'glib' is not usable: one of idlg, dlg"),
+        ({"optimiser": "sgd"}, "optimiser = 'sgd' is not usable: one of adam, lbfgs"),
+        ({"steps": 0}, "steps = 0 is not usable: a whole number, 1 or more"),
+        ({"restarts": 1.5}, "restarts = 1.5 is not usable: a whole number, 1 or more"),
+        ({"seed": -1}, "seed = -1 is not usable: a whole number, 0 or more"),
+        ({"lr": 0.0}, "lr = 0.0 is not usable: a number above 0"),
+        ({"tv": -1.0}, "tv = -1.0 is not usable: a number, 0 or more"),
+        ({"client": 4}, "client = 4 is not usable: a client from 0 to 3"),
+        ({"run": "runs/a"}, "run = 'str' is not usable: a Config, or a Result"),
+        ({"x": np.zeros((2, 5, 5, 1), np.uint8)}, r"x = 'uint8\[2, 5, 5, 1\]' is not usable: samples like those of"),
+        ({"y": np.array([1])}, "y = 'int64.1.' is not usable: a label for each of the 2 samples"),
+    ],
+)
+def test_a_mistake_in_the_call_is_one_line(changes, message, digits):
+    arguments = {"run": CONFIG, "x": digits[0], "y": digits[1], **changes}
+    with pytest.raises(ConfigError, match=message):
+        leakage(arguments.pop("run"), arguments.pop("x"), arguments.pop("y"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method.name": "local"}, "method.name = 'local' is not usable: a method whose clients upload something"),
+        ({"method.name": "fedamp"}, "a message that the server computes for each client"),
+        ({"method.name": "fedfcd"}, "round -1, which only a Result has behind it"),
+        ({"method.name": "fedsoup", "data.validation_share": 0.2}, "validation samples to select on"),
+        ({"method.name": "perfedavg"}, "'perfedavg' is not usable: a method that can train on a single image"),
+        ({"compression.kind": "int8"}, "compression.kind = 'int8' is not usable: \"none\": whole arrays are compared"),
+        ({"data.source": "arrays"}, "run = 'a Config of data from Python' is not usable: a Result of it, or"),
+    ],
+)
+def test_a_federation_that_cannot_be_attacked_is_one_line(changes, message, digits):
+    with pytest.raises(ConfigError, match=message):
+        leakage(CONFIG.replace(changes), *digits, steps=1)
+
+
+def test_a_method_that_has_no_derivative_is_one_line(digits, tables_as_before):
+    @register_method("stuck")
+    def stuck(model, train):
+        def local(now, view, client, data):
+            sent = lax.while_loop(lambda x: jnp.sum(x) < 1, lambda x: x + 1, data.x)
+            return Update(client, sent, TrainInfo(jnp.zeros(()), jnp.int32(0)))
+
+        return METHODS["fedavg"](model, train)._replace(local=local)
+
+    with pytest.raises(
+        ConfigError, match="'stuck' is not usable: a method and a model whose upload can be diff"
+    ) as error:
+        leakage(CONFIG.replace("method.name", "stuck"), *digits)
+    assert "\n" not in str(error.value)
+
+
+def test_a_picture_has_targets_above_and_a_row_for_each_attack(of_fedavg):
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ax = plot_leakage({"first": of_fedavg, "second": of_fedavg})
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["target", "first", "second"]
+    drawn = [np.asarray(image.get_array()) for image in ax.images]
+    expected = [*of_fedavg.targets, *of_fedavg.images, *of_fedavg.images]
+    for image, of in zip(drawn, expected, strict=True):
+        np.testing.assert_array_equal(image, of[..., 0])
+    assert [text.get_text() for text in ax.texts] == 2 * [f"{score:.1f}" for score in of_fedavg.psnr]
+    alone = plot_leakage(of_fedavg)
+    assert [label.get_text() for label in alone.get_yticklabels()] == ["target", "fedavg"]
+    pyplot.close("all")
+    with pytest.raises(ConfigError, match=r"found = \[\] is not usable: attacks on the same images, one or more"):
+        plot_leakage({})
