@@ -4,6 +4,7 @@ import gc
 import os
 import platform
 import re
+import signal
 import tempfile
 import zlib
 from pathlib import Path
@@ -70,9 +71,6 @@ from fedjax_pfl.models.norm import BatchNorm  # noqa: E402
 from fedjax_pfl.models.projection import Projected  # noqa: E402
 from fedjax_pfl.ops.training import Trainer  # noqa: E402
 
-# With them (in jax.jit's compiler_options), two programs round what both of them compute alike.
-WITH_EMITTERS = {"xla_cpu_use_fusion_emitters": True}
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
@@ -100,6 +98,8 @@ TEST_SIZES = (4, 3, 9, 0, 5, 8, 6)
 
 
 def pytest_configure(config):
+    # A shell makes what it starts in the background deaf to interrupts, which some tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # jax compiles anew when an entry is damaged, or half-written by another process: no reason to fail.
     for what in ("reading", "writing"):
         config.addinivalue_line("filterwarnings", f"ignore:Error {what} persistent compilation cache entry")

@@ -1,6 +1,6 @@
 """A method's rounds on the tiny federation, who took part in them, and what a round exchanges."""
 
-from functools import partial
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -12,8 +12,8 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.method import Update
-from tests.conftest import WITH_EMITTERS
 from tests.reference import at, client, client_key, now
+from tests.toys import witness
 
 N = 7
 KEY = jax.random.key(31)
@@ -34,14 +34,22 @@ def play(method, federation: Federation, *, who=EVERYONE, rounds=3, new=0) -> Pl
     engine = Engine(method, N, who, new=new)
     start = jax.jit(engine.init)(KEY, federation)
     end = jax.jit(engine.rounds)(KEY, start, at(0), at(rounds), jnp.array(True), federation)
-    drawn = [engine._select(round_keys(KEY, at(t)), federation.train.count)[0] for t in range(rounds)]
-    return Played(start, end, [[int(i) for i in ids if i < N] for ids in drawn])
+    return Played(start, end, cohorts(who, tuple(federation.train.count.tolist()), new)[:rounds])
+
+
+@cache
+def cohorts(who, count: tuple[int, ...], new: int) -> list[list[int]]:
+    """Who is present in each of the first rounds: a draw of the engine that no method has a part in."""
+    engine = Engine(witness(None, None), N, who, new=new)
+    rounds = jnp.arange(8)
+    ids = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), jnp.array(count))[0]))(rounds)
+    return [[i for i in row if i < N] for row in ids.tolist()]
 
 
 def update_of(method, federation: Federation, i: int, *, t: int = 0) -> Update:
-    """What client i makes of the initial state in round t; two methods round alike what both of them compute."""
+    """What client i makes of the initial state in round t."""
 
-    @partial(jax.jit, compiler_options=WITH_EMITTERS)
+    @jax.jit
     def work(key, row):
         server, client = method.init(KEY, N)
         data = client_data(federation.x, federation.y, row)

@@ -15,17 +15,19 @@ from fedjax_pfl.experiment.comparison import Comparison, refusals
 from fedjax_pfl.experiment.tables import Cell
 from fedjax_pfl.methods import METHODS as EVERY
 
-METHODS = ("local", "fedavg", "fedcpd")  # the last one asks for feature maps, which an MLP has not: it fails
+METHODS = ("local", "fedprox", "fedcpd")  # the last one asks for feature maps, which an MLP has not: it fails
 SEEDS = (0, 1)
+DIRICHLET = {"kind": "dirichlet", "beta": 0.3}
 
 
 def config(**tables):
+    """Of clients with as many samples each, over the devices: all runs of a method go through one program."""
     base = {
-        "data": {"source": "digits", "clients": 5, "partition": {"kind": "dirichlet", "beta": 0.3}},
+        "data": {"source": "digits", "clients": 5, "samples_per_client": 24, "partition": DIRICHLET},
         "model": {"name": "mlp", "hidden": 8},
-        "method": {"name": "fedavg"},
+        "method": {"name": "fedprox"},
         "training": {"rounds": 3, "batch_size": 16, "lr": 0.1},
-        "run": {"eval_every": 2},
+        "run": {"eval_every": 2, "placement": "shard"},
     }
     for section, fields in tables.items():
         base[section] = {**base.get(section, {}), **fields}
@@ -44,7 +46,7 @@ def comparison(out):
 
 def test_a_cell_is_the_run_that_simulate_gives(comparison, out):
     result = simulate(config(run={"seed": 1}))
-    cell = next(cell for cell in comparison.cells if (cell.method, cell.seed) == ("fedavg", 1))
+    cell = next(cell for cell in comparison.cells if (cell.method, cell.seed) == ("fedprox", 1))
     for point, expected in result.summary["personal"].items():
         found = cell.summary["personal"][point]
         assert {
@@ -53,7 +55,7 @@ def test_a_cell_is_the_run_that_simulate_gives(comparison, out):
     assert cell.figures["pre"] == cell.figures["headline"] == pytest.approx(result.summary["personal"]["pre"]["last"])
     assert cell.figures["weighted_best"] == pytest.approx(result.history["pre.weighted"].max())
     assert cell.figures["global"] == pytest.approx(result.summary["global"])
-    assert json.loads((out / "fedavg-seed1" / "summary.json").read_text()) == cell.summary
+    assert json.loads((out / "fedprox-seed1" / "summary.json").read_text()) == cell.summary
     assert cell.summary["timing"]["runs_in_the_program"] == 2
 
 
@@ -85,35 +87,35 @@ def test_an_interrupted_comparison_goes_on(comparison, tmp_path):
         pass
 
     def killed(line):
-        if "fedavg" in line and "round" in line:  # a checkpoint has been written by then
+        if "fedprox" in line and "round" in line:  # a checkpoint has been written by then
             raise KilledError
 
     saving = config(run={"checkpoint_every": 1})
     with pytest.raises(KilledError):
         compare(saving, METHODS[:2], seeds=[0], out=tmp_path, progress=killed)
-    assert not (tmp_path / "fedavg-seed0" / "summary.json").exists()
-    shutil.rmtree(tmp_path / "fedavg-seed0" / "checkpoints" / "3", ignore_errors=True)
+    assert not (tmp_path / "fedprox-seed0" / "summary.json").exists()
+    shutil.rmtree(tmp_path / "fedprox-seed0" / "checkpoints" / "3", ignore_errors=True)
     resumed = []
     done = compare(saving, METHODS[:2], seeds=[0], out=tmp_path, progress=resumed.append)
-    assert all("fedavg" in line for line in resumed)
+    assert all("fedprox" in line for line in resumed)
     expected = [simulate(config(method={"name": name})).summary["personal"] for name in METHODS[:2]]
     assert [cell.summary["personal"] for cell in done.cells] == expected
 
 
 def test_hyperparameters_are_given_per_method(comparison, out, tmp_path):
-    options = {"fedavg": {}, "fedprox": {"mu": 0.5}}
+    options = {"local": {}, "fedprox": {"mu": 0.5}}
     found = compare(config(), options, seeds=[0], out=tmp_path / "table")
-    assert [cell.config.method for cell in found.cells] == [{"name": "fedavg"}, {"name": "fedprox", "mu": 0.5}]
+    assert [cell.config.method for cell in found.cells] == [{"name": "local"}, {"name": "fedprox", "mu": 0.5}]
     alone = simulate(config(method={"name": "fedprox", "mu": 0.5}))
     assert found.by_seed("fedprox")[0] == alone.summary["personal"]["pre"]["last"]
     path = tmp_path / "config.toml"
     path.write_text(config().to_toml())
-    command = ["compare", str(path), "--methods", "fedavg,fedprox", "--out", str(tmp_path / "table")]
+    command = ["compare", str(path), "--methods", "local,fedprox", "--out", str(tmp_path / "table")]
     shown = CliRunner().invoke(app, [*command, "--set", "fedprox.mu=0.5", "--quiet"])  # what is there is not run again
     assert shown.exit_code == 0, shown.output
     for wrong, message in [
         ("fedprox", r"--set = 'fedprox' is not usable: expected method\.key=value"),
-        ("ditto.lam=1", "one of the methods compared: fedavg, fedprox"),
+        ("ditto.lam=1", "one of the methods compared: local, fedprox"),
         ("fedprox.nu=1.0", r"method\.nu = 1\.0 is not usable: no such key of fedprox"),
     ]:
         with pytest.raises(ConfigError, match=message):
@@ -217,10 +219,10 @@ def test_bad_input_is_refused_before_anything_runs(methods, options, message, tm
 def test_the_command_prints_the_table(comparison, out, tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(config().to_toml())
-    arguments = ["compare", str(path), "--methods", "local,fedavg", "--seeds", "0,1", "--out", str(out)]
+    arguments = ["compare", str(path), "--methods", "local,fedprox", "--seeds", "0,1", "--out", str(out)]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
-    assert "fedavg" in shown.output
+    assert "fedprox" in shown.output
     assert "worst 10 %" in shown.output
     failing = CliRunner().invoke(app, [*arguments[:3], "fedcpd,local", *arguments[4:], "--quiet"])
     assert failing.exit_code == 1
@@ -250,7 +252,7 @@ def test_of_all_methods_the_command_leaves_out_those_that_cannot_run(comparison,
     assert shown.output.splitlines()[0].startswith("fedcpd is left out: method.name = 'fedcpd' is not usable: ")
     assert "feature maps" in shown.output.splitlines()[0]
     assert shown.output.count("fedcpd") == 2
-    assert "fedavg" in shown.output
+    assert "fedprox" in shown.output
     meant = CliRunner().invoke(app, [*arguments, "--set", "fedcpd.gamma=2.0", "--quiet"])
     assert meant.exit_code == 1
     assert "Failed: fedcpd" in meant.output

@@ -36,13 +36,18 @@ SIZES = jnp.array([4, 9, 1, 7, 7, 2, 30, 5, 6, 11], jnp.int32)
 T = 2000
 
 
+def drawn(engine, sizes, rounds):
+    """Rows of [rounds, K] ids and [rounds] numbers of selected clients."""
+    select = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), sizes)))
+    return jax.tree.map(np.asarray, select(jnp.arange(rounds)))
+
+
 def cohorts(participation, placement=None, most_sorted=100):
-    """Rows of [T, K] ids and [T] numbers of selected clients, over many rounds, as drawn of few clients or of many."""
+    """Who is drawn over many rounds, as it is done of few clients or of many."""
     engine = Engine(Method(None, None, None, None, None), len(SIZES), participation, placement or Placement())
-    select = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), SIZES)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedjax_pfl.engine.round._MOST_SORTED", most_sorted)
-        return jax.tree.map(np.asarray, select(jnp.arange(T)))
+        return drawn(engine, SIZES, T)
 
 
 @pytest.fixture(scope="module", params=[100, 1], ids=["few clients", "many clients"])
@@ -195,45 +200,61 @@ WHO = {"full": Participation(), "partial": Participation(0.3, 0.8, 0.25)}
 ROUNDS = {"full": 3, "partial": 6}
 
 
+def validated(federation):
+    """The federation with some of the clients' training samples as validation samples, too; client 1 has none."""
+    rows = [held(federation.train, i)[1::2] for i in range(7)]
+    return federation._replace(validation=pack(rows, np.asarray(federation.y), 3))
+
+
 class Reference:
     """FedAvg by plain loops over clients; only who takes part is asked of the engine."""
 
     def __init__(self, engine, w, federation, trainer, rounds):
         count = np.asarray(federation.train.count)
-        train, test = ([held(part, i) for i in range(len(count))] for part in (federation.train, federation.test))
+        tables = federation.train, federation.test, federation.validation
+        train, *scored = ([held(part, i) for i in range(len(count))] for part in tables)
         mlp = MLP(federation.x, federation.y)
-        post = np.array([mlp.scores(w, rows) for rows in test])
+
+        def scores(w, i):
+            """Client i's on its test samples, and on its validation samples."""
+            return [mlp.scores(w, part[i]) for part in scored]
+
+        post = [scores(w, i) for i in range(len(count))]
         self.down, self.up, self.loss = 0, 0, 0.0
-        self.seen = set()
-        for t in range(rounds):
-            ids, selected = engine._select(round_keys(KEY, at(t)), federation.train.count)
-            present = [i for i in np.asarray(ids).tolist() if i < len(count)]
+        for t, (ids, selected) in enumerate(zip(*drawn(engine, federation.train.count, rounds), strict=True)):
+            present = [i for i in ids.tolist() if i < len(count)]
             trained = {i: mlp.train(w, client_key(KEY, t, i), t, train[i], trainer) for i in present}
-            self.down, self.up, self.seen = self.down + int(selected), self.up + len(present), self.seen | set(present)
+            self.down, self.up = self.down + int(selected), self.up + len(present)
             if present:
                 self.loss = np.mean([loss for _, loss in trained.values()])
             for i in present:
-                post[i] = mlp.scores(trained[i][0], test[i])
+                post[i] = scores(trained[i][0], i)
             if present:
                 w = weighted_mean([trained[i][0] for i in present], count[present])
-        self.w, self.post = w, Scores(*post.T)
-        self.pre = Scores(*np.array([mlp.scores(w, rows) for rows in test]).T)
+        for i in range(engine.trainers, len(count)):  # a new client's is that of one call of local
+            post[i] = scores(mlp.train(w, client_key(KEY, rounds, i), rounds, train[i], trainer)[0], i)
+        self.w, self.stale = w, engine.trainers - len(present)
+        pre = [scores(w, i) for i in range(len(count))]
+        # Of the test samples, then of the validation samples.
+        self.pre, self.post = ([Scores(*np.transpose(part)) for part in zip(*of, strict=True)] for of in (pre, post))
         pooled = np.concatenate([held(federation.pooled, i) for i in range(len(federation.pooled.count))])
         self.pooled = Scores(*mlp.scores(w, pooled))
 
 
 @pytest.fixture(scope="module", params=["full", "partial"])
 def fedavg(request, model, trainer, federation):
-    """A run of the engine, and the same run in NumPy."""
-    trainer = replace(trainer, **TRAINER)
-    engine = Engine(METHODS["fedavg"](model, trainer), 7, WHO[request.param])
+    """A run of the engine, and the same run in NumPy.
+
+    The partial one has a new client, and scores validation samples.
+    """
+    trainer, some, federation = replace(trainer, **TRAINER), request.param == "partial", validated(federation)
+    engine = Engine(METHODS["fedavg"](model, trainer), 7, WHO[request.param], new=int(some), validate=some)
     rounds = ROUNDS[request.param]
     first = jax.jit(engine.init)(KEY, federation)
     last = jax.jit(engine.rounds)(KEY, first, at(0), at(rounds), jnp.array(True), federation)
-    pre = jax.jit(engine.pre)(KEY, at(rounds), last.state, federation)
-    pooled = jax.jit(engine.global_scores)(last.state, federation)
+    scored = jax.jit(engine.score)(KEY, at(rounds), last, federation)
     expected = Reference(engine, to_numpy(first.state.server), federation, trainer, rounds)
-    return SimpleNamespace(first=first, last=last, pre=pre, pooled=pooled, expected=expected)
+    return SimpleNamespace(name=request.param, last=last, scored=scored, expected=expected)
 
 
 def assert_close(tree, expected, rtol=1e-4):
@@ -255,23 +276,34 @@ def test_traffic_counts_downloads_of_the_selected_and_uploads_of_the_present(fed
 
 
 def test_pre_scores_are_those_of_the_new_global_model(fedavg):
-    assert_close(fedavg.pre.test, fedavg.expected.pre)
+    assert_close(fedavg.scored.pre.test, fedavg.expected.pre[0])
 
 
 def test_post_scores_are_those_of_the_last_participation(fedavg):
-    assert_close(fedavg.last.post.test, fedavg.expected.post)
+    assert_close(fedavg.scored.post.test, fedavg.expected.post[0])
+
+
+def test_validation_samples_are_scored_beside_the_test_samples_if_at_all(fedavg):
+    for point in ("pre", "post"):
+        found, expected = getattr(fedavg.scored, point).validation, getattr(fedavg.expected, point)[1]
+        if fedavg.name == "full":
+            assert found is None
+        else:
+            assert_close(found, expected)
 
 
 def test_global_scores_are_those_on_the_pooled_test_samples_as_a_whole(fedavg):
-    assert_close(fedavg.pooled, fedavg.expected.pooled)
+    assert_close(fedavg.scored.shared, fedavg.expected.pooled)
 
 
-def test_partial_rounds_saw_failures_and_stale_scores(model, trainer, federation):
-    """The run above would prove little if everybody had been present in its last round."""
-    engine = Engine(METHODS["fedavg"](model, trainer), 7, WHO["partial"])
-    reference = Reference(engine, to_numpy(model.init(KEY)), federation, trainer, ROUNDS["partial"])
-    assert reference.up < reference.down < 7 * ROUNDS["partial"]
-    assert (reference.post.loss != reference.pre.loss).any()
+def test_partial_rounds_saw_failures_and_stale_scores(fedavg):
+    """The partial run would prove little if everybody had been present in its last round."""
+    up, down, stale = fedavg.expected.up, fedavg.expected.down, fedavg.expected.stale
+    if fedavg.name == "partial":
+        assert up < down < 6 * ROUNDS["partial"]
+        assert stale > 0
+    else:
+        assert (up, down, stale) == (7 * ROUNDS["full"], 7 * ROUNDS["full"], 0)
 
 
 # --- Corners ---------------------------------------------------------------------------------------------------------
@@ -280,37 +312,36 @@ def test_partial_rounds_saw_failures_and_stale_scores(model, trainer, federation
 def test_the_server_stands_still_when_the_present_clients_have_no_samples(model, trainer, federation):
     empty = np.zeros(0, np.int64)
     train = pack([empty, empty, held(federation.train, 2)], np.asarray(federation.y), model.classes)
-    test = jax.tree.map(lambda leaf: leaf[:3], federation.test)
+    test = jax.tree.map(lambda leaf: np.asarray(leaf)[:3], federation.test)
     federation = federation._replace(train=train, test=test)
     engine = Engine(METHODS["fedavg"](model, trainer), 3, Participation(0.34, 0.34))
     start = jax.jit(engine.init)(KEY, federation)
     step = jax.jit(engine.round)
-    seen = set()
-    for t in range(8):
+    present = drawn(engine, train.count, 8)[0][:, 0].tolist()
+    for t, who in enumerate(present):
         new = step(KEY, at(t), start, jnp.array(True), federation)
-        who = int(engine._select(round_keys(KEY, at(t)), train.count)[0][0])
-        seen.add(who)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
         same = jax.tree.map(np.array_equal, new.state.server, start.state.server)
         assert all(jax.tree.leaves(same)) == (who != 2)
-    assert {2} < seen
+    assert {2} < set(present)
 
 
 def test_a_clients_randomness_depends_on_seed_round_and_id_alone(model, trainer, federation, mesh):
     cases = [(Participation(), Placement()), (Participation(0.3, 0.9, 0.3), Placement(mesh, 2))]
-    for who, where in cases:
-        engine = Engine(witness(model, trainer), 7, who, where)
-        old = jax.jit(engine.init)(KEY, federation)
-        step = jax.jit(engine.round)
+    engines = [Engine(witness(model, trainer), 7, who, where) for who, where in cases]
+    start = jax.tree.map(np.asarray, jax.jit(engines[0].init)(KEY, federation))
+    draws = np.array([[jax.random.uniform(client_key(KEY, t, i)) for i in range(7)] for t in range(4)])
+    for engine in engines:
+        old, step = start, jax.jit(engine.round)
         for t in range(4):
-            new = step(KEY, at(t), old, jnp.array(False), federation)
-            present = np.asarray(new.state.clients["visits"] > old.state.clients["visits"])
-            draws = [float(jax.random.uniform(client_key(KEY, t, i))) for i in range(7)]
-            expected = np.where(present, np.array(draws, np.float32), old.state.clients["draw"])
+            new = jax.tree.map(np.asarray, step(KEY, at(t), old, jnp.array(False), federation))
+            present = new.state.clients["visits"] > old.state.clients["visits"]
+            expected = np.where(present, draws[t], old.state.clients["draw"])
             np.testing.assert_array_equal(new.state.clients["draw"], expected)
             old = new
-        visits = np.asarray(old.state.clients["visits"])
-        assert (visits == 4).all() if who.full else visits.sum() == int(old.traffic.up) - 7 > 0  # setup
+        visits = old.state.clients["visits"]
+        full = engine.participation.full
+        assert (visits == 4).all() if full else visits.sum() == int(old.traffic.up) - 7 > 0  # setup
 
 
 # --- Augmentation ----------------------------------------------------------------------------------------------------
@@ -333,11 +364,11 @@ def test_the_mean_cosine_of_two_updates_is_that_of_all_pairs():
     flat = np.concatenate([updates["a"].reshape(5, -1), updates["b"]], axis=1)[present]
     unit = flat / np.linalg.norm(flat, axis=1, keepdims=True)
     pairs = [unit[i] @ unit[j] for i in range(4) for j in range(i)]
-    on_device = jax.tree.map(jnp.asarray, updates)
-    assert float(mean_cosine(on_device, jnp.asarray(present))) == pytest.approx(np.mean(pairs), abs=1e-6)
-    assert np.isnan(float(mean_cosine(on_device, jnp.array([False, False, True, False, False]))))
-    opposite = {"a": jnp.array([[1.0, 2.0], [-2.0, -4.0]])}
-    assert float(mean_cosine(opposite, jnp.array([True, True]))) == pytest.approx(-1.0)
+    found = jax.jit(mean_cosine)
+    assert float(found(updates, present)) == pytest.approx(np.mean(pairs), abs=1e-6)
+    assert np.isnan(float(found(updates, np.arange(5) == 2)))
+    opposite = {"a": np.array([[1, 2], [-2, -4]], np.float32)}
+    assert float(found(opposite, np.array([True, True]))) == pytest.approx(-1.0)
 
 
 @pytest.mark.parametrize("change", [False, True])
@@ -378,8 +409,8 @@ def test_an_empty_round_is_none_but_for_a_server_that_acts_alone(acts, federatio
     engine = Engine(method, 7, Participation(0.2, 0.2, sampling="poisson"))
     run = jax.jit(engine.init)(KEY, federation)
     run = jax.jit(engine.rounds)(KEY, run, at(0), at(12), jnp.array(False), federation)
-    drawn = [engine._select(round_keys(KEY, at(t)), federation.train.count)[1] for t in range(12)]
-    assert 0 < (empty := sum(int(n) == 0 for n in drawn)) < 12
+    _, selected = drawn(engine, federation.train.count, 12)
+    assert 0 < (empty := sum(selected == 0)) < 12
     assert int(run.state.server) == (12 if acts else 12 - empty)
 
 
@@ -401,7 +432,7 @@ def recorder(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "crop", "where"), [("concat", "none", "map"), ("replace", "crop_flip_reflect", "sharded chunks")]
+    ("kind", "crop", "where"), [("replace", "crop_flip_reflect", "map"), ("concat", "none", "sharded chunks")]
 )
 def test_training_data_are_augmented_afresh_each_round_and_test_data_never(kind, crop, where, federation, mesh):
     placement = Placement() if where == "map" else Placement(mesh, 2)
@@ -439,12 +470,6 @@ def test_training_data_are_augmented_afresh_each_round_and_test_data_never(kind,
 # --- Who a client is, its validation samples, and who is counted ------------------------------------------------------
 
 
-def validated(federation):
-    """The federation with some of the clients' training samples as validation samples, too; client 1 has none."""
-    rows = [held(federation.train, i)[1::2] for i in range(7)]
-    return federation._replace(validation=pack(rows, np.asarray(federation.y), 3))
-
-
 @pytest.mark.parametrize("where", ["map", "sharded chunks"])
 def test_clients_know_who_they_are_and_hold_their_validation_samples(where, federation, mesh):
     federation = validated(federation)
@@ -470,7 +495,7 @@ def test_clients_know_who_they_are_and_hold_their_validation_samples(where, fede
     assert int(run.state.server["total"]) == 7
     run = jax.jit(engine.round)(KEY, at(0), run, jnp.array(True), federation)
     pool = federation.x, federation.y
-    rows = jax.vmap(lambda client: digest(client_data(*pool, client)))(federation.validation)
+    rows = jax.jit(jax.vmap(lambda client: digest(client_data(*pool, client))))(federation.validation)
     found = run.state.clients
     for name in ("id", "its id"):
         np.testing.assert_array_equal(found[name], [0, 1, 2, 3, 4, -1, -1])
@@ -481,26 +506,6 @@ def test_clients_know_who_they_are_and_hold_their_validation_samples(where, fede
     pre = jax.jit(engine.pre)(KEY, at(1), run.state, federation).test.correct
     right = np.asarray(federation.test.class_counts)
     np.testing.assert_array_equal(pre, right[np.arange(7), (np.arange(7) + np.asarray(rows)) % 3])
-
-
-def test_validation_samples_are_scored_beside_the_test_samples(model, trainer, federation):
-    both = validated(federation)
-    instead = both._replace(test=both.validation)
-    method = METHODS["fedavg"](model, trainer)
-
-    def scores(validate, federation):
-        engine = Engine(method, 7, Participation(0.3, 0.8, 0.25), new=1, validate=validate)
-        run = jax.jit(engine.init)(KEY, federation)
-        run = jax.jit(engine.rounds)(KEY, run, at(0), at(3), jnp.array(True), federation)
-        return jax.jit(engine.score)(KEY, at(3), run, federation)
-
-    found, test, validation = scores(True, both), scores(False, both), scores(False, instead)
-    for point in ("pre", "post"):
-        assert getattr(test, point).validation is None
-        near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)  # noqa: E731
-        jax.tree.map(near, getattr(found, point).test, getattr(test, point).test)
-        jax.tree.map(near, getattr(found, point).validation, getattr(validation, point).test)
-        assert (getattr(found, point).test.loss != getattr(found, point).validation.loss).any()
 
 
 # --- What the server does before clients work, and before they are scored ---------------------------------------------
@@ -539,8 +544,7 @@ def test_the_server_writes_to_each_client_before_it_works(where, federation, mes
     engine = Engine(method, 7, Participation(0.3, 0.7, 0.2), placement, new=1)
     run, step = jax.jit(engine.init)(KEY, federation), jax.jit(engine.round)
     filed, notes = np.zeros(7, int), np.full((4, 7), -1)
-    for t in range(6):
-        present = np.asarray(engine._select(round_keys(KEY, at(t)), federation.train.count)[0])
+    for t, present in enumerate(drawn(engine, federation.train.count, 6)[0]):
         present = present[present < 7]
         many = np.ones(len(present), int)
         notes[:, present] = present, t * many, int(run.state.server) * many, filed[present]
@@ -550,11 +554,11 @@ def test_the_server_writes_to_each_client_before_it_works(where, federation, mes
         np.testing.assert_array_equal([run.state.clients.inbox[name] for name in note], notes)
     assert 1 < len(np.unique(filed)) < 7
     # Before a PRE evaluation every client gets a new note.
-    pre = jax.jit(engine.pre)(KEY, at(6), run.state, federation).test.correct
+    pre, post, *_ = jax.jit(engine.score)(KEY, at(6), run, federation)
     right = np.asarray(federation.test.class_counts)
-    np.testing.assert_array_equal(pre, right[np.arange(7), (filed + 6) % 3])
-    post = jax.jit(engine.post)(KEY, at(6), run, federation).test.correct
-    assert post[6] == right[6, 6 % 3], "a new client's POST is that of a call of local, with a note as well"
+    np.testing.assert_array_equal(pre.test.correct, right[np.arange(7), (filed + 6) % 3])
+    of_new = post.test.correct[6]
+    assert of_new == right[6, 6 % 3], "a new client's POST is a call of local's, with a note as well"
 
 
 def test_scores_see_the_calibrated_server_and_training_does_not(federation):
@@ -575,11 +579,11 @@ def test_scores_see_the_calibrated_server_and_training_does_not(federation):
     assert [extra % 3, (extra + TRAIN_SIZES[6]) % 3] == [1, 0], (
         "calibration matters, and that the new client has no say"
     )
-    for calibrate, more in ((None, 0), (calibration, extra)):
-        engine = Engine(method._replace(calibrate=calibrate), 7, new=1)
-        run = jax.jit(engine.init)(KEY, federation)
-        run = jax.jit(engine.rounds)(KEY, run, at(0), at(2), jnp.array(True), federation)
-        assert int(run.state.server) == 7 + 2
+    engines = [Engine(method._replace(calibrate=calibrate), 7, new=1) for calibrate in (calibration, None)]
+    run = jax.jit(engines[0].init)(KEY, federation)
+    run = jax.jit(engines[0].rounds)(KEY, run, at(0), at(2), jnp.array(True), federation)
+    assert int(run.state.server) == 7 + 2
+    for engine, more in zip(engines, (extra, 0), strict=True):
         found = jax.jit(engine.score)(KEY, at(2), run, federation)
         np.testing.assert_array_equal(found.pre.test.correct, right[:, (9 + more) % 3])
         assert float(found.shared.correct) == right[:, (9 + more) % 3].sum()
@@ -620,9 +624,8 @@ def test_traffic_counts_the_rows_of_the_classes_held_and_what_is_sent_sometimes(
     _, shapes = survey(engine, KEY, federation)
     held_classes = np.asarray(federation.train.class_counts) > 0
     known, down, up, rows_down, rows_up, sent_if_down, sent_if_up = np.zeros(3, bool), 0, 0, 0, 0, 0, 0
-    for t in range(8):
-        ids, selected = engine._select(round_keys(KEY, at(t)), federation.train.count)
-        present = [i for i in np.asarray(ids).tolist() if i < 7]
+    for t, (ids, selected) in enumerate(zip(*drawn(engine, federation.train.count, 8), strict=True)):
+        present = [i for i in ids.tolist() if i < 7]
         down, up = down + int(selected), up + len(present)
         rows_down += int(selected) * known.sum()
         rows_up += held_classes[present].sum()
@@ -675,17 +678,25 @@ def loops(jaxpr):
     return unknown, known
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedecouple", "pgfedsplit", "fedala"])
-def test_clients_of_one_size_take_a_number_of_steps_that_the_compiler_knows(name, model, trainer, equal_federation):
-    method, data = METHODS[name](model, trainer), equal_federation
+# FedALA trains on a share of the samples, a number that the compiler does not know, and in a loop of its own; FedRep
+# keeps the features of its samples, here of two copies of each.
+@pytest.mark.parametrize(
+    ("name", "copies", "chunks"), [("fedavg", "none", (4, 7)), ("fedala", "none", (4,)), ("fedrep", "concat", (4,))]
+)
+def test_clients_of_one_size_take_a_number_of_steps_that_the_compiler_knows(
+    name, copies, chunks, model, trainer, equal_federation
+):
+    method, data = METHODS[name](model, trainer)._replace(copies=copies), equal_federation
+    one_by_one = Engine(method, 7)
+    start = jax.jit(one_by_one.init)(KEY, data)
 
     def rounds(engine):
-        return jax.jit(engine.rounds)(KEY, engine.init(KEY, data), at(0), at(2), jnp.array(True), data)
+        return jax.jit(engine.rounds)(KEY, start, at(0), at(2), jnp.array(True), data)
 
-    one_by_one, chunks = Engine(method, 7), Engine(method, 7, placement=Placement(chunk=4), equal=True)
     expected = rounds(one_by_one)
-    for engine in (chunks, Engine(method, 7, placement=Placement(chunk=7), equal=True)):
-        chex.assert_trees_all_close(rounds(engine), expected, rtol=1e-5, atol=1e-5)
+    for chunk in chunks:
+        found = rounds(Engine(method, 7, placement=Placement(chunk=chunk), equal=True))
+        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_loops_of_clients_side_by_side_have_known_lengths_where_sizes_allow(
@@ -713,12 +724,12 @@ def test_loops_of_clients_side_by_side_have_known_lengths_where_sizes_allow(
 def test_clients_side_by_side_stand_still_after_their_own_last_step(model, federation):
     """With momentum and weight decay, a step on an empty batch would still move a client."""
     train = Trainer(epochs=2, batch_size=4, lr=0.1, momentum=0.9, weight_decay=0.1)
-    method, initial = METHODS["local"](model, train), at(0)
+    method = METHODS["local"](model, train)
+    start = jax.jit(Engine(method, 7).init)(KEY, federation)
 
     def after(placement):
         engine = Engine(method, 7, placement=placement)
-        run = jax.jit(engine.init)(KEY, federation)
-        return jax.jit(engine.rounds)(KEY, run, initial, at(1), jnp.array(False), federation).state
+        return jax.jit(engine.round)(KEY, at(0), start, jnp.array(False), federation).state
 
     expected = after(Placement())
     for chunk in (3, 7):

@@ -25,6 +25,7 @@ def config(**tables):
         "model": {"name": "mlp", "hidden": 8},
         "method": {"name": "fedavg"},
         "training": {"rounds": 2, "batch_size": 16, "lr": 0.1},
+        "run": {"placement": "shard"},  # several runs go through the program of one
     }
     for section, fields in tables.items():
         base[section] = {**base.get(section, {}), **fields}

@@ -3,7 +3,6 @@
 import csv
 import json
 from dataclasses import replace
-from functools import partial
 
 import chex
 import jax
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Config, ConfigError, simulate, sweep
-from fedjax_pfl.data.federated import Clients
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
@@ -20,41 +18,39 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.experiment.build import divide
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
-from tests.conftest import TRAIN_SIZES, WITH_EMITTERS
+from tests.conftest import TRAIN_SIZES
 from tests.reference import MLP, at, client_key, held, to_numpy
+from tests.toys import witness
 
 KEY = jax.random.key(17)
 N, NEW = len(TRAIN_SIZES), 2
 OLD = N - NEW
 
 
-jit = partial(jax.jit, compiler_options=WITH_EMITTERS)
+def split(rows):
+    """The clients that are not new, and those that are."""
+    rows = jax.tree.map(np.asarray, rows)
+    return jax.tree.map(lambda leaf: leaf[:OLD], rows), jax.tree.map(lambda leaf: leaf[OLD:], rows)
 
 
-def first(rows: Clients) -> Clients:
-    """The clients that are not new."""
-    return jax.tree.map(lambda leaf: leaf[:OLD], rows)
-
-
-# FedFCD hears from its clients before round 0, FedRep's clients keep heads, FedPAC's get heads from the server, and
-# SCAFFOLD takes a mean over all clients that may take part.
-@pytest.mark.parametrize("name", ["fedrep", "fedpac", "fedfcd", "scaffold"])
-def test_the_others_train_as_though_there_were_no_new_clients(name, model, trainer, federation, mesh):
-    method = METHODS[name](model, trainer)
+# The witness hears from its clients before round 0, and writes to them; FedPAC's clients train, and get heads from the
+# server. What counts the clients that may take part is held against NumPy with new clients in test_scaffold.py.
+@pytest.mark.parametrize("factory", [witness, METHODS["fedpac"]], ids=["witness", "fedpac"])
+def test_the_others_train_as_though_there_were_no_new_clients(factory, model, trainer, federation, mesh):
+    method = factory(model, trainer)
     who = Participation(0.5, 1.0, 0.2)
     with_new = Engine(method, N, who, Placement(mesh, 2), new=NEW)
     without = Engine(method, OLD, who, Placement(mesh, 2))
-    fewer = federation._replace(train=first(federation.train), test=first(federation.test))
-    start = jit(with_new.init)(KEY, federation)
-    end = jit(with_new.rounds)(KEY, start, at(0), at(4), jnp.array(True), federation)
-    expected = jit(without.init)(KEY, fewer)
-    expected = jit(without.rounds)(KEY, expected, at(0), at(4), jnp.array(True), fewer)
+    fewer = federation._replace(train=split(federation.train)[0], test=split(federation.test)[0])
+    start = jax.jit(with_new.init)(KEY, federation)
+    end = jax.jit(with_new.rounds)(KEY, start, at(0), at(4), jnp.array(True), federation)
+    expected = jax.jit(without.init)(KEY, fewer)
+    expected = jax.jit(without.rounds)(KEY, expected, at(0), at(4), jnp.array(True), fewer)
     chex.assert_trees_all_equal(end.state.server, expected.state.server)
     chex.assert_trees_all_equal((end.loss, end.traffic), (expected.loss, expected.traffic))
-    rows, scores = (jax.tree.map(lambda leaf: leaf[:OLD], tree) for tree in (end.state.clients, end.post))
+    (rows, new), scores = split(end.state.clients), split(end.post)[0]
     chex.assert_trees_all_equal((rows, scores), (expected.state.clients, expected.post))
-    kept, initial = (jax.tree.map(lambda leaf: leaf[OLD:], run.state.clients) for run in (end, start))
-    chex.assert_trees_all_equal(kept, initial)
+    chex.assert_trees_all_equal(new, split(start.state.clients)[1])
 
 
 def test_their_scores_against_plain_loops(model, trainer, federation):
@@ -62,7 +58,7 @@ def test_their_scores_against_plain_loops(model, trainer, federation):
     run = jax.jit(engine.init)(KEY, federation)
     run = jax.jit(engine.rounds)(KEY, run, at(0), at(3), jnp.array(True), federation)
     scores = jax.jit(engine.post)(KEY, at(3), run, federation)
-    chex.assert_trees_all_equal(*(jax.tree.map(lambda leaf: leaf[:OLD], tree) for tree in (scores, run.post)))
+    chex.assert_trees_all_equal(split(scores)[0], split(run.post)[0])
     mlp = MLP(federation.x, federation.y)
     for i in range(OLD, N):
         w, _ = mlp.train(to_numpy(run.state.server), client_key(KEY, 3, i), 3, held(federation.train, i), trainer)
@@ -70,20 +66,23 @@ def test_their_scores_against_plain_loops(model, trainer, federation):
         np.testing.assert_allclose([float(values[i]) for values in scores.test], expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pmi", ["eval", "every"])
-def test_pfedcspcs_new_clients_start_from_the_global_model(pmi, model_with_projection, trainer, federation, mesh):
+def test_pfedcspcs_new_clients_start_from_the_global_model(model_with_projection, trainer, federation, mesh):
     """Their scores are those of FedAvg with the same global model: adapted before PRE, or by the call of local."""
     parts = {"calibrate": False, "kappa": 0.0, "kp_weight": 0.0, "clusters": 1, "repeats": 1}
-    engine = Engine(METHODS["pfedcspc"](model_with_projection, trainer, pmi=pmi, **parts), N, new=NEW)
-    run = jit(engine.init)(KEY, federation)
-    run = jit(engine.rounds)(KEY, run, at(0), at(3), jnp.array(True), federation)
-    plain = replace(engine, method=METHODS["fedavg"](model_with_projection, trainer))
+    every, adapting = (
+        Engine(METHODS["pfedcspc"](model_with_projection, trainer, pmi=pmi, **parts), N, new=NEW)
+        for pmi in ("every", "eval")
+    )
+    run = jax.jit(every.init)(KEY, federation)
+    run = jax.jit(every.rounds)(KEY, run, at(0), at(3), jnp.array(True), federation)
+    plain = replace(every, method=METHODS["fedavg"](model_with_projection, trainer))
     same = run._replace(state=State(run.state.server.params, ()))
-    trained = jit(plain.post)(KEY, at(3), same, federation)
-    expected = trained if pmi == "eval" else jit(plain.pre)(KEY, at(3), same.state, federation), trained
-    found = jit(replace(engine, placement=Placement(mesh, 2)).score)(KEY, at(3), run, federation)
-    scores = [(of_it.test, of_fedavg.test) for of_it, of_fedavg in zip(found[:2], expected, strict=True)]
-    chex.assert_trees_all_close(*zip(*jax.tree.map(lambda leaf: leaf[OLD:], scores), strict=True), rtol=1e-5)
+    pre, trained, *_ = jax.jit(plain.score)(KEY, at(3), same, federation)
+    chunks = replace(adapting, placement=Placement(mesh, 2))
+    for engine, expected in ((every, (pre, trained)), (chunks, (trained, trained))):
+        found = jax.jit(engine.score)(KEY, at(3), run, federation)
+        scores = [(of_it.test, of_fedavg.test) for of_it, of_fedavg in zip(found[:2], expected, strict=True)]
+        chex.assert_trees_all_close(*zip(*split(scores)[1], strict=True), rtol=1e-5)
 
 
 def config(**tables):
@@ -92,6 +91,7 @@ def config(**tables):
         "model": {"name": "mlp", "hidden": 8},
         "method": {"name": "fedavg"},
         "training": {"rounds": 2, "batch_size": 16, "lr": 0.1},
+        "run": {"placement": "map"},
     }
     for section, fields in tables.items():
         base[section] = {**base.get(section, {}), **fields}

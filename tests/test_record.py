@@ -26,7 +26,7 @@ def config(**run):
         model={"name": "mlp", "hidden": 4},
         method={"name": "fedavg"},
         training={"rounds": 6, "batch_size": 8, "lr": 0.1},
-        run={"eval_every": 2, "tensorboard": True, **run},
+        run={"eval_every": 2, "tensorboard": True, "placement": "shard", **run},
     )
 
 

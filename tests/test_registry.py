@@ -20,8 +20,9 @@ from fedjax_pfl import (
     register_partition,
     simulate,
 )
-from fedjax_pfl.data.sources import SOURCES
+from fedjax_pfl.data.sources import SOURCES, load
 from fedjax_pfl.experiment import programs, registry
+from fedjax_pfl.experiment.build import divide
 from fedjax_pfl.method import Method
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.models.mlp import MLP
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("tables_as_before")
 
 def config(changes=None):
     base = Config(
-        data={"source": "digits", "clients": 5, "samples_per_client": 24},
+        data={"source": "digits", "clients": 5},
         model={"name": "mlp", "hidden": 8},
         method={"name": "fedavg"},
         training={"rounds": 2, "lr": 0.1},
@@ -44,18 +45,64 @@ def mine(model, train, *, mu: float = 0.5) -> Method:
     return fedprox(model, train, mu=mu)
 
 
+def brier(logits, labels):
+    wanted = jax.nn.one_hot(labels, logits.shape[-1])
+    return jnp.sum((jax.nn.softmax(logits) - wanted) ** 2, axis=-1)
+
+
+def accuracy_of_all(logits, labels, mask):
+    return jnp.sum(jnp.where(jnp.argmax(logits, axis=-1) == labels, mask, 0.0)) / jnp.sum(mask)
+
+
+METRICS_OF_MINE = {"Brier": brier, "Accuracy": accuracy_of_all}
+
+
 def same(result, other):
     assert all(map(np.array_equal, jax.tree.leaves(result.state), jax.tree.leaves(other.state)))
     assert result.history["pre.accuracy"].tolist() == other.history["pre.accuracy"].tolist()
 
 
-def test_a_method_from_python_runs_as_one_of_the_package():
-    result = simulate(config(), method=mine)
+@pytest.fixture(scope="module")
+def plain():
+    """A run of the package's own parts."""
+    return simulate(config({"method.name": "fedprox", "method.mu": 0.5}))
+
+
+def test_parts_from_python_run_as_those_of_the_package(plain):
+    """A method as it is, a model and a data set under names, and metrics: all in one run."""
+    from scipy.special import softmax
+
+    @register_model("mine_net")
+    def net(*, hidden: int = 8, init: str = "torch"):
+        return MLP(hidden, init)
+
+    register_dataset("mine_digits")(digits)
+    given = config({"model.name": "mine_net", "data.source": "mine_digits", "run.export": ["predictions"]})
+    result = simulate(given, method=mine, metrics=METRICS_OF_MINE)
+    same(result, plain)
     assert result.config.method == {"name": "mine", "mu": 0.5}
-    same(result, simulate(config({"method.name": "fedprox", "method.mu": 0.5})))
+    assert result.summary["dataset"] == "mine_digits"
+
+    exported, brier_of = result.exported, []
+    for client in range(5):  # more samples than a batch of the evaluation, and padding
+        rows = exported["client"] == client
+        probabilities = softmax(exported["logits"][rows].astype(np.float64), axis=1)
+        score = brier_score_loss(exported["label"][rows], probabilities, labels=list(range(10)), scale_by_half=False)
+        brier_of.append(score)
+    np.testing.assert_allclose(result.clients["pre_Brier"], brier_of, rtol=1e-5)
+    assert result.history["pre.Brier"][-1] == pytest.approx(np.mean(brier_of), rel=1e-5)
+    for point in ("pre", "post"):
+        np.testing.assert_allclose(result.clients[f"{point}_Accuracy"], result.clients[f"{point}_accuracy"], rtol=1e-6)
+    np.testing.assert_allclose(result.history["global_Accuracy"], result.history["global"], rtol=1e-6)
+    # FedProx's clients answer as the global model does; the pooled samples are theirs.
+    samples = result.clients["n_test"]
+    expected = np.average(result.clients["pre_Brier"], weights=samples)
+    assert result.history["global_Brier"][-1] == pytest.approx(expected, rel=1e-5)
+    assert result.summary["metrics"]["pre.Brier"] == {"last": result.history["pre.Brier"][-1]}
+    assert not [name for name in plain.history if "Brier" in name]
 
 
-def test_a_registered_method_is_known_to_configs_and_comparisons(tmp_path):
+def test_a_registered_method_is_known_to_configs_and_compiled_anew_when_registered_again(tmp_path, plain):
     assert register_method("mine2")(mine) is mine
     (tmp_path / "c.toml").write_text('[data]\nsource = "digits"\n[method]\nname = "mine2"\nmu = 0.1\n')
     assert load_config(tmp_path / "c.toml").method == {"name": "mine2", "mu": 0.1}
@@ -67,40 +114,30 @@ def test_a_registered_method_is_known_to_configs_and_comparisons(tmp_path):
     assert not found.failed
     assert found.by_seed("mine2") == found.by_seed("fedprox")
 
-
-def test_a_method_that_is_registered_again_is_compiled_again():
-    register_method("mine3")(mine)
-    first = simulate(config({"method.name": "mine3"}))
-
-    def stronger(model, train, *, mu: float = 50.0) -> Method:
+    def stronger(model, train, *, mu: float = 5.0) -> Method:
         return fedprox(model, train, mu=mu)
 
-    register_method("mine3")(stronger)
-    second = simulate(config({"method.name": "mine3"}))
-    same(second, simulate(config({"method.name": "fedprox", "method.mu": 50.0})))
-    assert first.history["train_loss"].tolist() != second.history["train_loss"].tolist()
+    register_method("mine2")(stronger)
+    second = simulate(config({"method.name": "mine2"}))
+    same(second, simulate(config({"method.name": "fedprox", "method.mu": 5.0})))
+    assert plain.history["train_loss"].tolist() != second.history["train_loss"].tolist()
 
 
-def test_a_model_under_a_name():
-    @register_model("mine_net")
-    def net(*, hidden: int = 8, init: str = "torch"):
-        return MLP(hidden, init)
-
-    same(simulate(config({"model.name": "mine_net"})), simulate(config()))
-
-
-def test_a_data_set_under_a_name():
+def digits(argument):
+    """Digits below a number."""
     from sklearn.datasets import load_digits
 
-    @register_dataset("mine_digits")
-    def digits(argument):
-        """Digits below a number."""
-        bunch = load_digits()
-        chosen = bunch.target < int(argument or 10)
-        return np.rint(bunch.images * (255 / 16)).astype(np.uint8)[chosen], bunch.target[chosen]
+    bunch = load_digits()
+    chosen = bunch.target < int(argument or 10)
+    return np.rint(bunch.images * (255 / 16)).astype(np.uint8)[chosen], bunch.target[chosen]
 
-    same(simulate(config({"data.source": "mine_digits"})), simulate(config()))
-    assert simulate(config({"data.source": "mine_digits:3"})).summary["dataset"] == "mine_digits"
+
+def test_a_data_set_under_a_name_takes_what_follows_the_colon():
+    register_dataset("mine_digits")(digits)
+    found, known = load("mine_digits:3"), load("digits")
+    assert (found.name, found.classes) == ("mine_digits", 3)
+    np.testing.assert_array_equal(found.images, known.images[known.labels < 3])
+    np.testing.assert_array_equal(found.labels, known.labels[known.labels < 3])
     assert SOURCES["mine_digits"][1] == "Digits below a number."
 
 
@@ -109,12 +146,13 @@ def test_a_partition_under_a_name():
     def blocks(labels, clients, seed, size, *, gap: int = 0):
         return [np.arange(client * 30 + gap, client * 30 + 20) for client in range(clients)]
 
-    free = {"data.partition.kind": "mine_blocks", "data.samples_per_client": None}
-    result = simulate(config({**free, "data.partition.gap": 4}))
-    assert result.partition["sizes"] == [16] * 5
-    labels = SOURCES["digits"][0]("").labels
-    expected = [np.bincount(labels[np.arange(at * 30 + 4, at * 30 + 20)], minlength=10).tolist() for at in range(5)]
-    assert result.partition["class_counts"] == expected
+    dataset = load("digits")
+    _, manifest = divide(config({"data.partition.kind": "mine_blocks", "data.partition.gap": 4}), dataset)
+    assert manifest["sizes"] == [16] * 5
+    expected = [
+        np.bincount(dataset.labels[np.arange(at * 30 + 4, at * 30 + 20)], minlength=10).tolist() for at in range(5)
+    ]
+    assert manifest["class_counts"] == expected
 
 
 BAD_ROWS = {
@@ -133,45 +171,7 @@ def test_a_partition_that_gives_no_rows_is_named(rows, message, monkeypatch):
     monkeypatch.setattr(programs, "_compile", lambda *_: pytest.fail("compiled"))
     register_partition("mine_rows")(lambda labels, clients, seed, size: rows(clients))
     with pytest.raises(ConfigError, match=rf"data\.partition\.kind = 'mine_rows' is not usable: .*{message}"):
-        simulate(config({"data.partition.kind": "mine_rows", "data.samples_per_client": None}))
-
-
-def brier(logits, labels):
-    wanted = jax.nn.one_hot(labels, logits.shape[-1])
-    return jnp.sum((jax.nn.softmax(logits) - wanted) ** 2, axis=-1)
-
-
-def accuracy_of_all(logits, labels, mask):
-    return jnp.sum(jnp.where(jnp.argmax(logits, axis=-1) == labels, mask, 0.0)) / jnp.sum(mask)
-
-
-METRICS_OF_MINE = {"Brier": brier, "Accuracy": accuracy_of_all}
-
-
-def test_metrics_from_python_are_measured_on_clients_and_global_model():
-    from scipy.special import softmax
-
-    wide = config({"data.samples_per_client": None, "run.export": ["predictions"], "data.clients": 4})
-    result = simulate(wide, metrics=METRICS_OF_MINE)
-    exported, brier_of = result.exported, []
-    for client in range(4):  # more samples than a batch of the evaluation, and padding
-        rows = exported["client"] == client
-        probabilities = softmax(exported["logits"][rows].astype(np.float64), axis=1)
-        score = brier_score_loss(exported["label"][rows], probabilities, labels=list(range(10)), scale_by_half=False)
-        brier_of.append(score)
-    np.testing.assert_allclose(result.clients["pre_Brier"], brier_of, rtol=1e-5)
-    assert result.history["pre.Brier"][-1] == pytest.approx(np.mean(brier_of), rel=1e-5)
-    for point in ("pre", "post"):
-        np.testing.assert_allclose(result.clients[f"{point}_Accuracy"], result.clients[f"{point}_accuracy"], rtol=1e-6)
-    np.testing.assert_allclose(result.history["global_Accuracy"], result.history["global"], rtol=1e-6)
-    # FedAvg's clients answer as the global model does; the pooled samples are theirs.
-    samples = result.clients["n_test"]
-    expected = np.average(result.clients["pre_Brier"], weights=samples)
-    assert result.history["global_Brier"][-1] == pytest.approx(expected, rel=1e-5)
-    assert result.summary["metrics"]["pre.Brier"] == {"last": result.history["pre.Brier"][-1]}
-    plain = simulate(wide)
-    same(result, plain)
-    assert not [name for name in plain.history if "Brier" in name]
+        simulate(config({"data.partition.kind": "mine_rows"}))
 
 
 def test_another_package_offers_a_method(monkeypatch):

@@ -1,15 +1,11 @@
 """What metrics are called, and which round of a run counts."""
 
-import json
-
 import numpy as np
 import pytest
 
-from fedjax_pfl import Config, load_config, simulate
 from fedjax_pfl.engine.scoring import Evaluation, Scored, Scores
 from fedjax_pfl.experiment.summary import (
     figures_of,
-    flat,
     label_accuracy,
     label_table,
     line_of,
@@ -18,7 +14,6 @@ from fedjax_pfl.experiment.summary import (
     summarize,
     summary_of,
 )
-from tests.test_simulate import config
 
 COSTS = {"traffic": {"megabytes_total": 1.0}, "timing": {"seconds_per_round": 0.1}}
 
@@ -105,36 +100,6 @@ def test_clients_without_samples_are_left_out():
     assert found["accuracy"] == 0.75
     assert found["weighted"] == pytest.approx(4 / 6)
     assert found["macro_f1_union"] == pytest.approx(0.25)
-
-
-def test_validation_samples_are_scored_beside_the_test_samples(tmp_path):
-    out = tmp_path / "run"
-    wanted = config(data={"validation_share": 0.25}, run={"out": str(out), "eval_every": 1})
-    result = simulate(wanted)
-    line = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    assert flat(line).keys() == result.history.keys() == result.summary["metrics"].keys()
-    on_validation = simulate(
-        config(data={"validation_share": 0.25, "evaluate_on": "validation"}, run={"eval_every": 1})
-    )
-    for metric in ("accuracy", "weighted", "loss"):
-        for point in ("pre", "post"):
-            found = result.history[f"validation_{point}.{metric}"]
-            np.testing.assert_allclose(found, on_validation.history[f"{point}.{metric}"], rtol=1e-6)
-    best = int(np.argmax(result.history["validation_pre.accuracy"]))
-    judged = result.summary["personal"]["pre"]
-    assert judged["by_validation"] == result.history["pre.accuracy"][best]
-    assert judged["by_validation_round"] == best + 1
-    assert load_config(out / "config.toml") == wanted
-
-
-def test_a_diverged_run_scores_no_points_for_class_zero(tmp_path):
-    wanted = config(training={"lr": 1e30, "rounds": 2}, run={"eval_every": 1})
-    result = simulate(wanted)
-    assert result.summary["diverged_round"] == 1
-    assert result.summary["personal"]["pre"]["last"] == 0.0
-    assert result.summary["global"] == 0.0
-    assert np.isnan(result.history["pre.loss"]).all()
-    assert isinstance(wanted, Config)
 
 
 # --- Labels and controls ---------------------------------------------------------------------------------------------

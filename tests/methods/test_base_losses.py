@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.fedasam import fedasam
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.feddecorr import decorrelation, feddecorr
@@ -14,10 +15,9 @@ from fedjax_pfl.methods.fedntd import fedntd, not_true_distillation
 from fedjax_pfl.methods.moon import moon
 from fedjax_pfl.ops.training import Trainer
 from tests.conftest import TRAIN_SIZES
-from tests.play import SOME, exchanged, play
-from tests.reference import MLP, client_key, held, linear_gradient, softmax_loss, to_numpy, weighted_mean
+from tests.play import KEY, SOME, exchanged, play
+from tests.reference import MLP, at, client, client_key, held, linear_gradient, softmax_loss, to_numpy, weighted_mean
 
-KEY = jax.random.key(31)
 ROUNDS = 3
 MU, TAU, BETA, RHO, ETA = 0.8, 0.4, 1.3, 0.3, 0.2
 
@@ -89,12 +89,14 @@ def test_rounds_are_numpys(name, model, trainer, federation):
     factory, gradient = METHODS[name]
     played = play(factory(model, trainer), federation, who=SOME, rounds=ROUNDS)
     mlp, last = MLP(federation.x, federation.y), {}
-    w = to_numpy(play(fedavg(model, trainer), federation, who=SOME, rounds=0).start.state.server)
+    w = to_numpy(played.start.state.server)
     for t, cohort in enumerate(played.cohorts):
         trained = {}
         for i in cohort:
             rows, key = held(federation.train, i), client_key(KEY, t, i)
             step = partial(gradient, mlp, received=w, last=last.get(i, w))
+            if name == "moon" and i not in last:
+                jax.tree.map(near, step(w, rows), mlp.gradient(w, rows))  # a client's first round is FedAvg's
             trained[i], _ = mlp.train(w, key, t, rows, trainer, gradient=step)
         last |= trained
         if trained:
@@ -102,9 +104,10 @@ def test_rounds_are_numpys(name, model, trainer, federation):
     assert len(set(played.cohorts[0]) & set(played.cohorts[1])) > 0
     jax.tree.map(near, played.end.state.server, w)
     if name == "moon":
-        assert played.end.state.clients.known.tolist() == [i in last for i in range(len(TRAIN_SIZES))]
+        kept = jax.tree.map(np.asarray, played.end.state.clients)
+        assert kept.known.tolist() == [i in last for i in range(len(TRAIN_SIZES))]
         for i, params in last.items():
-            jax.tree.map(lambda found, expected, i=i: near(found[i], expected), played.end.state.clients.params, params)
+            jax.tree.map(near, client(kept.params, i), params)
 
 
 OFF = {
@@ -115,32 +118,47 @@ OFF = {
 }
 
 
+@pytest.fixture(scope="module")
+def programs(federation):
+    """Method -> what its initial state and its rounds compute, step by step."""
+
+    def of(method):
+        engine = Engine(method, len(TRAIN_SIZES), SOME)
+        init, start = jax.make_jaxpr(engine.init, return_shape=True)(KEY, federation)
+        rounds = jax.make_jaxpr(engine.rounds)(KEY, start, at(0), at(ROUNDS), jnp.array(True), federation)
+        return str(init), str(rounds)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def fedavgs(programs, model, trainer):
+    return programs(fedavg(model, trainer))
+
+
 @pytest.mark.parametrize("name", OFF)
-def test_with_its_term_off_it_is_fedavg_bit_for_bit(name, model, trainer, federation):
-    off = METHODS[name][0].func(model, trainer, **OFF[name])
-    found, expected = (play(method, federation, who=SOME).end for method in (off, fedavg(model, trainer)))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def test_moon_in_its_first_round_is_fedavg(model, trainer, federation):
-    found = play(moon(model, trainer, mu=5.0), federation, rounds=1).end
-    jax.tree.map(near, found.state.server, play(fedavg(model, trainer), federation, rounds=1).end.state.server)
+def test_with_its_term_off_it_is_the_very_program_of_fedavg(name, model, trainer, programs, fedavgs):
+    factory = METHODS[name][0].func
+    assert programs(factory(model, trainer, **OFF[name])) == fedavgs
 
 
 def test_not_true_distillation_leaves_the_label_alone():
     rng = np.random.default_rng(0)
-    student, teacher = (jnp.asarray(rng.normal(0, 2, (6, 4)), jnp.float32) for _ in range(2))
-    y, mask = jnp.array([0, 1, 2, 3, 1, 1]), jnp.array([1.0, 1, 1, 1, 1, 0])
-    other = student.at[jnp.arange(6), y].add(7.0)
-    loss = partial(not_true_distillation, teacher=teacher, y=y, mask=mask, temperature=1.5)
-    value, gradient = jax.value_and_grad(loss)(student)
+    student, teacher = (rng.normal(0, 2, (6, 4)).astype(np.float32) for _ in range(2))
+    y, mask = np.array([0, 1, 2, 3, 1, 1], np.int32), jnp.array([1.0, 1, 1, 1, 1, 0])
+    other = student + 7 * np.eye(4, dtype=np.float32)[y]
+
+    @jax.jit
+    def loss(student, teacher, y):
+        return not_true_distillation(student, teacher=teacher, y=y, mask=mask, temperature=1.5)
+
+    value, gradient = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(student, teacher, y))
     assert value > 0.1
-    assert float(loss(other)) == pytest.approx(float(value), rel=1e-6)
-    np.testing.assert_array_equal(gradient[jnp.arange(6), y], 0)
+    assert float(loss(other, teacher, y)) == pytest.approx(float(value), rel=1e-6)
+    np.testing.assert_array_equal(gradient[np.arange(6), y], 0)
     assert np.isfinite(gradient).all()
-    np.testing.assert_array_equal(gradient.any(axis=1), mask > 0)
-    two = partial(not_true_distillation, teacher=teacher[:, :2], y=y % 2, mask=mask, temperature=1.5)
-    assert float(two(student[:, :2])) == 0
+    np.testing.assert_array_equal(gradient.any(axis=1), np.asarray(mask) > 0)
+    assert float(loss(student[:, :2], teacher[:, :2], y % 2)) == 0
 
 
 @pytest.mark.parametrize("norm", ["code", "paper"])
@@ -151,18 +169,21 @@ def test_decorrelation_sees_correlations_alone(norm):
     correlation = np.corrcoef(z[:7].T)
     apart = correlation - np.eye(5)
     expected = {"paper": (correlation**2).sum() / 25, "code": 36 * (apart**2).sum() / 20 / 7}[norm]
-    found = partial(decorrelation, norm=norm)
-    assert float(found(jnp.float32(z), jnp.float32(mask))) == pytest.approx(expected, rel=1e-4)
-    moved = 3 * z + np.arange(5) - 2.0
-    assert float(found(jnp.float32(moved), jnp.float32(mask))) == pytest.approx(expected, rel=1e-4)
-    assert float(found(jnp.float32(z[:1]), jnp.ones(1))) == 0
+    z, mask = z.astype(np.float32), mask.astype(np.float32)
+    found = jax.jit(partial(decorrelation, norm=norm))
+    assert float(found(z, mask)) == pytest.approx(expected, rel=1e-4)
+    moved = 3 * z + np.arange(5, dtype=np.float32) - 2
+    assert float(found(moved, mask)) == pytest.approx(expected, rel=1e-4)
+    assert float(found(z, np.float32(np.arange(9) == 0))) == 0
 
 
 def test_fedasam_scores_the_mean_of_what_it_captured(model, federation):
     train = Trainer(epochs=1, batch_size=4, lr=0.2)
     method = fedasam(model, train, rho=RHO, eta=ETA, swa_start=1, swa_cycle=2, swa_lr=0.02)
-    mlp = MLP(federation.x, federation.y)
-    w, models = to_numpy(play(method, federation, rounds=0).start.state.server.params), []
+    mlp, engine = MLP(federation.x, federation.y), Engine(method, len(TRAIN_SIZES))
+    start, rounds = jax.jit(engine.init)(KEY, federation), jax.jit(engine.rounds)
+    before, end = (rounds(KEY, start, at(0), at(t), jnp.array(False), federation).state.server for t in (2, 5))
+    w, models = to_numpy(start.state.server.params), []
     # Round 0 at the configured rate; then from half-way down to the lowest, twice.
     for t, rate in enumerate([0.2, 0.11, 0.02, 0.11, 0.02]):
         trained = []
@@ -172,19 +193,17 @@ def test_fedasam_scores_the_mean_of_what_it_captured(model, federation):
             trained.append(mlp.train(w, key, t, rows, train, gradient=step, lr=rate)[0])
         w = weighted_mean(trained, TRAIN_SIZES)
         models.append(w)
-    end = play(method, federation, rounds=5).end.state.server
     assert int(end.captured) == 2
     jax.tree.map(near, end.params, models[-1])
     jax.tree.map(near, end.average, jax.tree.map(lambda a, b: (a + b) / 2, models[2], models[4]))
     scored = method.calibrate.server(None, end, (), None)
     jax.tree.map(np.testing.assert_array_equal, method.broadcast(scored), end.average)
-    before = play(method, federation, rounds=2).end.state.server
     assert int(before.captured) == 0
     jax.tree.map(np.testing.assert_array_equal, method.calibrate.server(None, before, (), None).params, before.params)
 
 
 @pytest.mark.parametrize(("name", "kept"), [("moon", 1), ("fedntd", 0), ("feddecorr", 0), ("fedasam", 0)])
 def test_the_model_goes_down_and_comes_back(name, kept, model, trainer, federation):
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(model.init(KEY)))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, KEY)))
     found = exchanged(METHODS[name][0](model, trainer), federation)
     assert (found.down, found.up, found.kept) == (parameters, parameters, kept * (parameters + 1))

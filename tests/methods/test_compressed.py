@@ -2,7 +2,8 @@
 
 import math
 import zlib
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -49,19 +50,26 @@ def test_the_largest_entries_are_kept_as_they_are(share):
 
 def test_a_byte_is_within_a_step_and_right_on_average():
     array = np.random.default_rng(6).normal(size=(5, 8)).astype(np.float32)
-    found = jax.vmap(lambda key: int8()(key, jnp.asarray(array)))(jax.random.split(KEY, 4000))
+
+    @jax.jit
+    def draw(key):
+        found = jax.vmap(lambda key: int8()(key, jnp.asarray(array)))(jax.random.split(key, 4000))
+        return found, found.dense()
+
+    found, whole = draw(KEY)
     assert found.levels.dtype == jnp.int8
     step = np.abs(array).max() / 127
     np.testing.assert_allclose(found.scale, step, rtol=1e-6)
-    whole = np.asarray(found.dense(), np.float64)
+    whole = np.asarray(whole, np.float64)
     assert np.abs(whole - array).max() < 1.001 * step
     # A step up or down, with a standard deviation of half of one at most.
     np.testing.assert_allclose(whole.mean(axis=0), array, atol=5 * 0.5 * step / np.sqrt(4000))
     largest = np.abs(array) == np.abs(array).max()
     np.testing.assert_allclose(whole[:, largest], np.broadcast_to(array[largest], (4000, 1)), rtol=1e-6)
-    nothing = int8()(KEY, jnp.zeros(3))
-    assert not nothing.dense().any()
-    assert np.isnan(int8()(KEY, jnp.array([1.0, np.nan])).dense()).all(), "a diverged run stays one"
+    arrays = jnp.array([[0.0, 0.0], [1.0, np.nan]])
+    nothing, diverged = np.asarray(jax.jit(jax.vmap(lambda array: int8()(KEY, array).dense()))(arrays))
+    assert not nothing.any()
+    assert np.isnan(diverged).all(), "a diverged run stays one"
 
 
 # --- Rounds ----------------------------------------------------------------------------------------------------------
@@ -118,13 +126,16 @@ def test_what_would_not_become_smaller_is_sent_as_it_is(model, trainer, federati
     assert isinstance(less["head"]["kernel"], Sparse)
 
 
+def unscored(method):
+    """The method, whose models nobody needs the scores of."""
+    return method._replace(predict=lambda params, x: jnp.zeros((len(x), 3)), global_predict=None)
+
+
 @pytest.mark.parametrize("name", ["fedfcd", "pgfedsplit"])
 def test_bytes_change_little_whatever_the_method_sends(name, model, trainer, federation):
     """Parts for some classes, or in some rounds; a round -1. Wrong parts or origins would change a lot."""
-    plain, found = (
-        play(method, federation, rounds=2).end
-        for method in (METHODS[name](model, trainer), compressed(METHODS[name](model, trainer), int8()))
-    )
+    plain = unscored(METHODS[name](model, replace(trainer, epochs=1)))
+    plain, found = (play(method, federation, rounds=2).end for method in (plain, compressed(plain, int8())))
     moved = 0.0
     for a, b in zip(*(map(np.float64, jax.tree.leaves(run.state)) for run in (plain, found)), strict=True):
         np.testing.assert_allclose(a, b, atol=0.05 * np.abs(a).max(initial=0) + 1e-3)
@@ -133,13 +144,11 @@ def test_bytes_change_little_whatever_the_method_sends(name, model, trainer, fed
 
 
 def test_devices_do_the_same_and_exchange_nothing_inside_loops(model, trainer, federation, mesh):
-    method = compressed(fedavg(model, trainer), top_k(0.2))
-    ends = []
+    method, who = compressed(unscored(fedavg(model, trainer)), top_k(0.2)), Participation(0.6, 1.0, 0.1)
+    run, ends = jax.jit(Engine(method, N, who).init)(KEY, federation), []
     for where in (Placement(), Placement(mesh, 2)):
-        engine = Engine(method, N, Participation(0.6, 1.0, 0.1), where)
-        run = jax.jit(engine.init)(KEY, federation)
         arguments = KEY, run, at(0), at(3), jnp.array(False), federation
-        program = jax.jit(engine.rounds).lower(*arguments).compile()
+        program = jax.jit(Engine(method, N, who, where).rounds).lower(*arguments).compile()
         ends.append(program(*arguments).state.server)
         if where.mesh is not None:
             assert computations_with_collectives(program.as_text()) == []
@@ -189,12 +198,22 @@ def sender(classes=3):
     )
 
 
+@pytest.fixture(scope="module")
+def after_a_round(federation):
+    """kind, or None where nothing is compressed -> the engine, and its run."""
+
+    @cache
+    def of(kind):
+        engine = Engine(compressed(sender(), CODECS[kind]) if kind else sender(), N)
+        one_round = jax.jit(lambda run: engine.round(KEY, at(0), run, jnp.array(False), federation))
+        return engine, jax.tree.map(np.asarray, one_round(jax.jit(engine.init)(KEY, federation)))
+
+    return of
+
+
 @pytest.mark.parametrize(("kind", "norm", "row", "forty"), [("top_k", 8 * 3, 8, 8 * 4), ("int8", 34, 14, 44)])
-def test_traffic_is_that_of_what_is_sent(kind, norm, row, forty, federation):
-    method = compressed(sender(), CODECS[kind])
-    engine = Engine(method, N)
-    run = jax.jit(engine.init)(KEY, federation)
-    run = jax.jit(engine.round)(KEY, at(0), run, jnp.array(False), federation)
+def test_traffic_is_that_of_what_is_sent(kind, norm, row, forty, after_a_round, federation):
+    engine, run = after_a_round(kind)
     _, shapes = survey(engine, KEY, federation)
     classes = np.asarray(federation.train.class_counts) > 0
     even = sum(n % 2 == 0 for n in TRAIN_SIZES)
@@ -208,12 +227,8 @@ def test_traffic_is_that_of_what_is_sent(kind, norm, row, forty, federation):
 
 
 @pytest.mark.parametrize("kind", CODECS)
-def test_the_server_gets_the_form_back_and_nothing_but_values_is_touched(kind, federation):
-    plain, found = (
-        jax.jit(engine.round)(KEY, at(0), jax.jit(engine.init)(KEY, federation), jnp.array(False), federation)
-        for engine in (Engine(sender(), N), Engine(compressed(sender(), CODECS[kind]), N))
-    )
-    plain, found = (jax.tree.map(np.asarray, run.state.server["got"]) for run in (plain, found))
+def test_the_server_gets_the_form_back_and_nothing_but_values_is_touched(kind, after_a_round):
+    plain, found = (after_a_round(each)[1].state.server["got"] for each in (None, kind))
     assert jax.tree.structure(plain) == jax.tree.structure(found)
     for a, b in (
         (plain.steps, found.steps),
@@ -238,9 +253,10 @@ def test_the_server_gets_the_form_back_and_nothing_but_values_is_touched(kind, f
 def test_packed_arrays_stand_for_many_at_once():
     arrays = jnp.asarray(np.random.default_rng(7).normal(size=(2, 3, 4, 5)), jnp.float32)
     for encode, kind in ((top_k(0.3), Sparse), (int8(), Quantised)):
-        packed = jax.vmap(jax.vmap(partial(encode, KEY)))(arrays)
+        packed = jax.jit(jax.vmap(jax.vmap(partial(encode, KEY))))(arrays)
         assert isinstance(packed, kind)
-        one_by_one = [[encode(KEY, array).dense() for array in row] for row in arrays]
+        alone = jax.jit(lambda array, encode=encode: encode(KEY, array).dense())
+        one_by_one = [[alone(array) for array in row] for row in np.asarray(arrays)]
         # Not to the bit: a program for many may divide by 127 otherwise than one for a single array.
         np.testing.assert_allclose(packed.dense(), np.array(one_by_one), rtol=1e-6)
 

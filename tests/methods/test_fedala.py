@@ -1,7 +1,7 @@
 """FedALA against rounds in NumPy, and its limits."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -13,6 +13,7 @@ from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, round_keys
 from fedjax_pfl.engine.traffic import count
+from fedjax_pfl.method import State
 from fedjax_pfl.methods.fedala import fedala
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.local import local
@@ -27,12 +28,41 @@ HYPER = {"share": 0.7, "mix_lr": 3.0, "threshold": 0.002, "most_epochs": 16}
 near = partial(np.testing.assert_allclose, rtol=5e-4, atol=2e-5)
 
 
-def play(method, federation, who=SOME, start=None):
-    """The engine, the runs before and after, and the PRE scores."""
-    engine = Engine(method, N, who)
-    start = jax.jit(engine.init)(KEY, federation) if start is None else start
-    end = jax.jit(engine.rounds)(KEY, start, at(0), at(ROUNDS), jnp.array(True), federation)
-    return engine, start, end, jax.jit(engine.pre)(KEY, at(ROUNDS), end.state, federation).test
+class Program:
+    """The rounds of a method, compiled once for all values of its numbers."""
+
+    def __init__(self, factory, federation):
+        """``factory``: keyword arguments, all of them numbers -> method."""
+
+        def engine(hyper):
+            return Engine(factory(**hyper), N, SOME)
+
+        def rounds(hyper, run, data):
+            return engine(hyper).rounds(KEY, run, at(0), at(ROUNDS), jnp.array(True), data)
+
+        self.federation = federation
+        self._init = jax.jit(lambda hyper, data: engine(hyper).init(KEY, data))
+        self._rounds = jax.jit(rounds)
+        self._pre = jax.jit(lambda hyper, state, data: engine(hyper).pre(KEY, at(ROUNDS), state, data).test)
+
+    def start(self, **hyper):
+        return jax.tree.map(np.asarray, self._init(hyper, self.federation))
+
+    def play(self, start, **hyper):
+        """The run after the rounds, and the PRE scores."""
+        end = self._rounds(hyper, start, self.federation)
+        return jax.tree.map(np.asarray, (end, self._pre(hyper, end.state, self.federation)))
+
+
+@pytest.fixture(scope="module")
+def trainer(trainer):
+    return replace(trainer, lr_decay=0.9)
+
+
+@pytest.fixture(scope="module")
+def program(model, trainer, federation):
+    """The number of mixed layers -> FedALA."""
+    return cache(lambda layers: Program(partial(fedala, model, trainer, mixed_layers=layers), federation))
 
 
 def adapted(mlp, key, received, own, mix, visits, rows, trainer, hyper, layers):
@@ -70,9 +100,12 @@ def adapted(mlp, key, received, own, mix, visits, rows, trainer, hyper, layers):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_rounds_and_scores_before_training_are_numpys(layers, model, trainer, federation):
-    trainer, hyper = replace(trainer, lr_decay=0.9), SimpleNamespace(**HYPER)
-    engine, start, end, pre = play(fedala(model, trainer, mixed_layers=layers, **HYPER), federation)
+def test_rounds_and_scores_before_training_are_numpys(layers, program, model, trainer, federation):
+    hyper, start = SimpleNamespace(**HYPER), program(layers).start(**HYPER)
+    end, pre = program(layers).play(start, **HYPER)
+    engine = Engine(fedavg(model, trainer), N, SOME)
+    select = jax.vmap(lambda t: engine._select(round_keys(KEY, t), federation.train.count))
+    selected, _ = jax.jit(select)(jnp.arange(ROUNDS))
     mlp, rows = MLP(federation.x, federation.y), [held(federation.train, i) for i in range(N)]
     server = to_numpy(start.state.server)
 
@@ -81,9 +114,8 @@ def test_rounds_and_scores_before_training_are_numpys(layers, model, trainer, fe
 
     own, mix = [upper(server)] * N, [jax.tree.map(np.ones_like, upper(server))] * N
     visits, post, epochs = np.zeros(N, int), {}, []
-    for t in range(ROUNDS):
-        ids, _ = engine._select(round_keys(KEY, at(t)), federation.train.count)
-        cohort, uploads = [int(i) for i in ids if i < N], []
+    for t, ids in enumerate(selected.tolist()):
+        cohort, uploads = [i for i in ids if i < N], []
         for i in cohort:
             key = client_key(KEY, t, i)
             w, mix[i], took = adapted(mlp, key, server, own[i], mix[i], visits[i], rows[i], trainer, hyper, layers)
@@ -112,23 +144,24 @@ def test_rounds_and_scores_before_training_are_numpys(layers, model, trainer, fe
     assert min(np.min(a["head"]["kernel"]) for a in mix) < 0.5
 
 
-def test_weights_that_stay_at_one_are_fedavg(model, trainer, federation):
-    _, start, end, pre = play(fedala(model, trainer, mix_lr=0.0), federation)
-    _, _, expected, expected_pre = play(fedavg(model, trainer), federation)
+STILL = HYPER | {"mix_lr": 0.0}
+
+
+def test_weights_that_stay_at_one_are_fedavg(program, model, trainer, federation):
+    start, other = program(1).start(**STILL), Program(partial(fedavg, model, trainer), federation)
+    end, pre = program(1).play(start, **STILL)
+    expected, expected_pre = other.play(start._replace(state=State(start.state.server, ())))
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, (end.state.server, end.post, pre), (expected.state.server, expected.post, expected_pre))
     jax.tree.map(np.testing.assert_array_equal, end.state.clients.mix, start.state.clients.mix)
 
 
-def test_weights_that_stay_at_zero_are_local_if_all_layers_are_mixed(model, trainer, federation):
-    everyone = Participation()
-    method = fedala(model, trainer, mix_lr=0.0, mixed_layers=2)
-    start = jax.jit(Engine(method, N).init)(KEY, federation)
+def test_weights_that_stay_at_zero_are_local_if_all_layers_are_mixed(program, model, trainer, federation):
+    start, other = program(2).start(**STILL), Program(partial(local, model, trainer), federation)
     clients = start.state.clients
-    clients = clients._replace(mix=jax.tree.map(jnp.zeros_like, clients.mix))
-    start = start._replace(state=start.state._replace(clients=clients))
-    _, _, end, pre = play(method, federation, everyone, start)
-    _, _, expected, expected_pre = play(local(model, trainer), federation, everyone)
+    clients = clients._replace(mix=jax.tree.map(np.zeros_like, clients.mix))
+    end, pre = program(2).play(start._replace(state=State(start.state.server, clients)), **STILL)
+    expected, expected_pre = other.play(start._replace(state=State((), clients.upper)))
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, (end.state.clients.upper, pre), (expected.state.clients, expected_pre))
 

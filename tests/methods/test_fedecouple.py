@@ -2,7 +2,7 @@
 
 import importlib
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -16,7 +16,7 @@ from fedjax_pfl.data.federated import Clients, Federation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import count, size
-from fedjax_pfl.method import Cohort, Update
+from fedjax_pfl.method import Cohort, TrainInfo
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedecouple import fedecouple
 from fedjax_pfl.methods.fedecouple.method import Client
@@ -72,8 +72,10 @@ def uploads(model, trainer, federation):
     The client's own model, OTHER_KEY's, is not the one that it receives.
     """
     data = client_data(federation.x, federation.y, client(federation.train, 2))
-    models = model.init(KEY), Client(model.init(OTHER_KEY), jnp.array(True))
+    received, own = jax.jit(lambda: (model.init(KEY), model.init(OTHER_KEY)))()
+    models = received, Client(own, jnp.array(True))
 
+    @cache
     def uploads(**fixed):
         @jax.jit
         def upload(**traced):
@@ -183,46 +185,57 @@ def compare(before, after, rounds, mlp, rows_of, federation, trainer, changed):
     return server, clients
 
 
-@pytest.mark.parametrize(
-    ("rounds", "changed"),
-    [
-        (3, {}),
-        (2, {"teacher": "fixed", "scale_by_temperature": False, "aggregation": "size"}),
-        (2, {"head_features": "global", "anchor_reduction": "mean_l2", "mu": 0.1}),
-        (2, {"global_extractor": False, "anchor_coverage": 0.5}),
-        (2, {"teacher": "off", "frozen_head_epochs": 2}),
-    ],
-    ids=["as specified", "fixed teacher by size", "global features L2", "own extractor half the anchors", "no teacher"],
-)
-def test_rounds_are_numpys(rounds, changed, play, model, trainer, federation):
+CASES = {
+    "as specified": {},
+    "fixed teacher by size, own extractor, anchors of half the originals' classes": {
+        "teacher": "fixed",
+        "scale_by_temperature": False,
+        "aggregation": "size",
+        "global_extractor": False,
+        "anchor_coverage": 0.5,
+        "anchor_on": "original",
+    },
+}
+
+
+@pytest.mark.parametrize("changed", CASES.values(), ids=CASES)
+def test_rounds_are_numpys_on_augmented_copies_that_are_drawn_afresh(changed, play, model, trainer, federation):
+    method = fedecouple(model, trainer, **{**BASE, **changed})
+    assert method.copies == "concat"
+    before, after = play(method, 2)
+    draw = jax.jit(jax.vmap(lambda key, row: add_copies(key, client_data(federation.x, federation.y, row), "concat").x))
+    x, y, rows = [np.asarray(federation.x)], [np.asarray(federation.y)], {}
+    capacity = federation.train.index.shape[1]
+    for t in range(2):
+        keys = jnp.stack([phase_key(client_key(KEY, t, i), "augment") for i in range(N)])
+        pools = np.asarray(draw(keys, federation.train))
+        for i in range(N):
+            originals, first = held(federation.train, i), sum(map(len, y))
+            x.append(pools[i, capacity : capacity + len(originals)])
+            y.append(y[0][originals])
+            rows[t, i] = np.concatenate([originals, first + np.arange(len(originals))])
+    mlp = MLP(np.concatenate(x), np.concatenate(y))
+    assert not np.array_equal(mlp.x[rows[0, 2]], mlp.x[rows[1, 2]])
+    compare(before, after, 2, mlp, lambda t, i: rows[t, i], federation, trainer, changed)
+
+
+def test_rounds_are_numpys_without_copies_and_teacher(play, model, trainer, federation):
+    """And with the global extractor's features, sums over them, and two epochs under the global head."""
+    changed = {
+        "teacher": "off",
+        "frozen_head_epochs": 2,
+        "head_features": "global",
+        "anchor_reduction": "mean_l2",
+        "mu": 0.1,
+    }
     method = fedecouple(model, trainer, **{**BASE, **changed})._replace(copies="none")
-    before, after = play(method, rounds)
+    before, after = play(method, 3)
     mlp = MLP(federation.x, federation.y)
     rows = [held(federation.train, i) for i in range(N)]
-    server, clients = compare(before, after, rounds, mlp, lambda t, i: rows[i], federation, trainer, changed)
+    server, clients = compare(before, after, 3, mlp, lambda t, i: rows[i], federation, trainer, changed)
     pre = method.predict(method.personal(after.state.server, client(after.state.clients, 2)), federation.x)
     w = {"extractor": server["extractor"], "head": clients[2]["head"]}
     near(pre, mlp.logits(w, np.arange(len(mlp.y))))
-
-
-@pytest.mark.parametrize("anchor_on", ["all", "original"])
-def test_augmented_copies_double_the_training_set_afresh_in_every_round(anchor_on, play, model, trainer, federation):
-    method = fedecouple(model, trainer, **BASE, anchor_on=anchor_on)
-    assert method.copies == "concat"
-    before, after = play(method, 2)
-    copies = jax.jit(lambda key, row: add_copies(key, client_data(federation.x, federation.y, row), "concat").x)
-    x, y, rows = [federation.x], [federation.y], {}
-    for t, i in np.ndindex(2, N):
-        originals = held(federation.train, i)
-        capacity = federation.train.index.shape[1]
-        pool = copies(phase_key(client_key(KEY, t, i), "augment"), client(federation.train, i))
-        first = sum(map(len, y))
-        x.append(pool[capacity : capacity + len(originals)])
-        y.append(federation.y[originals])
-        rows[t, i] = np.concatenate([originals, first + np.arange(len(originals))])
-    mlp = MLP(np.concatenate(x), np.concatenate(y))
-    assert not np.array_equal(mlp.x[rows[0, 2]], mlp.x[rows[1, 2]])
-    compare(before, after, 2, mlp, lambda t, i: rows[t, i], federation, trainer, {"anchor_on": anchor_on})
 
 
 # --- Anchors ---------------------------------------------------------------------------------------------------------
@@ -270,8 +283,7 @@ def test_coverage_is_a_share_of_the_classes_held_and_redrawn_in_every_round(anch
 
 
 def test_no_coverage_is_no_anchor_loss(uploads):
-    without, traced = uploads(mu=0.0)(), uploads()
-    jax.tree.map(close, uploads(anchor_coverage=0.0)(), without)
+    without, traced = uploads(mu=0.0)(), partial(uploads(), lam=0.8)
     jax.tree.map(close, traced(anchor_coverage=0.0), without)
     kernels = (upload["extractor"]["hidden_layer"]["kernel"] for upload in (traced(anchor_coverage=1.0), without))
     assert not np.allclose(*kernels, atol=1e-3)
@@ -282,8 +294,7 @@ def test_no_coverage_is_no_anchor_loss(uploads):
 
 def test_no_teacher_is_no_distillation(uploads):
     without = uploads(teacher="off")()
-    for teacher in ("adapted", "fixed"):
-        upload = uploads(teacher=teacher)
+    for upload in (partial(uploads(), anchor_coverage=1.0), uploads(teacher="fixed")):  # the first: "adapted"
         jax.tree.map(close, upload(lam=0.0), without)
         assert not np.allclose(upload(lam=0.8)["head"]["kernel"], without["head"]["kernel"], atol=1e-3)
 
@@ -321,6 +332,15 @@ def test_the_teacher_adapts_as_though_it_taught_nobody(model, trainer, federatio
         jax.tree.map(near, teacher(jnp.float32(lam)), alone)
 
 
+class OnlyHeads(Trainer):
+    """Leaves extractors as they are, which spares half of the compilation."""
+
+    def __call__(self, now, loss, params, data, **options):
+        if options.get("phase") == "head":
+            return super().__call__(now, loss, params, data, **options)
+        return params, TrainInfo(jnp.zeros(()), now.t)
+
+
 @pytest.mark.parametrize("name", ["fedrep", "fedpac", "fedecouple"])
 def test_heads_on_cached_features_are_those_on_features_computed_for_every_batch(
     name, monkeypatch, model, trainer, federation
@@ -336,18 +356,21 @@ def test_heads_on_cached_features_are_those_on_features_computed_for_every_batch
 
         return Uncached(*cache_features(features, data, **options))
 
-    method = METHODS[name](model, trainer, head_epochs=3)
-    server, personal = method.init(KEY, N)
+    method = METHODS[name](model, OnlyHeads(**vars(trainer)), head_epochs=3)
+    server, personal = jax.jit(lambda: method.init(KEY, N))()
 
-    def trained(i):
-        data = client_data(federation.x, federation.y, client(federation.train, i))
-        local = jax.jit(lambda data: method.local(now(KEY, 1), method.broadcast(server), personal, data)[:2])
-        return local(data)
+    def trained():
+        @jax.jit
+        def local(row):
+            data = client_data(federation.x, federation.y, row)
+            return method.local(now(KEY, 1), method.broadcast(server), personal, data)[:2]
 
-    cached = [trained(i) for i in (1, 2)]
+        return [local(client(federation.train, i)) for i in (1, 2)]
+
+    cached = trained()
     module = f"fedjax_pfl.methods.{name}" + (".method" if name == "fedecouple" else "")
     monkeypatch.setattr(importlib.import_module(module), "cache_features", uncached)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), [trained(i) for i in (1, 2)], cached)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), trained(), cached)
     assert calls
 
 
@@ -356,7 +379,7 @@ def test_heads_on_cached_features_are_those_on_features_computed_for_every_batch
 
 def test_before_its_first_participation_a_client_has_what_it_receives(model, trainer, federation):
     """A late joiner works and is scored as though its own model were the one it receives; later it has its own."""
-    received, other = model.init(KEY), model.init(OTHER_KEY)
+    received, other = jax.jit(lambda: (model.init(KEY), model.init(OTHER_KEY)))()
     data = client_data(federation.x, federation.y, client(federation.train, 2))
     x = federation.x[:20]
 
@@ -367,8 +390,11 @@ def test_before_its_first_participation_a_client_has_what_it_receives(model, tra
         update = method.local(now(KEY, 3), received, state, data)
         return update.upload, update.client, method.predict(method.personal(received, state), x)
 
-    started = method_start(model, trainer, "received"), method_start(model, trainer, "initial")
-    assert [bool(start.seen) for start in started] == [False, True]
+    def seen():
+        methods = (fedecouple(model, trainer, first=first) for first in ("received", "initial"))
+        return [method.init(KEY, N)[1].seen for method in methods]
+
+    assert [bool(flag) for flag in jax.jit(seen)()] == [False, True]
     late, expected, own = (
         play(other, jnp.array(False), "received"),
         play(received, jnp.array(True), "received"),
@@ -382,10 +408,6 @@ def test_before_its_first_participation_a_client_has_what_it_receives(model, tra
     jax.tree.map(np.testing.assert_array_equal, play(other, jnp.array(True), "initial"), own)
 
 
-def method_start(model, trainer, first):
-    return fedecouple(model, trainer, first=first).init(KEY, N)[1]
-
-
 # --- What is recorded of the terms -----------------------------------------------------------------------------------
 
 
@@ -396,17 +418,17 @@ def test_gradient_ratios_are_those_of_the_terms_in_numpy(model, trainer, federat
     data = client_data(federation.x, federation.y, client(federation.train, 2))
     received, own = model.init(KEY), model.init(OTHER_KEY)
 
-    @partial(jax.jit, static_argnames="diagnose")
     def play(diagnose):
         method = fedecouple(model, replace(whole, diagnose=diagnose), **hyper)
         update = method.local(now(KEY, 0), received, Client(own, jnp.array(True)), data)
         return update.upload, update.diagnostics
 
-    upload, said = play(True)
-    silent = play(False)
-    jax.tree.map(close, upload, silent[0])
-    assert silent[1] == {}
+    upload, said = jax.jit(partial(play, True))()
+    assert jax.eval_shape(partial(play, False))[1] == {}
     mlp, rows, w = MLP(federation.x, federation.y), held(federation.train, 2), to_numpy(upload)
+    models, of_all = map(to_numpy, (received, own)), {**SPECIFIED, **hyper, "tau": 2.0, "scale_by_temperature": False}
+    alone = fedecouple_client(mlp, KEY, 0, *models, rows, rows, whole, SimpleNamespace(**of_all))
+    jax.tree.map(near, upload, alone)  # measuring changes nothing
     z, y = mlp.extract(w["extractor"], rows), mlp.y[rows]
     means, _ = class_means(mlp.extract(to_numpy(received)["extractor"], rows), y, CLASSES)
     pull = mlp.extract_gradient(w["extractor"], rows, hyper["mu"] * 2 * (z - means[y]) / len(y) / z.shape[1])
@@ -426,12 +448,17 @@ def test_gradient_ratios_are_those_of_the_terms_in_numpy(model, trainer, federat
 
 
 def test_the_server_weighs_by_similarity_alone(model, trainer):
-    w = model.init(KEY)
+    w = jax.tree.map(np.asarray, jax.jit(model.init)(KEY))
 
-    def aggregate(factors, sizes, **hyperparameters):
-        uploads = jax.tree.map(lambda leaf: jnp.stack([factor * leaf for factor in factors]), w)
-        cohort = Cohort(jnp.arange(len(sizes)), jnp.float32(sizes), len(sizes), len(sizes))
-        return fedecouple(model, trainer, **hyperparameters).aggregate(now(KEY, 0), w, None, uploads, cohort)[0]
+    @partial(jax.jit, static_argnames="aggregation")
+    def combined(uploads, sizes, aggregation):
+        method = fedecouple(model, trainer, aggregation=aggregation)
+        cohort = Cohort(jnp.arange(len(sizes)), sizes, len(sizes), len(sizes))
+        return method.aggregate(now(KEY, 0), w, None, uploads, cohort)[0]
+
+    def aggregate(factors, sizes, aggregation="similarity"):
+        uploads = jax.tree.map(lambda leaf: np.stack([np.float32(factor) * leaf for factor in factors]), w)
+        return combined(uploads, np.float32(sizes), aggregation)
 
     def check(found, factor):
         jax.tree.map(lambda a, b: close(a, factor * b), found, w)
@@ -443,31 +470,53 @@ def test_the_server_weighs_by_similarity_alone(model, trainer):
     check(aggregate([1, 0.5], [1, 9], aggregation="size"), 0.55)
 
 
-def test_with_everything_off_it_is_fedrep_that_also_averages_heads(play, model, trainer):
+def test_with_everything_off_it_is_fedrep_that_also_averages_heads(model, trainer, federation):
+    """What a client does of it from a model of its own, and what the server does; FedRep's in place of both."""
     off = {"head_features": "global", "lam": 0.0, "mu": 0.0, "frozen_head_epochs": 0, "aggregation": "size"}
     method = fedecouple(model, trainer, head_epochs=3, **off)._replace(copies="none")
     rep = fedrep(model, trainer, head_epochs=3)
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
 
-    def local(now, view, client, data):
-        head, extractor, info, *_ = rep.local(now, view["extractor"], client.model["head"], data)
-        both = {"extractor": extractor, "head": head}
-        return Update(Client(both, jnp.array(True)), both, info)
+    @jax.jit
+    def parts(key):
+        received, own = model.init(KEY), model.init(OTHER_KEY)
+        ours = method.local(now(key, 1), received, Client(own, jnp.array(True)), data)
+        head, extractor, info, *_ = rep.local(now(key, 1), received["extractor"], own["head"], data)
+        trained = {"extractor": extractor, "head": head}
+        uploads = jax.tree.map(lambda *leaves: jnp.stack(leaves), trained, own)
+        cohort = Cohort(jnp.arange(2), jnp.array([3.0, 5.0]), N, N)
+        mean, _ = method.aggregate(now(key, 1), received, ours.client, uploads, cohort)
+        theta, _ = rep.aggregate(now(key, 1), received["extractor"], head, uploads["extractor"], cohort)
+        post = method.personal(*ours.trained)
+        pre = method.personal(mean, ours.client)
+        theirs = trained, trained, info, trained, theta, {"extractor": theta, "head": head}
+        return (ours.client.model, ours.upload, ours.info, post, mean["extractor"], pre), theirs, mean, uploads
 
-    expected = rep._replace(init=method.init, local=local, personal=method.personal)
-    (_, found), (_, expected) = play(method, 3), play(expected, 3)
-    jax.tree.map(close, (found.state, found.post, found.loss), (expected.state, expected.post, expected.loss))
+    found, expected, mean, uploads = parts(client_key(KEY, 1, 2))
+    jax.tree.map(close, found, expected)
+    jax.tree.map(lambda a, rows: close(a, np.average(rows, axis=0, weights=[3, 5])), mean["head"], uploads["head"])
 
 
-@pytest.mark.parametrize("classes", [10, 100])
-def test_traffic_is_the_papers(classes, trainer):
+class Untrained(Trainer):
+    """Trains nothing, which spares most of the tracing."""
+
+    def __call__(self, now, loss, params, data, **options):
+        return params, TrainInfo(jnp.zeros(()), now.t)
+
+
+def test_traffic_is_the_papers():
+    """All parameters go up and down, of which there are this many."""
     mean = std = jnp.full(3, 0.5)
-    model = build(MODELS["cnn3"](), (32, 32, 3), classes, init="torch", mean=mean, std=std)
+    for classes in (100, 10):
+        model = build(MODELS["cnn3"](), (32, 32, 3), classes, init="torch", mean=mean, std=std)
+        params = jax.eval_shape(model.init, KEY)
+        assert count(params) == 106_400 + 129 * classes
+        kilobytes = 2 * size(params) / 1024
+        assert kilobytes == pytest.approx(2 * (415.6 + 0.504 * classes), rel=1e-4)
     shape = jax.ShapeDtypeStruct
     rows = Clients(shape((20, 600), jnp.int32), shape((20,), jnp.int32), shape((20, classes), jnp.float32))
     pool = shape((12000, 32, 32, 3), jnp.uint8), shape((12000,), jnp.int32)
-    shapes = survey(Engine(fedecouple(model, trainer), 20), KEY, Federation(*pool, rows, None, rows, rows))[1]
-    assert count(shapes.up) == count(shapes.down) == 106_400 + 129 * classes
-    kilobytes = (size(shapes.up) + size(shapes.down)) / 1024
-    assert kilobytes == pytest.approx(2 * (415.6 + 0.504 * classes), rel=1e-4)
-    if classes == 10:
-        assert round(29 * kilobytes / 1000, 1) == 24.4
+    shapes = survey(Engine(fedecouple(model, Untrained()), 20), KEY, Federation(*pool, rows, None, rows, rows))[1]
+    assert [count(shapes.up), count(shapes.down)] == [count(params)] * 2
+    assert [size(shapes.up), size(shapes.down)] == [size(params)] * 2
+    assert round(29 * kilobytes / 1000, 1) == 24.4

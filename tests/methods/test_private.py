@@ -3,7 +3,6 @@
 import importlib.util
 import sys
 import zlib
-from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -23,7 +22,7 @@ from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.experiment.privacy import check_privacy, epsilon, spent, without_privacy
 from fedjax_pfl.experiment.programs import lay_out
-from fedjax_pfl.method import Cohort
+from fedjax_pfl.method import Cohort, TrainInfo, Update
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.private import private
@@ -50,6 +49,11 @@ def noise_of(t, tree):
 def clipped(update):
     length = np.sqrt(sum(np.sum(u**2) for u in jax.tree.leaves(update)))
     return jax.tree.map(lambda u: u * min(1.0, CLIP / length), update), length
+
+
+def unscored(method):
+    """The method, whose models nobody needs the scores of."""
+    return method._replace(predict=lambda params, x: jnp.zeros((len(x), 3)), global_predict=None)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +96,8 @@ def test_rounds_are_numpys(name, played, trainer, federation):
 
 def test_noise_has_its_deviation_in_every_round_and_array(model, trainer, federation):
     """Of clients that do not train, the model is a sum of noise."""
-    still = fedavg(model, replace(trainer, lr=0.0))
+    nothing = TrainInfo(jnp.zeros(()), jnp.array(0, jnp.int32))
+    still = unscored(fedavg(model, trainer))._replace(local=lambda now, view, own, data: Update(own, view, nothing))
     start, end, _ = play(private(still, clip=2.0, noise=1.5, expected=4.0), federation, rounds=4)
     moved = jax.tree.leaves(jax.tree.map(lambda a, b: np.asarray(a - b).ravel(), end.state.server, start.state.server))
     deviation = 1.5 * 2.0 / 4.0 * np.sqrt(4)
@@ -103,7 +108,7 @@ def test_noise_has_its_deviation_in_every_round_and_array(model, trainer, federa
 
 def test_one_client_moves_the_model_by_the_clip_at_most_whatever_it_sends(model, trainer, federation):
     """Two federations that are neighbours: client 2, the largest, has its samples or none."""
-    plain = fedavg(model, trainer)
+    plain = unscored(fedavg(model, trainer))
     start = jax.jit(Engine(plain, N).init)(KEY, federation)
 
     @jax.jit
@@ -126,19 +131,24 @@ def test_one_client_moves_the_model_by_the_clip_at_most_whatever_it_sends(model,
 
 def test_a_sum_that_is_neither_clipped_nor_hidden_is_fedavgs_mean_of_equal_clients(model, trainer):
     plain = fedavg(model, trainer)
+    open_sum = private(plain, clip=1e6, noise=0.0, expected=3.0)
     rng = np.random.default_rng(1)
     server, _ = jax.eval_shape(lambda key: plain.init(key, N), KEY)
-    server = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), server)
-    uploads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=(4, *leaf.shape)), jnp.float32), server)
-    uploads = jax.tree.map(lambda leaf: leaf.at[1].set(0.0), uploads)
+    uploads = jax.tree.map(lambda leaf: np.float32(rng.normal(size=(4, *leaf.shape))), server)
+    server = jax.tree.map(lambda leaf: np.float32(rng.normal(size=leaf.shape)), server)
+    for leaf in jax.tree.leaves(uploads):
+        leaf[1] = 0.0
     cohort = Cohort(jnp.array([5, N, 0, 2]), jnp.array([9.0, 0.0, 9.0, 9.0]), N, N)
-    expected, _ = plain.aggregate(now(KEY, 0), server, (), uploads, cohort)
-    found, _ = private(plain, clip=1e6, noise=0.0, expected=3.0).aggregate(now(KEY, 0), server, (), uploads, cohort)
-    jax.tree.map(near, found, expected)
+
+    @jax.jit
+    def means(server, uploads):
+        return [m.aggregate(now(KEY, 0), server, (), uploads, cohort)[0] for m in (open_sum, plain)]
+
+    jax.tree.map(near, *means(server, uploads))
 
 
 def test_devices_add_the_same_noise(played, model, trainer, federation, mesh):
-    method = private(fedavg(model, trainer), clip=CLIP, noise=NOISE, expected=EXPECTED)
+    method = private(unscored(fedavg(model, trainer)), clip=CLIP, noise=NOISE, expected=EXPECTED)
     engine = Engine(method, N, POISSON, Placement(mesh, 2))
     start, end, _ = played("fedavg")
     run = jax.jit(engine.rounds)(KEY, start, at(0), at(6), jnp.array(True), federation)
@@ -152,13 +162,13 @@ needs_accountant = pytest.mark.skipif(
 )
 
 
-def delta_of(eps, mean, ratio):
-    """How much likelier than e^eps outputs can be of N(mean, 1) with this probability, else N(0, 1), or of N(0, 1)."""
+def deltas(mean, ratio):
+    """eps -> delta of N(mean, 1) with this probability, else N(0, 1), against N(0, 1), and the other way round."""
     x, step = np.linspace(-12, 12 + 3 * mean, 400_001, retstep=True)
     without = norm.pdf(x)
     there = ratio * norm.pdf(x, mean) + (1 - ratio) * without
     pairs = (there, without), (without, there)
-    return max(step * np.maximum(p - np.exp(eps) * q, 0).sum() for p, q in pairs)
+    return lambda eps: max(step * np.maximum(p - np.exp(eps) * q, 0).sum() for p, q in pairs)
 
 
 @needs_accountant
@@ -166,7 +176,8 @@ def delta_of(eps, mean, ratio):
 def test_epsilon_is_a_tight_bound_on_what_can_be_computed(noise, ratio, rounds):
     """Of all clients, many rounds are one with a mean that is sqrt(rounds) as far away."""
     mean, delta = np.sqrt(rounds) / noise, 1e-5
-    exact = brentq(lambda eps: delta_of(eps, mean, ratio) - delta, 1e-3, 60, xtol=1e-4)
+    delta_of = deltas(mean, ratio)
+    exact = brentq(lambda eps: delta_of(eps) - delta, 1e-3, 60, xtol=1e-4)
     assert exact < epsilon(noise, ratio, rounds, delta) < 1.35 * exact
 
 
@@ -193,13 +204,18 @@ TABLES = {
 }
 
 
+AROUND = {"attack": {"kind": "scaled"}, "compression": {"kind": "int8"}}
+
+
 @needs_accountant
 def test_a_run_says_what_it_costs_and_another_noise_compiles_nothing(monkeypatch):
-    result = simulate(Config(**TABLES, privacy=PRIVATE))
+    """Also with liars and compression around the method."""
+    result = simulate(Config(**TABLES, **AROUND, privacy=PRIVATE))
     expected = {"delta": 1e-5, "noise": 0.8, "clip": 0.5, "adjacency": "replace_special"}
     assert result.summary["privacy"] == {"epsilon": epsilon(0.8, 0.5, 4, 1e-5), **expected}
+    assert len(result.summary["attackers"]) == 2
     monkeypatch.setattr("fedjax_pfl.experiment.programs.ThreadPoolExecutor", lambda **_: pytest.fail("compiled"))
-    other = simulate(Config(**TABLES, privacy={"clip": 0.4, "noise": 1.2, "delta": 1e-3}))
+    other = simulate(Config(**TABLES, **AROUND, privacy={"clip": 0.4, "noise": 1.2, "delta": 1e-3}))
     assert other.summary["privacy"]["epsilon"] == epsilon(1.2, 0.5, 4, 1e-3)
     assert other.history["pre.loss"] != result.history["pre.loss"]
 
@@ -222,9 +238,7 @@ def test_the_library_is_missed_before_anything_is_compiled(monkeypatch):
 @needs_accountant
 def test_what_stands_around_a_method_is_put_on_in_order():
     """Liars, then privacy, then compression, whose uploads privacy sees unpacked: traffic is that of bytes."""
-    tables = {**TABLES, "attack": {"kind": "scaled"}, "compression": {"kind": "int8"}, "privacy": PRIVATE}
-    result = simulate(Config(**tables))
-    assert (len(result.summary["attackers"]), result.summary["privacy"]["clip"]) == (2, 0.5)
+    tables = {**TABLES, **AROUND, "privacy": PRIVATE}
     program = lay_out([Config(**tables)], load("digits"))
     fields = {"attack.scale", "privacy.clip", "privacy.noise", "training.lr", "training.lr_decay"}
     assert program.rows[0].inputs.keys() == fields

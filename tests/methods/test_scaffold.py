@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,26 +10,15 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data, pack
-from fedjax_pfl.engine.memory import survey
-from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.round import Engine, round_keys
-from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.scaffold import scaffold
 from fedjax_pfl.models import Model
-from tests.reference import MLP, at, client, client_key, held, now, to_numpy
+from tests.play import EVERYONE, KEY, SOME, N, exchanged, play
+from tests.reference import MLP, client, client_key, held, now, to_numpy
 
-N, ROUNDS, SERVER_LR = 7, 4, 0.7
-KEY = jax.random.key(31)
-SOME = Participation(0.3, 0.8, 0.2)
+ROUNDS, SERVER_LR = 4, 0.7
 
 near = partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
-
-
-def play(method, federation, *, clients=N, who=SOME, new=0, rounds=ROUNDS):
-    engine = Engine(method, clients, who, new=new)
-    start = jax.jit(engine.init)(KEY, federation)
-    return engine, start, jax.jit(engine.rounds)(KEY, start, at(0), at(rounds), jnp.array(True), federation)
 
 
 def scaffold_client(mlp, key, t, w, c, own, rows, trainer):
@@ -48,53 +38,55 @@ def scaffold_client(mlp, key, t, w, c, own, rows, trainer):
     return jax.tree.map(np.subtract, trained, w), new
 
 
-@pytest.mark.parametrize(("who", "new"), [(Participation(), 0), (SOME, 2)], ids=["everyone", "some"])
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_rounds_are_numpys(momentum, who, new, model, trainer, federation):
+# A momentum of 0 is one that the program does not have.
+@pytest.fixture(scope="module", params=[(0.0, EVERYONE, 0), (0.5, SOME, 2)], ids=["everyone", "some with momentum"])
+def run(request, model, trainer, federation):
+    momentum, who, new = request.param
     trainer = replace(trainer, momentum=momentum, weight_decay=0.01, lr_decay=0.9)
     method = scaffold(model, trainer, server_lr=SERVER_LR)
-    engine, start, end = play(method, federation, who=who, new=new)
+    start, end, cohorts = play(method, federation, who=who, new=new, rounds=ROUNDS)
+    start, end = jax.tree.map(np.asarray, (start, end))
+    return SimpleNamespace(start=start, end=end, cohorts=cohorts, method=method, trainer=trainer, trainers=N - new)
+
+
+def test_rounds_are_numpys(run, federation):
     mlp = MLP(federation.x, federation.y)
-    w = to_numpy(start.state.server.params)
+    w = to_numpy(run.start.state.server.params)
     c = jax.tree.map(np.zeros_like, w)
-    own, post, trainers = [c] * N, {}, N - new
-    for t in range(ROUNDS):
-        ids, _ = engine._select(round_keys(KEY, at(t)), federation.train.count)
-        cohort = [int(i) for i in ids if i < N]
+    own, post = [c] * N, {}
+    for t, cohort in enumerate(run.cohorts):
         changes, old = [], own.copy()
         for i in cohort:
             rows, key = held(federation.train, i), client_key(KEY, t, i)
-            change, own[i] = scaffold_client(mlp, key, t, w, c, own[i], rows, trainer)
+            change, own[i] = scaffold_client(mlp, key, t, w, c, own[i], rows, run.trainer)
             changes.append(change)
             post[i] = jax.tree.map(np.add, w, change)
         if cohort:
             w = jax.tree.map(lambda w, *changes: w + SERVER_LR * np.mean(changes, axis=0), w, *changes)
         for i in cohort:
-            c = jax.tree.map(lambda c, new, old: c + (new - old) / trainers, c, own[i], old[i])
-    jax.tree.map(near, tuple(end.state.server), (w, c))
+            c = jax.tree.map(lambda c, new, old: c + (new - old) / run.trainers, c, own[i], old[i])
+    jax.tree.map(near, tuple(run.end.state.server), (w, c))
     for i in range(N):
-        jax.tree.map(near, client(end.state.clients, i), own[i])
+        jax.tree.map(near, client(run.end.state.clients, i), own[i])
     for i, params in post.items():
-        near([float(leaf[i]) for leaf in end.post.test], mlp.scores(params, held(federation.test, i)))
-    pooled = jax.jit(method.global_predict)(end.state.server, federation.x)
+        near([float(leaf[i]) for leaf in run.end.post.test], mlp.scores(params, held(federation.test, i)))
+    pooled = jax.jit(run.method.global_predict)(run.end.state.server, federation.x)
     near(pooled, mlp.logits(w, np.arange(len(mlp.y))), atol=1e-4)
 
 
-@pytest.mark.parametrize("new", [0, 3])
-def test_with_everybody_the_servers_variate_is_the_mean_of_the_clients(new, model, trainer, federation):
-    _, _, end = play(scaffold(model, trainer), federation, who=Participation(), new=new)
-    means = jax.tree.map(lambda leaf: np.mean(leaf[: N - new], axis=0), end.state.clients)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), end.state.server.control, means)
+def test_the_servers_variate_is_the_mean_of_all_that_may_take_part(run):
+    means = jax.tree.map(lambda leaf: np.mean(leaf[: run.trainers], axis=0), run.end.state.clients)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), run.end.state.server.control, means)
     assert np.abs(means["head"]["kernel"]).max() > 0.01
 
 
 def test_clients_that_agree_have_nothing_to_correct_and_run_fedavg(model, trainer, federation):
     trainer = replace(trainer, batch_size=32)
-    rows = np.array([2, 2, 2, 2])
-    four = federation._replace(**{part: client(getattr(federation, part), rows) for part in ("train", "test")})
-    options = {"clients": 4, "who": Participation()}
-    _, start, end = play(scaffold(model, trainer), four, **options)
-    _, _, expected = play(fedavg(model, trainer), four, **options)
+    tables = jax.tree.map(np.asarray, (federation.train, federation.test))
+    train, test = client(tables, np.full(N, 2))
+    alike = federation._replace(train=train, test=test)
+    start, end, _ = play(scaffold(model, trainer), alike, rounds=ROUNDS)
+    _, expected, _ = play(fedavg(model, trainer), alike, rounds=ROUNDS)
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, end.state.server.params, expected.state.server)
     assert float(end.loss) == pytest.approx(float(expected.loss), rel=1e-4)
@@ -103,14 +95,18 @@ def test_clients_that_agree_have_nothing_to_correct_and_run_fedavg(model, traine
 
 def test_a_client_without_samples_changes_nothing(model, trainer, federation):
     method = scaffold(model, trainer)
-    (params, _), _ = method.init(KEY, N)
-    control, own = (jax.tree.map(lambda leaf, to=to: jnp.full_like(leaf, to), params) for to in (0.3, 0.2))
-    nobody = jax.tree.map(lambda leaf: leaf[0], pack([np.zeros(0, np.int64)], np.asarray(federation.y), 3))
-    data = client_data(federation.x, federation.y, nobody)
-    view = method.init(KEY, N)[0]._replace(control=control)
-    update = jax.jit(method.local)(now(KEY, 0), view, own, data)
+    nobody = jax.tree.map(lambda leaf: np.asarray(leaf)[0], pack([np.zeros(0, np.int64)], np.asarray(federation.y), 3))
+
+    @jax.jit
+    def work(nobody):
+        view, own = method.init(KEY, N)
+        control, own = (jax.tree.map(lambda leaf, to=to: jnp.full_like(leaf, to), own) for to in (0.3, 0.2))
+        data = client_data(federation.x, federation.y, nobody)
+        return own, method.local(now(KEY, 0), view._replace(control=control), own, data)
+
+    own, update = work(nobody)
     jax.tree.map(np.testing.assert_array_equal, update.client, own)
-    assert not any(leaf.any() for leaf in jax.tree.leaves(update.upload))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(update.upload))
 
 
 def test_running_statistics_are_averaged_without_variates(trainer, federation):
@@ -134,25 +130,26 @@ def test_running_statistics_are_averaged_without_variates(trainer, federation):
         classes=3,
         maps=(),
     )
-    everyone, small = Participation(), replace(trainer, lr=0.01)
-    _, start, end = play(scaffold(model, small, server_lr=0.5), federation, who=everyone, rounds=1)
-    local = jax.jit(fedavg(model, small).local)
-    trained = []
-    for i in range(N):
-        data = client_data(federation.x, federation.y, client(federation.train, i))
-        trained.append(local(now(client_key(KEY, 0, i), 0), start.state.server.params, (), data).upload)
-    mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *trained)
+    small = replace(trainer, lr=0.01)
+    start, end, _ = play(scaffold(model, small, server_lr=0.5), federation, rounds=1)
+
+    def trained(key, row):
+        data = client_data(federation.x, federation.y, row)
+        return fedavg(model, small).local(now(key, 0), start.state.server.params, (), data).upload
+
+    keys = jnp.stack([client_key(KEY, 0, i) for i in range(N)])
+    uploads = jax.jit(lambda keys, rows: jax.lax.map(lambda row: trained(*row), (keys, rows)))(keys, federation.train)
+    mean = jax.tree.map(lambda leaf: np.mean(leaf, axis=0), uploads)
     found = end.state.server.params["extractor"]
     np.testing.assert_allclose(found["scale"], 0.5 + 0.5 * mean["extractor"]["scale"], rtol=1e-5)
     np.testing.assert_allclose(found["norm"]["running_mean"], mean["extractor"]["norm"]["running_mean"], rtol=1e-5)
     assert not np.allclose(found["norm"]["running_mean"], 0.25, rtol=1e-2)
     for variate in (end.state.server.control, end.state.clients):
-        assert variate["extractor"]["scale"].any()
-        assert not variate["extractor"]["norm"]["running_mean"].any()
+        assert np.any(variate["extractor"]["scale"])
+        assert not np.any(variate["extractor"]["norm"]["running_mean"])
 
 
 def test_parameters_and_variates_go_down_and_come_back(model, trainer, federation):
-    _, shapes = survey(Engine(scaffold(model, trainer), N), KEY, federation)
-    parameters = count(jax.eval_shape(model.init, KEY))
-    assert count(shapes.down) == count(shapes.up) == 2 * parameters
-    assert count(shapes.client) == parameters
+    found = exchanged(scaffold(model, trainer), federation)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, KEY)))
+    assert (found.down, found.up, found.kept) == (2 * parameters, 2 * parameters, parameters)

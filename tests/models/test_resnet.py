@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.models import MODELS, build
 from fedjax_pfl.models.norm import is_statistic
-from fedjax_pfl.models.projection import Projected
 from fedjax_pfl.models.resnet import Bottleneck, ConvNorm, ResNet
 from fedjax_pfl.ops.training import Trainer
 from tests.models.test_models import convolution
@@ -241,29 +239,8 @@ def test_statistics_are_trained_on_samples_alone_and_averaged_as_the_extractor_i
     assert np.isfinite(run.post.test.loss).all()
 
 
-# Tracing the eighteen layers takes seconds, and FedCPD goes through them five times: the small one stands for them.
-@pytest.mark.parametrize(
-    ("name", "norm"), [*((name, "batch") for name in METHODS), *((name, "group") for name in ("fedavg", "fedcpd"))]
-)
-def test_every_method_trains_them_in_passes_with_a_mask(name, norm, federation):
-    """Traced, not compiled."""
-    masks = []
-
-    def recorded(fn):
-        def call(theta, x, mask=None):
-            masks.append(mask)
-            return fn(theta, x, mask)
-
-        return call
-
-    extractor = MODELS["resnet18"]() if (name, norm) == ("fedavg", "group") else small(norm)
-    model = join(Projected(extractor, 5, "torch") if name == "pfedcspc" else extractor, (4, 4, 1))
-    names = ("features", "features_and_maps", "apply")
-    model = model._replace(**{name: recorded(getattr(model, name)) for name in names})
-    if model.projection is not None:
-        model = model._replace(projection=model.projection._replace(encode=recorded(model.projection.encode)))
-    engine = Engine(METHODS[name](model, TRAIN), 7)
+def test_fedavg_trains_all_eighteen_layers(federation):
+    """Traced, not compiled; tests/test_conformance.py trains a small one by every method."""
+    engine = Engine(fedavg(join(MODELS["resnet18"](), (4, 4, 1)), TRAIN), 7)
     run = jax.eval_shape(engine.init, KEY, federation)
-    after = jax.eval_shape(engine.round, KEY, T0, run, jnp.array(True), federation)
-    assert after == run
-    assert any(mask is not None for mask in masks)
+    assert jax.eval_shape(engine.round, KEY, T0, run, jnp.array(True), federation) == run

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.method import Method, PerClass, SentIf
+from fedjax_pfl.method import Method, PerClass, SentIf, TrainInfo
 from fedjax_pfl.methods import METHODS
-from fedjax_pfl.ops.training import Trainer
+from fedjax_pfl.ops.training import Trainer, is_off
 from fedjax_pfl.ops.uploads import has_form_of, map_values, origin_of
-from tests.reference import client, now
+from tests.reference import at, client, now
 
 KEY, N = jax.random.key(3), 7
 
@@ -69,26 +69,50 @@ def test_values_are_all_real_numbers_but_statistics_flags_and_counts():
     }
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_what_is_taken_for_an_update_of_the_view_comes_back_as_it_was_without_training(
-    name, model, model_with_maps, model_with_norm, model_with_projection, federation
-):
-    """With a learning rate of 0: an array that differs is no trained one, and its method has to say so."""
-    special = {"fedcpd": model_with_maps, "pfedcspc": model_with_projection, "fedbn": model_with_norm}
-    method = METHODS[name](special.get(name, model), Trainer(epochs=1, batch_size=32, lr=0.0))
-    pool, row = (federation.x, federation.y), client(federation.train, 2)
-    data = client_data(*pool, row, jnp.array(2))._replace(validation=client_data(*pool, client(federation.test, 2)))
+class Still(Trainer):
+    """At a rate of 0, what is trained comes back as it was: nobody need compute gradients to see that.
 
-    def work(key):
-        server, own = method.init(key, N)
+    A method's own steps are taken, on all of the client's samples as one batch: there are no loops to be compiled.
+    """
+
+    def __call__(self, now, loss, params, data, *, lr=None, **others):
+        if lr is None or is_off(lr):
+            return params, TrainInfo(jnp.ones(()), at(1))
+        return super().__call__(now, loss, params, data, lr=lr, **others)
+
+    def over_batches(self, now, step, carry, data, **_):
+        slots = jnp.arange(data.capacity)
+        return step(carry, data.take(slots, slots < data.count), now.key)
+
+
+@pytest.fixture(scope="module")
+def uploads(model, model_with_maps, model_with_norm, model_with_projection, federation):
+    """name -> what client 2 uploads without training, and what that is taken for an update of; all in one program.
+
+    With a learning rate of 0. Methods are left out that send changes, or nothing under a name that they have received.
+    """
+    special = {"fedcpd": model_with_maps, "pfedcspc": model_with_projection, "fedbn": model_with_norm}
+
+    def of(name, x, y, tables):
+        method = METHODS[name](special.get(name, model), Still(lr=0.0))
+        data, test = (client_data(x, y, rows, at(2)) for rows in tables)
+        server, own = method.init(KEY, N)
         # So that nothing is 0, which a change without training is.
         view = jax.tree.map(lambda leaf: leaf + 1 if leaf.dtype == jnp.float32 else leaf, method.broadcast(server))
-        return view, method.local(now(key, 0), view, own, data).upload
+        upload = method.local(now(KEY, 0), view, own, data._replace(validation=test)).upload
+        sent, received = ({path for path, _ in jax.tree.leaves_with_path(tree)} for tree in (upload, view))
+        return None if method.sends_change or not sent & received else (upload, origin_of(method, view, upload))
 
-    view, upload = (jax.tree.leaves_with_path(tree) for tree in jax.eval_shape(work, KEY))
-    if method.sends_change or not {path for path, _ in upload} & {path for path, _ in view}:
+    tables = client(jax.tree.map(np.asarray, (federation.train, federation.test)), 2)
+    of_all = jax.jit(lambda *pool: {name: of(name, *pool) for name in METHODS})
+    return jax.tree.map(np.asarray, of_all(federation.x, federation.y, tables))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_taken_for_an_update_of_the_view_comes_back_as_it_was_without_training(name, uploads):
+    """An array that differs is no trained one, and its method has to say so."""
+    if uploads[name] is None:
         return
-    view, upload = jax.jit(work)(KEY)
-    for origin, sent in zip(*map(jax.tree.leaves, (origin_of(method, view, upload), upload)), strict=True):
+    for sent, origin in zip(*map(jax.tree.leaves, uploads[name]), strict=True):
         if origin.any():
             np.testing.assert_allclose(sent, origin, atol=1e-6)

@@ -17,8 +17,8 @@ from fedjax_pfl.data.federated import Augmentation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
-from fedjax_pfl.engine.traffic import count
-from fedjax_pfl.method import TrainInfo
+from fedjax_pfl.engine.traffic import count, size
+from fedjax_pfl.method import Cohort, TrainInfo
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedcpd import fedcpd
 from fedjax_pfl.methods.fedcpd.feature_distillation import feature_distillation
@@ -26,7 +26,7 @@ from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.ops.losses import cross_entropy
 from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, prototype_contrast
 from fedjax_pfl.ops.training import Trainer
-from tests.conftest import CLASSES, TRAIN_SIZES, WITH_EMITTERS
+from tests.conftest import CLASSES, TRAIN_SIZES
 from tests.reference import (
     MLP,
     at,
@@ -74,44 +74,50 @@ def play(federation):
     return play
 
 
-def cohort(engine, t, federation):
-    """Who takes part in round t, and how many were selected."""
-    ids, selected = engine._select(round_keys(KEY, at(t)), federation.train.count)
-    return [int(i) for i in ids if i < N], int(selected)
+def cohorts(engine, federation):
+    """Who takes part in each round, and how many were selected."""
+    draw = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), federation.train.count)))
+    ids, selected = map(np.asarray, draw(jnp.arange(ROUNDS)))
+    return [([int(i) for i in row if i < N], int(number)) for row, number in zip(ids, selected, strict=True)]
 
 
 # --- Limits ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("who", [EVERYONE, SOME], ids=["everyone", "some"])
-def test_without_its_terms_it_is_fedrep_bit_for_bit(who, play, model, trainer, federation):
-    method, rep = (
-        fedcpd(model, trainer, **OFF, head_epochs=HEAD_EPOCHS),
-        fedrep(model, trainer, head_epochs=HEAD_EPOCHS),
-    )
-    (_, _, found), (_, start, expected) = play(method, who), play(rep, who)
-    server, clients = found.state
-    jax.tree.map(same, (server.params["extractor"], clients.head), tuple(expected.state))
-    jax.tree.map(same, (found.post, found.loss), (expected.post, expected.loss))
-    view = method.broadcast(server)
-    for i in range(N):  # PRE
-        logits = rep.predict(rep.personal(expected.state.server, client(expected.state.clients, i)), federation.x)
-        same(method.predict(method.personal(view, client(clients, i)), federation.x), logits)
-    assert server.prototypes is None
-    assert clients.teacher is None
-    assert not np.allclose(expected.state.server["hidden_layer"]["bias"], start.state.server["hidden_layer"]["bias"])
+@pytest.mark.parametrize("base", ["fedrep", "fedavg"])
+def test_without_its_terms_it_is_its_base_bit_for_bit(base, model, trainer, federation):
+    """Its parts, which the engine puts together without asking for their names."""
+    method = fedcpd(model, trainer, **OFF, head_epochs=HEAD_EPOCHS, base=base)
+    methods = method, fedrep(model, trainer, head_epochs=HEAD_EPOCHS) if base == "fedrep" else fedavg(model, trainer)
+    data, x = client_data(federation.x, federation.y, client(federation.train, 2)), federation.x
 
+    @jax.jit
+    def parts(key):
+        found = []
+        for method in methods:
+            server, own = method.init(KEY, N)
+            view = method.broadcast(server)
+            update = method.local(now(key, 2), view, own, data)
+            uploads = jax.tree.map(lambda up, down: jnp.stack([up, down]), update.upload, view)
+            cohort = Cohort(jnp.arange(2), jnp.array([3.0, 5.0]), N, N)
+            after, new = method.aggregate(now(key, 2), server, update.client, uploads, cohort)
+            post, params = method.personal(*update.trained), method.personal(method.broadcast(after), new)
+            logits = method.predict(params, x), method.global_predict(after, x) if method.global_predict else ()
+            found.append(((own, new), view, update.upload, update.info, post, after, logits))
+        return found
 
-def test_without_its_terms_and_on_fedavg_it_is_fedavg_bit_for_bit(play, model, trainer, federation):
-    method, avg = fedcpd(model, trainer, **OFF, base="fedavg"), fedavg(model, trainer)
-    (_, _, found), (_, _, expected) = play(method, SOME), play(avg, SOME)
-    jax.tree.map(same, found.state.server.params, expected.state.server)
-    jax.tree.map(same, (found.post, found.loss, found.traffic), (expected.post, expected.loss, expected.traffic))
-    logits = avg.global_predict(expected.state.server, federation.x)
-    same(method.global_predict(found.state.server, federation.x), logits)
-    params = method.personal(method.broadcast(found.state.server), client(found.state.clients, 2))
-    same(method.predict(params, federation.x), logits)
-    assert not jax.tree.leaves(found.state.clients)
+    found, expected = parts(client_key(KEY, 2, 2))
+    for ours, theirs in zip(found, expected, strict=True):
+        jax.tree.map(same, jax.tree.leaves(ours), jax.tree.leaves(theirs))
+    (_, new), view, upload, *_, after, logits = found
+    assert (after.prototypes, view.per_class, new.teacher) == (None, None, None)
+    assert (new.head is None) == (base == "fedavg")
+    assert not np.allclose(*(tree.params["extractor"]["hidden_layer"]["bias"] for tree in (view, upload)))
+    if base == "fedavg":
+        same(*logits)
+    sent = [survey(Engine(method, N), KEY, federation)[1] for method in methods]
+    ours, theirs = ([size(each.down), size(each.up), size(each.client)] for each in sent)
+    assert ours == theirs
 
 
 def test_only_on_fedavg_there_is_a_global_model(model, trainer):
@@ -211,8 +217,7 @@ def both(request, play, model, trainer, federation):
     server = Server(params, np.zeros((CLASSES, model.dim)), np.zeros(CLASSES, bool))
     heads = [params["head"] if case.base == "fedavg" else to_numpy(client(start.state.clients.head, 0))] * N
     post, sent = {}, []
-    for t in range(ROUNDS):
-        present, selected = cohort(engine, t, federation)
+    for t, (present, selected) in enumerate(cohorts(engine, federation)):
         sent.append((selected, server.valid, present))
         uploads, means = [], []
         for i in present:
@@ -289,8 +294,9 @@ class Taught(NamedTuple):
 @pytest.fixture(scope="module")
 def taught(model_with_maps, trainer, federation):
     def engine(gamma):
+        # Without the scores, which nobody looks at here.
         method = fedcpd(model_with_maps, trainer, **TERMS, gamma=gamma)
-        return Engine(method, N, SOME)
+        return Engine(method._replace(predict=lambda params, x: jnp.zeros((len(x), CLASSES))), N, SOME)
 
     @jax.jit
     def one_round(gamma, t, run):
@@ -303,7 +309,7 @@ def taught(model_with_maps, trainer, federation):
         runs.append(run)
         untaught.append(without)
     runs, untaught = jax.tree.map(np.asarray, (runs, untaught))
-    return Taught(runs, untaught, [cohort(engine(0.0), t, federation)[0] for t in range(ROUNDS)])
+    return Taught(runs, untaught, [present for present, _ in cohorts(engine(0.0), federation)])
 
 
 def test_a_client_has_a_teacher_from_its_own_first_participation_on(taught):
@@ -335,6 +341,15 @@ def test_in_its_first_participation_nobody_teaches_a_client(taught):
     assert len(set(taught.cohorts[1]) - set(taught.cohorts[0])) > 0, "the first participation is not round 0"
 
 
+class Weights(NamedTuple):
+    """Of the terms of the loss."""
+
+    ce: float
+    alpha: float
+    beta: float
+    gamma: float
+
+
 @pytest.fixture(scope="module")
 def gradients(model_with_maps, trainer, federation):
     """Of what the two phases minimise: constants -> a function (what is trained, rows of a batch) -> its gradient."""
@@ -349,16 +364,16 @@ def gradients(model_with_maps, trainer, federation):
     def unit(rows):
         return rows / jnp.sqrt(jnp.sum(rows**2, axis=1, keepdims=True) + 1e-12)
 
-    def loss(trained, phi, prototypes, teacher, gamma, x, y, mask):
+    def loss(trained, phi, prototypes, teacher, weights, x, y, mask):
         params, psi = trained
         z, maps = model.features_and_maps(params["extractor"], x)
         _, targets = model.features_and_maps(teacher, x)
         cosines = jnp.where(prototypes.valid, unit(z) @ unit(prototypes.mean).T / TAU, -1e9)
         contrast = -jnp.take_along_axis(jax.nn.log_softmax(cosines), y[:, None], axis=1)[:, 0]
         align = jnp.mean((z - prototypes.mean[y]) ** 2, axis=1)
-        pull = jnp.where(prototypes.valid[y], TERMS["alpha"] * align + TERMS["beta"] * contrast, 0.0)
-        supervised = mask @ (entropies(phi, z, y) + pull) / mask.sum()
-        return supervised + gamma * feature_distillation(psi, maps, targets, mask)
+        pull = jnp.where(prototypes.valid[y], weights.alpha * align + weights.beta * contrast, 0.0)
+        supervised = mask @ (weights.ce * entropies(phi, z, y) + pull) / mask.sum()
+        return supervised + weights.gamma * feature_distillation(psi, maps, targets, mask)
 
     def of(loss):
         gradient, x, y = jax.jit(jax.grad(loss)), np.asarray(federation.x), np.asarray(federation.y)
@@ -392,7 +407,7 @@ def test_every_participation_matches_a_plain_loop(taught, gradients, model_with_
             phi = train(to_numpy(old.head), gradient, key, t, rows, trainer, phase="head", epochs=HEAD_EPOCHS)
             jax.tree.map(near, new.head, phi)
             teacher, gamma = (teachers[i], GAMMA) if i in teachers else (params["extractor"], 0.0)
-            gradient = by_rest(phi, prototypes, teacher, gamma)
+            gradient = by_rest(phi, prototypes, teacher, Weights(1.0, TERMS["alpha"], TERMS["beta"], gamma))
             w, psi = train(to_numpy((params, old.teacher.distiller)), gradient, key, t, rows, trainer)
             jax.tree.map(near, new.teacher.extractor, w["extractor"])
             jax.tree.map(near, new.teacher.distiller, psi)
@@ -406,13 +421,23 @@ def test_every_participation_matches_a_plain_loop(taught, gradients, model_with_
         same(after.server.prototypes.valid, expected.valid)
 
 
-def test_any_terms_add_up_on_fedavg_and_the_teacher_stays_with_the_client(model_with_maps, federation):
+@pytest.fixture(scope="module")
+def beginning(taught):
+    """(server, a client that has a teacher) before round 0; the teacher is what the client receives, times -1."""
+    server, clients = taught.runs[0].state
+    personal = client(clients, 0)
+    old = jax.tree.map(np.negative, personal.teacher.extractor)
+    return server, personal._replace(teacher=personal.teacher._replace(extractor=old, exists=np.array(True)))
+
+
+def test_any_terms_add_up_on_fedavg_and_the_teacher_stays_with_the_client(model_with_maps, federation, beginning):
     """By the loss of a batch, in a participation whose training just adds 1 to everything."""
     model, losses = model_with_maps, []
     data = client_data(federation.x, federation.y, client(federation.train, 4))
     eight = jnp.arange(8), jnp.ones(8, bool)
     batch = data.take(*eight)
-    params = jax.jit(model.init, compiler_options=WITH_EMITTERS)(KEY)
+    (begun, own), teacher = beginning, beginning[1].teacher
+    params = {**begun.params, "head": own.head}
     prototypes = Prototypes(jnp.eye(CLASSES, model.dim), jnp.array([True, False, True]))
     subsets = list(product((0.0, 1.5), (0.0, 0.7), (0.0, GAMMA)))
 
@@ -421,48 +446,37 @@ def test_any_terms_add_up_on_fedavg_and_the_teacher_stays_with_the_client(model_
             losses.append(loss(trained, data.take(*eight), now.key))
             return jax.tree.map(lambda leaf: leaf + 1, trained), TrainInfo(losses[-1], now.t)
 
-    @partial(jax.jit, compiler_options=WITH_EMITTERS)
-    def participate(teacher, exists):
+    @jax.jit
+    def participate(params, teacher):
         found = []
         for alpha, beta, gamma in subsets:
             method = fedcpd(model, AddOne(), alpha=alpha, beta=beta, gamma=gamma, tau=TAU, base="fedavg")
-            server, personal = method.init(KEY, N)
-            server = server._replace(params=params, prototypes=prototypes if alpha or beta else None)
-            if gamma:
-                personal = personal._replace(teacher=personal.teacher._replace(extractor=teacher, exists=exists))
+            server = begun._replace(params=params, prototypes=prototypes if alpha or beta else None)
+            personal = own._replace(head=None, teacher=teacher if gamma else None)
+            initial = jax.eval_shape(lambda method=method: method.init(KEY, N))
+            assert jax.tree.structure(initial) == jax.tree.structure((server, personal))
             after, upload, *_ = method.local(now(KEY, 1), method.broadcast(server), personal, data)
             assert (upload.per_class is not None, after.teacher is not None) == (alpha + beta > 0, gamma > 0)
             found.append((losses.pop(), upload.params, after.teacher))
         z, maps = model.features_and_maps(params["extractor"], batch.x)
-        _, targets = model.features_and_maps(teacher, batch.x)
-        distiller = personal.teacher.distiller
+        _, targets = model.features_and_maps(teacher.extractor, batch.x)
         terms = (
             centre_loss(z, batch.y, batch.mask, prototypes),
             prototype_contrast(z, batch.y, batch.mask, prototypes, temperature=TAU),
-            feature_distillation(distiller, maps, targets, batch.mask),
+            feature_distillation(teacher.distiller, maps, targets, batch.mask),
         )
-        return found, cross_entropy(model.classify(params["head"], z), batch.y, batch.mask), terms, distiller
+        return found, cross_entropy(model.classify(params["head"], z), batch.y, batch.mask), terms
 
-    opposite = jax.tree.map(lambda leaf: -leaf, params["extractor"])
+    more, distiller = jax.tree.map(lambda leaf: leaf + np.float32(1), (params, teacher.distiller))
     for exists in (False, True):
-        found, supervised, terms, distiller = participate(opposite, jnp.array(exists))
+        found, supervised, terms = participate(params, teacher._replace(exists=np.array(exists)))
         assert min(terms) > 0.01
-        more, distiller = jax.tree.map(lambda leaf: leaf + 1, (params, distiller))
-        for (alpha, beta, gamma), (loss, upload, teacher) in zip(subsets, found, strict=True):
+        for (alpha, beta, gamma), (loss, upload, left) in zip(subsets, found, strict=True):
             expected = supervised + np.dot([alpha, beta, gamma * exists], terms)
             assert float(loss) == pytest.approx(float(expected), rel=1e-5)
             jax.tree.map(same, upload, more)
             if gamma:
-                jax.tree.map(same, tuple(teacher), (more["extractor"], True, distiller))
-
-
-@pytest.fixture(scope="module")
-def beginning(model_with_maps, trainer):
-    """(server, a client that has a teacher) before round 0; the teacher is what the client receives, times -1."""
-    method = fedcpd(model_with_maps, trainer, **TERMS, gamma=GAMMA)
-    server, personal = jax.jit(method.init, static_argnums=1)(KEY, N)
-    old = jax.tree.map(lambda leaf: -leaf, personal.teacher.extractor)
-    return server, personal._replace(teacher=personal.teacher._replace(extractor=old, exists=jnp.array(True)))
+                jax.tree.map(same, tuple(left), (more["extractor"], True, distiller))
 
 
 def distilled(model, train, gamma, beginning, data):
@@ -478,17 +492,28 @@ def images_of(federation, i, draw=None, *, anew=True):
     return data if draw is None else data._replace(augmentation=Augmentation(draw, jax.random.key(8), anew))
 
 
-def leave_alone(keys, x):
-    return x
+@pytest.fixture(scope="module")
+def play_distilled(model_with_maps, trainer, federation):
+    """(beginning, client, anew in each epoch, lr, gamma, whether its images are cropped and flipped) -> its update."""
+
+    @partial(jax.jit, static_argnames="anew")
+    def work(beginning, row, anew, lr, gamma, moved):
+        data = client_data(federation.x, federation.y, row)
+        draw = lambda keys, x: jnp.where(moved, crop_flip(keys, x), x)  # noqa: E731
+        data = data._replace(augmentation=Augmentation(draw, jax.random.key(8), anew))
+        return distilled(model_with_maps, replace(trainer, lr=lr), gamma, beginning, data)
+
+    def play(beginning, i, *, anew, lr, gamma, moved):
+        return work(beginning, client(federation.train, i), anew, np.float32(lr), np.float32(gamma), np.bool_(moved))
+
+    return play
 
 
-def test_a_teacher_that_looks_once_per_round_teaches_what_it_would_batch_by_batch(
-    model_with_maps, trainer, federation, beginning
-):
+def test_a_teacher_that_looks_once_per_round_teaches_what_it_would_batch_by_batch(play_distilled, trainer, beginning):
     """An augmentation that leaves the images alone, anew in each epoch, is what keeps it from looking just once."""
-    play = jax.jit(partial(distilled, model_with_maps, trainer, GAMMA))
     for i in (2, 1):  # 27 samples, of which the last batch holds 3, and a single one
-        once, by_batch = (play(beginning, images_of(federation, i, draw)) for draw in (None, leave_alone))
+        options = {"lr": trainer.lr, "gamma": GAMMA, "moved": False}
+        once, by_batch = (play_distilled(beginning, i, anew=anew, **options) for anew in (False, True))
         jax.tree.map(near, once, by_batch)
 
 
@@ -515,15 +540,12 @@ def test_a_teacher_looks_at_all_images_first_where_they_come_again(
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["one draw", "a draw per epoch"])
-def test_teacher_and_student_see_the_same_images(anew, model_with_maps, trainer, federation, beginning):
+def test_teacher_and_student_see_the_same_images(anew, play_distilled, beginning):
     """A student that stays where its teacher is pays nothing for the distillation, whatever is drawn."""
     server, personal = beginning
-    itself = personal.teacher._replace(extractor=server.params["extractor"])
-    play = jax.jit(partial(distilled, model_with_maps, replace(trainer, lr=0.0)))
-    data = images_of(federation, 2, crop_flip, anew=anew)
-    with_it, without = (
-        play(jnp.float32(gamma), (server, personal._replace(teacher=itself)), data).info.loss for gamma in (1000.0, 0.0)
-    )
+    itself = server, personal._replace(teacher=personal.teacher._replace(extractor=server.params["extractor"]))
+    options = {"anew": anew, "lr": 0.0, "moved": True}
+    with_it, without = (play_distilled(itself, 2, gamma=gamma, **options).info.loss for gamma in (1000.0, 0.0))
     np.testing.assert_allclose(with_it, without, rtol=1e-6)
 
 
@@ -534,7 +556,7 @@ class Measuring(Trainer):
         return params, TrainInfo(jnp.zeros(()), now.t)
 
 
-def test_the_terms_are_measured_beside_the_cross_entropy(model_with_maps, trainer, federation, beginning):
+def test_the_terms_are_measured_beside_the_cross_entropy(gradients, model_with_maps, trainer, federation, beginning):
     """On the extractor as it is received, on one mini-batch."""
     model, data, (server, personal) = model_with_maps, images_of(federation, 2), beginning
     method = fedcpd(model, Measuring(batch_size=trainer.batch_size, diagnose=True), **TERMS, gamma=GAMMA)
@@ -542,27 +564,16 @@ def test_the_terms_are_measured_beside_the_cross_entropy(model_with_maps, traine
     update = jax.jit(method.local)(now(KEY, 3), method.broadcast(server), personal, data)
     size = trainer.batch_size
     first = next(batches(KEY, TRAIN_SIZES[2], epochs=1, batch_size=size, phase="diagnostics"))
-    batch = data.take(jnp.asarray(first), jnp.ones(size, bool))
+    rows, trained = held(federation.train, 2)[first], (server.params, personal.teacher.distiller)
 
-    @jax.jit
-    def lengths(theta, head, teacher):
-        z, back = jax.vjp(lambda theta: model.features_and_maps(theta, batch.x), theta)
-        _, targets = model.features_and_maps(teacher.extractor, batch.x)
-        terms = {
-            "ce": lambda z, maps: cross_entropy(model.classify(head, z), batch.y, batch.mask),
-            "alpha": lambda z, maps: centre_loss(z, batch.y, batch.mask, server.prototypes),
-            "beta": lambda z, maps: prototype_contrast(z, batch.y, batch.mask, server.prototypes, temperature=TAU),
-            "gamma": lambda z, maps: feature_distillation(teacher.distiller, maps, targets, batch.mask),
-        }
-        gradients = {name: back(jax.grad(lambda out, term=term: term(*out))(z)) for name, term in terms.items()}
-        return {
-            name: jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient)))
-            for name, gradient in gradients.items()
-        }
+    def length(**weights):
+        weights = Weights(**{**dict.fromkeys(Weights._fields, 0.0), **weights})
+        constants = personal.head, server.prototypes, personal.teacher.extractor, weights
+        params, _ = gradients[1](*constants)(trained, rows)
+        return np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(params["extractor"])))
 
-    length = lengths(server.params["extractor"], personal.head, personal.teacher)
     weights = {"alpha": TERMS["alpha"], "beta": TERMS["beta"], "gamma": GAMMA}
-    expected = {f"gradient_ratio_{name}": weight * length[name] / length["ce"] for name, weight in weights.items()}
+    expected = {f"gradient_ratio_{name}": length(**{name: weight}) / length(ce=1.0) for name, weight in weights.items()}
     jax.tree.map(near, update.diagnostics, expected)
     assert min(expected.values()) > 0.01
 

@@ -13,12 +13,13 @@ import pytest
 from scipy.special import softmax
 
 from fedjax_pfl import Config, ConfigError, simulate
+from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
-from fedjax_pfl.engine.traffic import count
+from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.experiment.build import DataShape, make_engine
-from fedjax_pfl.method import Cohort, PerClass, State
+from fedjax_pfl.method import Cohort, PerClass
 from fedjax_pfl.methods.fedasam import fedasam
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
@@ -31,7 +32,7 @@ from fedjax_pfl.methods.pfedcspc.kmeans import kmeans, sample_means
 from fedjax_pfl.methods.pfedcspc.state import Client, Upload
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import Trainer, phase_key
-from tests.conftest import CLASSES, WITH_EMITTERS
+from tests.conftest import CLASSES
 from tests.reference import (
     MLP,
     at,
@@ -69,35 +70,25 @@ def trainer(trainer):
     return replace(trainer, weight_decay=0.01, lr_decay=0.9)
 
 
-def start_of(method, federation):
-    """The run before round 0, without the scores of models that nobody has trained yet."""
-    return jax.jit(Engine(method, N).init)(KEY, federation)
-
-
-def cohort(engine, t, federation):
-    """Who takes part in round t, and how many were selected."""
-    ids, selected = engine._select(round_keys(KEY, at(t)), federation.train.count)
-    return [int(i) for i in ids if i < N], int(selected)
+def cohorts(engine, federation):
+    """Who takes part in each round, and how many were selected."""
+    draw = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), federation.train.count)))
+    ids, selected = map(np.asarray, draw(jnp.arange(ROUNDS)))
+    return [([int(i) for i in row if i < N], int(number)) for row, number in zip(ids, selected, strict=True)]
 
 
 # --- Limits ----------------------------------------------------------------------------------------------------------
 
 
-class Ran(NamedTuple):
-    engine: Engine
-    last: Run  # before the last round
-    end: Run
-
-
 @pytest.fixture(scope="module")
 def play(federation):
-    """(method, who) -> its run."""
+    """method -> its engine, and its runs before the last round and after it."""
 
-    def play(method, who):
-        engine = Engine(method, N, who)
-        rounds = jax.jit(engine.rounds, compiler_options=WITH_EMITTERS)
-        last = rounds(KEY, start_of(method, federation), at(0), at(ROUNDS - 1), jnp.array(True), federation)
-        return Ran(engine, last, rounds(KEY, last, at(ROUNDS - 1), at(ROUNDS), jnp.array(True), federation))
+    def play(method):
+        engine = Engine(method, N)
+        rounds, start = jax.jit(engine.rounds), jax.jit(engine.init)(KEY, federation)
+        last = rounds(KEY, start, at(0), at(ROUNDS - 1), jnp.array(True), federation)
+        return engine, last, rounds(KEY, last, at(ROUNDS - 1), at(ROUNDS), jnp.array(True), federation)
 
     return play
 
@@ -110,7 +101,6 @@ class SameBatches(Trainer):
 
 
 BASES = {
-    "fedavg": fedavg,
     "fedprox": partial(fedprox, mu=0.7),
     "moon": partial(moon, mu=0.7),
     "fedntd": partial(fedntd, beta=0.7),
@@ -118,16 +108,10 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("base", "who"),
-    [("fedavg", EVERYONE), ("fedprox", SOME), ("moon", SOME), ("fedntd", SOME), ("fedasam", SOME)],
-    ids=lambda value: value if isinstance(value, str) else "everyone" if value is EVERYONE else "some",
-)
-def test_without_its_modules_it_is_its_base_bit_for_bit(base, who, play, model, trainer, federation):
+def test_without_its_modules_it_is_fedavg_bit_for_bit(play, model, trainer, federation):
     """What it trains after the last aggregation is FedAvg-FT, if that draws the same batches."""
-    method = pfedcspc(model, trainer, **OFF, base=base, mu=0.7)
-    plain = BASES[base](model, trainer)
-    (engine, _, found), (other, last, expected) = play(method, who), play(plain, who)
+    method, plain = pfedcspc(model, trainer, **OFF, mu=0.7), fedavg(model, trainer)
+    (engine, _, found), (other, last, expected) = play(method), play(plain)
     jax.tree.map(same, found.state.server.params, expected.state.server)
     jax.tree.map(same, (found.post, found.loss, found.traffic), (expected.post, expected.loss, expected.traffic))
     same(
@@ -138,14 +122,37 @@ def test_without_its_modules_it_is_its_base_bit_for_bit(base, who, play, model, 
         method.predict(method.personal(method.broadcast(found.state.server), Client(None, None)), federation.x),
         plain.predict(plain.personal(expected.state.server, ()), federation.x),
     )
-    assert not jax.tree.leaves(found.state.server[1:])
-    jax.tree.map(same, jax.tree.leaves(found.state.clients), jax.tree.leaves(expected.state.clients))
+    assert not jax.tree.leaves((found.state.server[1:], found.state.clients))
     bytes_of = [survey(e, KEY, federation)[1].sent_bytes(found.traffic) for e in (engine, other)]
     assert bytes_of[0] == bytes_of[1]
-    if base == "fedavg":
-        tuned = Engine(fedavg_ft(model, SameBatches(**vars(trainer)), finetune_epochs=trainer.epochs), N)
-        pre = jax.jit(tuned.pre, compiler_options=WITH_EMITTERS)
-        jax.tree.map(same, found.post, pre(KEY, at(ROUNDS - 1), last.state, federation))
+    tuned = Engine(fedavg_ft(model, SameBatches(**vars(trainer)), finetune_epochs=trainer.epochs), N)
+    jax.tree.map(same, found.post, jax.jit(tuned.pre)(KEY, at(ROUNDS - 1), last.state, federation))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_without_its_modules_a_client_does_what_it_does_in_the_base_bit_for_bit(base, model, trainer, federation):
+    """In two rounds, from what it kept of the first; how a round is put together is the same as on FedAvg."""
+    methods = pfedcspc(model, trainer, **OFF, base=base, mu=0.7), BASES[base](model, trainer)
+
+    @jax.jit
+    def both(key, t, row, states):
+        updates = []
+        for method, (server, own) in zip(methods, states, strict=True):
+            data = client_data(federation.x, federation.y, row)
+            update = method.local(now(key, t), method.broadcast(server), own, data)
+            updates.append((update.client, update.upload, update.info, method.personal(*update.trained)))
+        return updates
+
+    states = jax.jit(lambda: [method.init(KEY, N) for method in methods])()
+    for t in (2, 3):
+        jax.tree.map(same, *map(jax.tree.leaves, states))
+        updates = both(client_key(KEY, t, 2), at(t), client(federation.train, 2), states)
+        jax.tree.map(same, *map(jax.tree.leaves, updates))
+        states = [(server, own) for (server, _), (own, *_) in zip(states, updates, strict=True)]
+    assert not jax.tree.leaves(states[0][0][1:])
+    sent = [survey(Engine(method, N), KEY, federation)[1] for method in methods]
+    ours, theirs = ([size(each.down), size(each.up), size(each.client)] for each in sent)
+    assert ours == theirs
 
 
 # --- Rounds in plain loops -------------------------------------------------------------------------------------------
@@ -183,6 +190,7 @@ class Case(NamedTuple):
 
     who: Participation
     augmented: bool
+    diagnosed: bool
     options: dict
 
     @property
@@ -194,6 +202,7 @@ SERVER = {"server_epochs": 5, "server_epochs_per_drop": 2, "server_batch_size": 
 CASES = {
     "personal models in every round, some": Case(
         SOME,
+        True,
         True,
         {
             "kappa": 0.4,
@@ -217,6 +226,7 @@ CASES = {
     "personal models for evaluation, on FedProx, some": Case(
         SOME,
         False,
+        False,
         {
             "kappa": 0.3,
             "eta": 0.3,
@@ -234,6 +244,7 @@ CASES = {
     ),
     "without calibration and personal models": Case(
         EVERYONE,
+        False,
         False,
         {"kappa": 0.8, "pmi": "off", "calibrate": False, "clusters": 2, "repeats": 1, "edge": "squared"},
     ),
@@ -271,19 +282,40 @@ def mean_of(values, chosen):
     return jnp.sum(jnp.where(chosen, values, 0.0)) / jnp.maximum(jnp.sum(chosen.astype(jnp.float32)), 1.0)
 
 
-def client_loss(hyper, w, start, u, valid, x, y, real):
+class Terms(NamedTuple):
+    """The numbers of the two losses, and which of EDGES counts; inputs of the programs below."""
+
+    kappa: float
+    eta: float
+    mu: float
+    encoder_ce: float
+    tau_l: float
+    tau_g: float
+    margin: float
+    edge: np.ndarray
+
+    @classmethod
+    def of(cls, hyper, **changed):
+        numbers = {**vars(hyper), "mu": hyper.mu if hyper.base == "fedprox" else 0.0, **changed}
+        edge = np.float32([name == hyper.edge for name in EDGES])
+        return cls(*(np.float32(numbers[name]) for name in cls._fields[:-1]), edge)
+
+
+EDGES = "abs", "squared", "smooth_l1"
+
+
+def client_loss(w, terms, start, u, valid, x, y, real):
     """Eq. 18 on a batch of WIDTH places, of which some are ``real``."""
     f = encode(jnp, w["extractor"], x.astype(jnp.float32))
     total = mean_of(entropies(linear(w["head"], project(jnp, w["extractor"], f)), y), real)
-    if hyper.base == "fedprox":
-        pairs = zip(jax.tree.leaves(w), jax.tree.leaves(start), strict=True)
-        total += hyper.mu / 2 * sum(jnp.sum((a - b) ** 2) for a, b in pairs)
-    if hyper.encoder_ce:
-        total += hyper.encoder_ce * mean_of(entropies(linear(w["encoder_head"], f), y), real)
+    both = zip(jax.tree.leaves(w), jax.tree.leaves(start), strict=True)
+    total += terms.mu / 2 * sum(jnp.sum((a - b) ** 2) for a, b in both)
+    if "encoder_head" in w:
+        total += terms.encoder_ce * mean_of(entropies(linear(w["encoder_head"], f), y), real)
     known, own = real & valid[y], u[y]
     number = jnp.maximum(jnp.sum(real.astype(jnp.int32)), 1)  # they stand first, and the last is followed by the first
     second, third = ((jnp.arange(WIDTH) + shift) % number for shift in (1, 2))
-    powers = jnp.where(valid, jnp.exp(units(f) @ units(u).T / hyper.tau_l), 0.0)
+    powers = jnp.where(valid, jnp.exp(units(f) @ units(u).T / terms.tau_l), 0.0)
     shares = jnp.where(known, powers[np.arange(WIDTH), y], 1.0) / jnp.where(known, jnp.sum(powers, axis=1), 1.0)
 
     def cosines(p):
@@ -296,30 +328,34 @@ def client_loss(hyper, w, start, u, valid, x, y, real):
     pairs = known & known[second] & (y != y[second])
     triples = pairs & known[third] & (y != y[third]) & (y[second] != y[third])
     gaps = jnp.abs(distances(f) - distances(own))
-    edges = {"abs": gaps, "squared": gaps * gaps, "smooth_l1": jnp.where(gaps < 1, gaps * gaps / 2, gaps - 0.5)}
-    angle, edge = mean_of(jnp.abs(cosines(f) - cosines(own)), triples), mean_of(edges[hyper.edge], pairs)
-    return total + hyper.kappa * (mean_of(-jnp.log(shares), real) + angle + edge)
+    edges = gaps, gaps * gaps, jnp.where(gaps < 1, gaps * gaps / 2, gaps - 0.5)
+    angle = mean_of(jnp.abs(cosines(f) - cosines(own)), triples)
+    edge = sum(chosen * mean_of(each, pairs) for chosen, each in zip(terms.edge, edges, strict=True))
+    return total + terms.kappa * (mean_of(-jnp.log(shares), real) + angle + edge)
 
 
-def server_loss(hyper, w, u, y, whose, real, positive, negative, exists):
+def server_loss(w, terms, u, y, whose, real, positive, negative, exists):
     """Eq. 17 on a batch of prototypes, of which some are ``real``."""
     theta = {"projection": w["projection"]}
     z = project(jnp, theta, u)
     total = mean_of(entropies(linear(w["head"], z), y), real)
     alike, together = y[:, None] == y, whose[:, None] == whose
     others = real & ~jnp.eye(len(y), dtype=bool)
-    strength = jnp.where(alike ^ together, 1.0, 0.5) * jnp.exp(units(z) @ units(z).T / hyper.tau_g)
+    strength = jnp.where(alike ^ together, 1.0, 0.5) * jnp.exp(units(z) @ units(z).T / terms.tau_g)
     logs = jnp.log(strength) - jnp.log(jnp.sum(jnp.where(others, strength, 0.0), axis=1, keepdims=True))
     number = jnp.sum((alike & others).astype(jnp.float32), axis=1)
     pulls = jnp.where(number > 0, -jnp.sum(jnp.where(alike & others, logs, 0.0), axis=1) / jnp.maximum(number, 1), 0.0)
     contrast = mean_of(pulls, real)
-    if hyper.augmented:
+    if positive is not None:
         near, far = (
             jnp.sum((z[:, None] - project(jnp, theta, points)) ** 2, axis=-1) for points in (positive, negative)
         )
-        hinges = jnp.mean(jnp.maximum(near - far + hyper.margin, 0.0), axis=1)
+        hinges = jnp.mean(jnp.maximum(near - far + terms.margin, 0.0), axis=1)
         contrast += mean_of(hinges, real & exists)
-    return total + hyper.eta * contrast
+    return total + terms.eta * contrast
+
+
+by_client, by_server = jax.jit(jax.value_and_grad(client_loss)), jax.jit(jax.grad(server_loss))
 
 
 class Reference:
@@ -329,8 +365,7 @@ class Reference:
         self.hyper, self.trainer, self.federation = case.hyper, trainer, federation
         self.x = np.asarray(255 - federation.x if case.augmented else federation.x)
         self.y, self.rows = np.asarray(federation.y), [held(federation.train, i) for i in range(N)]
-        self.by_client = jax.jit(jax.value_and_grad(partial(client_loss, self.hyper)))
-        hyper = self.hyper
+        hyper, self.terms = self.hyper, Terms.of(self.hyper)
 
         @jax.jit
         def cluster(key, f, y, mask):
@@ -352,7 +387,7 @@ class Reference:
         def gradient(w, rows):
             padded, real = np.resize(rows, WIDTH), np.arange(WIDTH) < len(rows)
             # What fills a batch up counts for nothing: here, one more of its samples.
-            value, found = self.by_client(w, start, *known, self.x[padded], self.y[padded], real)
+            value, found = by_client(w, self.terms, start, *known, self.x[padded], self.y[padded], real)
             losses.append(float(value))
             sizes.append(len(rows))
             return to_numpy(found)
@@ -396,11 +431,10 @@ class Reference:
         """The averaged model with H and F retrained."""
         hyper, corpus, pairs = self.hyper, *corpus_of(uploads)
         heads = {"projection": w["extractor"]["projection"], "head": w["head"]}
-        gradient = jax.jit(jax.grad(partial(server_loss, hyper)))
 
         def step(key, positions):
             batch = self.batch_of(key, corpus, positions)
-            return lambda heads: to_numpy(gradient(heads, *batch))
+            return lambda heads: to_numpy(by_server(heads, self.terms, *batch))
 
         for number in range(-(-hyper.server_epochs // hyper.server_epochs_per_drop)):
             epochs = min(hyper.server_epochs_per_drop, hyper.server_epochs - number * hyper.server_epochs_per_drop)
@@ -486,18 +520,20 @@ def with_negatives(method):
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def both(request, model, trainer, federation):
     case = request.param
-    method = pfedcspc(model, trainer, **case.options)
-    engine = Engine(with_negatives(method) if case.augmented else method, N, case.who)
+    terms = ("gradient_ratio_kappa", "gradient_ratio_encoder_ce") if case.diagnosed else ()
+    method = pfedcspc(model, replace(trainer, diagnose=case.diagnosed), **case.options)
+    engine = Engine(with_negatives(method) if case.augmented else method, N, case.who, diagnostics=terms)
     reference, hyper = Reference(case, federation, trainer), case.hyper
     rounds, one_round = [], jax.jit(engine.round)
-    start = start_of(method, federation)
+    # Without the scores of models that nobody has trained yet.
+    start = jax.jit(replace(engine, participation=EVERYONE).init)(KEY, federation)
     # Nothing may be read from the prototypes of classes that have none.
-    prototypes = start.state.server.prototypes._replace(mean=jnp.full((CLASSES, model.projection.dim), 9.0))
+    nines = jnp.full((CLASSES, model.projection.dim), 9.0, jnp.float32)
+    prototypes = start.state.server.prototypes._replace(mean=nines)
     after = start._replace(state=start.state._replace(server=start.state.server._replace(prototypes=prototypes)))
     newest = {}
-    for t in range(ROUNDS):
+    for t, (present, selected) in enumerate(cohorts(engine, federation)):
         before, after = after, one_round(KEY, at(t), after, jnp.array(True), federation)
-        present, selected = cohort(engine, t, federation)
         params, known = to_numpy(before.state.server.params), tuple(before.state.server.prototypes)
         starts, uploads, losses = {}, {}, []
         for i in present:
@@ -577,7 +613,7 @@ def test_the_server_says_how_much_a_participant_has_of_its_own(both):
         own = [(p[each.present.index(i)], 1 / np.sum(p**2)) for i, p in each.weights.items() if i in each.present]
         expected = dict(zip(("p_kk", "effective_clients"), np.mean(own, axis=0), strict=True)) if own else {}
         said = both.engine.method.diagnose(each.after.state.server)
-        assert said.keys() == expected.keys()
+        assert said.keys() == expected.keys() | ({"gradient_ratio_eta"} if both.case.diagnosed else set())
         for name, value in expected.items():
             near(said[name], value)
 
@@ -593,7 +629,12 @@ def test_before_training_a_client_has_its_encoder_under_the_newest_heads(both, f
     """Adapted first, where the personal initial model is for evaluation only."""
     hyper, end, net = both.case.hyper, both.rounds[-1].after, Net(federation.x, federation.y)
     params, known = to_numpy(end.state.server.params), tuple(end.state.server.prototypes)
-    pre = jax.jit(both.engine.score)(KEY, at(ROUNDS), end, federation).pre
+
+    @jax.jit
+    def scores(t, state):
+        return both.engine.pre(KEY, t, both.engine.calibrated(KEY, t, state, federation), federation)
+
+    pre = scores(at(ROUNDS), end.state)
     for i in range(N):
         w = params if hyper.pmi == "off" else with_encoder(params, client(end.state.server.known.encoders, i))
         if hyper.pmi == "eval":
@@ -653,48 +694,45 @@ def norm_of(tree):
     return np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
 
 
-def test_it_records_how_strongly_each_term_pulls(both, model, trainer, federation):
+def test_it_records_how_strongly_each_term_pulls(both):
     """Where local training starts, as means over the participants, and where that of the server starts; on a batch."""
     hyper, reference, each = both.case.hyper, both.reference, both.rounds[-1]
-    if not hyper.encoder_ce:
-        return  # the other case has all terms
-    method = with_negatives(pfedcspc(model, replace(trainer, diagnose=True), **both.case.options))
-    unknown = {f"gradient_ratio_{name}": jnp.array(jnp.nan) for name in ("kappa", "encoder_ce")}
-    engine, (server, clients) = replace(both.engine, method=method, diagnostics=tuple(unknown)), each.before.state
-    server = server._replace(said={**server.said, "gradient_ratio_eta": jnp.array(jnp.nan)})
-    before = each.before._replace(state=State(server, clients), diagnostics=unknown)
-    after = jax.jit(engine.round)(KEY, at(each.t), before, jnp.array(False), federation)
+    if not both.case.diagnosed:
+        assert not each.after.diagnostics
+        return
+    server = each.before.state.server
 
-    def pulls(loss, *names):
+    def pulls(gradient, *names):
         """batch -> ||grad of the loss with a term - without|| / ||without||; the loss is linear in each coefficient."""
-        none = {**vars(hyper), "kappa": 0.0, "encoder_ce": 0.0, "eta": 0.0}
-        each_of = [{}, *({name: getattr(hyper, name)} for name in names)]
-        gradients = [jax.jit(jax.grad(partial(loss, SimpleNamespace(**{**none, **one})))) for one in each_of]
+        none = {"kappa": 0.0, "encoder_ce": 0.0, "eta": 0.0}
+        terms = [Terms.of(hyper, **{**none, **one}) for one in ({}, *({name: getattr(hyper, name)} for name in names))]
 
-        def shares(batch):
-            without, *others = (to_numpy(gradient(*batch)) for gradient in gradients)
+        def shares(w, *batch):
+            without, *others = (to_numpy(gradient(w, each, *batch)) for each in terms)
             return [norm_of(jax.tree.map(np.subtract, other, without)) / norm_of(without) for other in others]
 
         return shares
 
-    of_clients, shares = pulls(client_loss, "kappa", "encoder_ce"), []
+    names, shares = ("kappa", "encoder_ce"), []
+    of_clients = pulls(lambda *arguments: by_client(*arguments)[1], *names)
     for i in each.present:
         order = batches(client_key(KEY, each.t, i), len(reference.rows[i]), epochs=1, batch_size=4, phase="diagnostics")
         rows = reference.rows[i][next(order)]
         padded, real = np.resize(rows, WIDTH), np.arange(WIDTH) < len(rows)
         start = each.starts[i]
-        shares.append(of_clients((start, start, *server.prototypes, reference.x[padded], reference.y[padded], real)))
+        shares.append(of_clients(start, start, *server.prototypes, reference.x[padded], reference.y[padded], real))
     expected = np.mean(shares, axis=0)
     assert expected.min() > 1e-3
-    np.testing.assert_allclose([after.diagnostics[name] for name in unknown], expected, rtol=1e-3)
+    found = [each.after.diagnostics[f"gradient_ratio_{name}"] for name in names]
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
     key, (corpus, number) = round_keys(KEY, at(each.t)).aggregate, corpus_of(each.uploads)
     options = {"epochs": 1, "batch_size": hyper.server_batch_size}
     positions = next(batches(key, number, **options, phase="diagnostics"))
     key_epoch = jax.random.fold_in(jax.random.fold_in(key, np.uint32(zlib.crc32(b"diagnostics"))), 0)
     batch = reference.batch_of(jax.random.fold_in(jax.random.split(key_epoch)[1], 0), corpus, positions)
     heads = {"projection": each.averaged["extractor"]["projection"], "head": each.averaged["head"]}
-    found = engine.method.diagnose(after.state.server)["gradient_ratio_eta"]
-    np.testing.assert_allclose(found, pulls(server_loss, "eta")((heads, *batch))[0], rtol=1e-3)
+    found = both.engine.method.diagnose(each.after.state.server)["gradient_ratio_eta"]
+    np.testing.assert_allclose(found, pulls(by_server, "eta")(heads, *batch)[0], rtol=1e-3)
 
 
 def test_bytes_are_a_hand_count(both, federation):
@@ -761,17 +799,17 @@ def aggregate(model, trainer):
         return method(tau_p=tau_p, pmi_weight=pmi_weight).aggregate(now(KEY, 1), server, (), uploads, cohort)[0]
 
     params = jax.jit(jax.vmap(model.init))(jax.random.split(jax.random.key(3), len(IDS)))
-    params = jax.tree.map(lambda leaf: 3 * leaf, params)
-    bias = jnp.eye(len(IDS), model.projection.dim)
-    params["extractor"]["encoder"] = jax.tree.map(jnp.zeros_like, params["extractor"]["encoder"])
+    params = jax.tree.map(lambda leaf: 3 * np.asarray(leaf), params)
+    bias = np.eye(len(IDS), model.projection.dim, dtype=np.float32)
+    params["extractor"]["encoder"] = jax.tree.map(np.zeros_like, params["extractor"]["encoder"])
     params["extractor"]["encoder"]["hidden_layer"]["bias"] = bias
-    params = jax.tree.map(lambda leaf: jnp.where(PRESENT.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0.0), params)
-    old = method().init(KEY, N)[0]
-    old = old._replace(prototypes=Prototypes(old.prototypes.mean + 5, jnp.array([True, True, False])))
+    params = jax.tree.map(lambda leaf: leaf * PRESENT.reshape(-1, *[1] * (leaf.ndim - 1)).astype(leaf.dtype), params)
+    old = jax.tree.map(np.asarray, jax.jit(lambda: method().init(KEY, N)[0])())
+    old = old._replace(prototypes=Prototypes(old.prototypes.mean + 5, np.array([True, True, False])))
 
     def call(u, exists, held, tau_p=0.5, pmi_weight="loss"):
-        uploads = Upload(params, PerClass(jnp.array(held), (jnp.float32(u), jnp.array(exists, bool))))
-        return uploads, aggregate(uploads, jnp.float32(tau_p), old, pmi_weight)
+        uploads = Upload(params, PerClass(np.asarray(held), (np.float32(u), np.asarray(exists, bool))))
+        return uploads, aggregate(uploads, np.float32(tau_p), old, pmi_weight)
 
     return call
 

@@ -22,14 +22,14 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, round_keys
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.experiment.build import DataShape, make_engine
-from fedjax_pfl.method import Cohort, PerClass, SentIf
+from fedjax_pfl.method import Cohort, PerClass, SentIf, TrainInfo
 from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.methods.pgfedsplit import pgfedsplit
 from fedjax_pfl.methods.pgfedsplit.gaussians import Gaussians, add_synthetic, update_gaussians
 from fedjax_pfl.methods.pgfedsplit.method import Upload
 from fedjax_pfl.methods.pgfedsplit.mixture import mixing_coefficient
 from fedjax_pfl.ops.prototypes import Prototypes
-from fedjax_pfl.ops.training import phase_key
+from fedjax_pfl.ops.training import Trainer, phase_key
 from tests.conftest import CLASSES
 from tests.reference import (
     MLP,
@@ -261,15 +261,16 @@ def both(request, model, trainer, federation):
     runs, play = [jax.jit(engine.init)(KEY, federation)], jax.jit(engine.rounds)
     for t in range(LONG):
         runs.append(play(KEY, runs[-1], at(t), at(t + 1), jnp.array(True), federation))
+    runs = jax.tree.map(np.asarray, runs)
+    draw = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), federation.train.count)))
 
     mlp, rows = MLP(federation.x, federation.y), [held(federation.train, i) for i in range(N)]
-    start = to_numpy(model.init(jax.random.split(KEY, 3)[0]))
+    start = to_numpy(jax.jit(model.init)(jax.random.split(KEY, 3)[0]))
     means = np.zeros((CLASSES, model.dim))
     spread = means if hyper.covariance == "diagonal" else np.zeros((CLASSES, model.dim, model.dim))
     server = Server(start["extractor"], means, means[:, 0] > 0, spread, None, Schedule(hyper.interval))
     personal, post, rounds = [(start["head"], 0)] * N, {}, []
-    for t in range(ROUNDS):
-        ids, selected = engine._select(round_keys(KEY, at(t)), federation.train.count)
+    for t, (ids, selected) in enumerate(zip(*map(np.asarray, draw(jnp.arange(ROUNDS))), strict=True)):
         cohort = sorted(int(i) for i in ids if i < N)
         results = [
             pgfedsplit_client(mlp, client_key(KEY, t, i), t, server, personal[i], rows[i], trainer, hyper)
@@ -324,8 +325,13 @@ def expected_alphas(both):
 
 def test_the_model_before_training_is_the_shared_extractor_under_the_clients_head(both, federation):
     state, method = both.runs[ROUNDS].state, both.engine.method
+
+    @jax.jit
+    def logits(server, own):
+        return method.predict(method.personal(method.broadcast(server), own), federation.x)
+
     for i in (2, 6):
-        found = method.predict(method.personal(method.broadcast(state.server), client(state.clients, i)), federation.x)
+        found = logits(state.server, client(state.clients, i))
         w, rows = {"extractor": both.server.extractor, "head": both.personal[i][0]}, np.arange(len(federation.y))
         near(found, MLP(federation.x, federation.y).logits(w, rows))
 
@@ -761,10 +767,19 @@ def norm(tree):
     return np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
 
 
+class OnlyHeads(Trainer):
+    """Leaves the extractor as it is, which spares half of the compilation."""
+
+    def __call__(self, now, loss, params, data, **options):
+        if options.get("phase") == "head":
+            return super().__call__(now, loss, params, data, **options)
+        return params, TrainInfo(jnp.zeros(()), now.t)
+
+
 def test_the_pull_is_measured_beside_the_cross_entropy(model, trainer, federation):
     """On the extractor as it is received, under the head as it was just trained, on one mini-batch."""
-    method = pgfedsplit(model, replace(trainer, diagnose=True), **BASE)
-    server, personal = method.init(KEY, N)
+    method = pgfedsplit(model, OnlyHeads(**{**vars(trainer), "diagnose": True}), **BASE)
+    server, personal = jax.jit(lambda: method.init(KEY, N))()
     prototypes = np.random.default_rng(0).uniform(-1, 1, (CLASSES, model.dim)).astype(np.float32)
     valid = np.array([True, False, True])
     gaussians = server.gaussians._replace(prototypes=Prototypes(jnp.asarray(prototypes), jnp.asarray(valid)))
