@@ -94,8 +94,8 @@ def main() -> None:
         options.json.write_text(json.dumps({**settings, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     if options.png:
         picture = io.BytesIO()
-        plot_leakage(drawn).figure.savefig(picture, dpi=250)
-        Image.open(picture).convert("RGB").quantize(128).save(options.png, optimize=True)
+        plot_leakage(drawn).figure.savefig(picture, dpi=250, bbox_inches="tight")
+        Image.open(picture).convert("L").quantize(16).save(options.png, optimize=True)
 
 
 if __name__ == "__main__":
