@@ -430,18 +430,7 @@ def leaderboard_of(path: Path, paper: Path) -> Iterator[str]:
             "over its samples; MB are of all clients. The full table, with intervals "
             f"and commands: [{path.stem}]({shown_in(path)})."
         )
-        head = [
-            "method",
-            "rounds",
-            "seeds",
-            "by samples, best",
-            "PRE",
-            "POST",
-            "worst 10 %",
-            "passes",
-            "MB",
-            "s per round",
-        ]
+        head = ["method", "rounds", "seeds", "by samples, best", "PRE", "POST", "worst 10 %", "passes", "MB"]
         rows = [leaderboard_row(line) for line in lines]
         if setting.paper:
             head.insert(4, "PFLlib")
@@ -462,8 +451,14 @@ def leaderboard_row(line: Line) -> list[str]:
     ]
     passes = [cell["gradient_passes"] for cell in cells if "gradient_passes" in cell]
     work = f"{np.max(passes):.1f}" if passes else NONE
-    costs = line.show("megabytes", 1, 1), line.show("seconds_per_round", 1, 3)
-    return [f"[{line.row.label}](methods/{method}.md)", rounds, str(len(cells)), *figures, work, *costs]
+    return [
+        f"[{line.row.label}](methods/{method}.md)",
+        rounds,
+        str(len(cells)),
+        *figures,
+        work,
+        line.show("megabytes", 1, 1),
+    ]
 
 
 def span(numbers: Sequence[int], what: str) -> str:

@@ -1,19 +1,19 @@
 """A method's rounds on the tiny federation, who took part in them, and what a round exchanges."""
 
-from functools import cache
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_pfl.data.federated import Federation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine, Run, round_keys
 from fedjax_pfl.engine.traffic import count
-from fedjax_pfl.method import Update
+from fedjax_pfl.method import Method, Update
+from tests.conftest import CLASSES
 from tests.reference import at, client, client_key, now
-from tests.toys import witness
 
 N = 7
 KEY = jax.random.key(31)
@@ -34,16 +34,24 @@ def play(method, federation: Federation, *, who=EVERYONE, rounds=3, new=0) -> Pl
     engine = Engine(method, N, who, new=new)
     start = jax.jit(engine.init)(KEY, federation)
     end = jax.jit(engine.rounds)(KEY, start, at(0), at(rounds), jnp.array(True), federation)
-    return Played(start, end, cohorts(who, tuple(federation.train.count.tolist()), new)[:rounds])
+    return Played(start, end, [present for present, _ in cohorts(engine, KEY, federation, rounds)])
 
 
-@cache
-def cohorts(who, count: tuple[int, ...], new: int) -> list[list[int]]:
-    """Who is present in each of the first rounds: a draw of the engine that no method has a part in."""
-    engine = Engine(witness(None, None), N, who, new=new)
-    rounds = jnp.arange(8)
-    ids = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), jnp.array(count))[0]))(rounds)
-    return [[i for i in row if i < N] for row in ids.tolist()]
+def drawn(engine: Engine, key, count, rounds: int):
+    """The engine's draw: [rounds, K] ids of those present, N where nobody is, and [rounds] numbers of the selected."""
+    select = jax.vmap(lambda t, count: engine._select(round_keys(key, t), count), in_axes=(0, None))
+    return jax.tree.map(np.asarray, jax.jit(select)(jnp.arange(rounds), count))
+
+
+def cohorts(engine: Engine, key, federation: Federation, rounds: int) -> list[tuple[list[int], int]]:
+    """Of each of the first rounds: who is present, and how many were selected before any dropped out."""
+    both = (part.tolist() for part in drawn(engine, key, federation.train.count, rounds))
+    return [([i for i in ids if i < engine.clients], selected) for ids, selected in zip(*both, strict=True)]
+
+
+def unscored(method: Method) -> Method:
+    """The method, where nobody looks at the scores of its models: a program without them."""
+    return method._replace(predict=lambda params, x: jnp.zeros((len(x), CLASSES)), global_predict=None)
 
 
 def update_of(method, federation: Federation, i: int, *, t: int = 0) -> Update:

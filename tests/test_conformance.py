@@ -21,7 +21,7 @@ import pytest
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
-from fedjax_pfl.engine.round import Engine, round_keys
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.experiment.checkpoint import Checkpoints, Saved
 from fedjax_pfl.method import Static
 from fedjax_pfl.methods import METHODS
@@ -29,6 +29,7 @@ from fedjax_pfl.models import build
 from fedjax_pfl.models.projection import Projected
 from fedjax_pfl.models.resnet import ResNet
 from tests.conftest import CLASSES, TRAIN_SIZES
+from tests.play import drawn
 from tests.reference import at, client, held, now
 from tests.toys import witness
 
@@ -172,10 +173,8 @@ def four_rounds(program, start):
 @pytest.fixture(scope="module")
 def cohorts(program):
     """Who is present in each of the first rounds under SOME, [rounds, N] bool; the engine's own draw."""
-    engine = program("fedavg").engine
-    count = jnp.array(TRAIN_SIZES, jnp.int32)
-    ids, _ = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), count)))(jnp.arange(64))
-    return (np.asarray(ids)[:, None, :] == np.arange(N)[:, None]).any(axis=2)
+    ids, _ = drawn(program("fedavg").engine, KEY, jnp.array(TRAIN_SIZES, jnp.int32), 64)
+    return (ids[:, None, :] == np.arange(N)[:, None]).any(axis=2)
 
 
 @every_entry

@@ -17,13 +17,14 @@ from fedjax_pfl.data.federated import client_data, pack
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
-from fedjax_pfl.engine.round import UPDATE_COSINE, Engine, mean_cosine, round_keys
+from fedjax_pfl.engine.round import UPDATE_COSINE, Engine, mean_cosine
 from fedjax_pfl.engine.scoring import Scores
 from fedjax_pfl.experiment.summary import summarize
 from fedjax_pfl.method import Calibration, Method, PerClass, SentIf, TrainInfo, Update, part_of
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.ops.training import Trainer
 from tests.conftest import TRAIN_SIZES
+from tests.play import drawn
 from tests.reference import MLP, at, client_key, held, to_numpy, weighted_mean
 from tests.toys import witness
 
@@ -36,18 +37,12 @@ SIZES = jnp.array([4, 9, 1, 7, 7, 2, 30, 5, 6, 11], jnp.int32)
 T = 2000
 
 
-def drawn(engine, sizes, rounds):
-    """Rows of [rounds, K] ids and [rounds] numbers of selected clients."""
-    select = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), sizes)))
-    return jax.tree.map(np.asarray, select(jnp.arange(rounds)))
-
-
 def cohorts(participation, placement=None, most_sorted=100):
     """Who is drawn over many rounds, as it is done of few clients or of many."""
     engine = Engine(Method(None, None, None, None, None), len(SIZES), participation, placement or Placement())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedjax_pfl.engine.round._MOST_SORTED", most_sorted)
-        return drawn(engine, SIZES, T)
+        return drawn(engine, KEY, SIZES, T)
 
 
 @pytest.fixture(scope="module", params=[100, 1], ids=["few clients", "many clients"])
@@ -221,7 +216,7 @@ class Reference:
 
         post = [scores(w, i) for i in range(len(count))]
         self.down, self.up, self.loss = 0, 0, 0.0
-        for t, (ids, selected) in enumerate(zip(*drawn(engine, federation.train.count, rounds), strict=True)):
+        for t, (ids, selected) in enumerate(zip(*drawn(engine, KEY, federation.train.count, rounds), strict=True)):
             present = [i for i in ids.tolist() if i < len(count)]
             trained = {i: mlp.train(w, client_key(KEY, t, i), t, train[i], trainer) for i in present}
             self.down, self.up = self.down + int(selected), self.up + len(present)
@@ -317,7 +312,7 @@ def test_the_server_stands_still_when_the_present_clients_have_no_samples(model,
     engine = Engine(METHODS["fedavg"](model, trainer), 3, Participation(0.34, 0.34))
     start = jax.jit(engine.init)(KEY, federation)
     step = jax.jit(engine.round)
-    present = drawn(engine, train.count, 8)[0][:, 0].tolist()
+    present = drawn(engine, KEY, train.count, 8)[0][:, 0].tolist()
     for t, who in enumerate(present):
         new = step(KEY, at(t), start, jnp.array(True), federation)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
@@ -409,7 +404,7 @@ def test_an_empty_round_is_none_but_for_a_server_that_acts_alone(acts, federatio
     engine = Engine(method, 7, Participation(0.2, 0.2, sampling="poisson"))
     run = jax.jit(engine.init)(KEY, federation)
     run = jax.jit(engine.rounds)(KEY, run, at(0), at(12), jnp.array(False), federation)
-    _, selected = drawn(engine, federation.train.count, 12)
+    _, selected = drawn(engine, KEY, federation.train.count, 12)
     assert 0 < (empty := sum(selected == 0)) < 12
     assert int(run.state.server) == (12 if acts else 12 - empty)
 
@@ -544,7 +539,7 @@ def test_the_server_writes_to_each_client_before_it_works(where, federation, mes
     engine = Engine(method, 7, Participation(0.3, 0.7, 0.2), placement, new=1)
     run, step = jax.jit(engine.init)(KEY, federation), jax.jit(engine.round)
     filed, notes = np.zeros(7, int), np.full((4, 7), -1)
-    for t, present in enumerate(drawn(engine, federation.train.count, 6)[0]):
+    for t, present in enumerate(drawn(engine, KEY, federation.train.count, 6)[0]):
         present = present[present < 7]
         many = np.ones(len(present), int)
         notes[:, present] = present, t * many, int(run.state.server) * many, filed[present]
@@ -624,7 +619,7 @@ def test_traffic_counts_the_rows_of_the_classes_held_and_what_is_sent_sometimes(
     _, shapes = survey(engine, KEY, federation)
     held_classes = np.asarray(federation.train.class_counts) > 0
     known, down, up, rows_down, rows_up, sent_if_down, sent_if_up = np.zeros(3, bool), 0, 0, 0, 0, 0, 0
-    for t, (ids, selected) in enumerate(zip(*drawn(engine, federation.train.count, 8), strict=True)):
+    for t, (ids, selected) in enumerate(zip(*drawn(engine, KEY, federation.train.count, 8), strict=True)):
         present = [i for i in ids.tolist() if i < 7]
         down, up = down + int(selected), up + len(present)
         rows_down += int(selected) * known.sum()

@@ -24,7 +24,7 @@ from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.compressed import Quantised, Sparse, compressed, int8, top_k
 from fedjax_pfl.methods.fedavg import fedavg
 from tests.conftest import TRAIN_SIZES
-from tests.play import KEY, SOME, N, play
+from tests.play import KEY, SOME, N, play, unscored
 from tests.reference import MLP, at, client_key, held, to_numpy, weighted_mean
 from tests.test_conformance import computations_with_collectives
 
@@ -124,11 +124,6 @@ def test_what_would_not_become_smaller_is_sent_as_it_is(model, trainer, federati
     assert half == plain
     assert less["head"]["bias"] == plain["head"]["bias"]
     assert isinstance(less["head"]["kernel"], Sparse)
-
-
-def unscored(method):
-    """The method, whose models nobody needs the scores of."""
-    return method._replace(predict=lambda params, x: jnp.zeros((len(x), 3)), global_predict=None)
 
 
 @pytest.mark.parametrize("name", ["fedfcd", "pgfedsplit"])

@@ -11,13 +11,14 @@ import pytest
 
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.round import Engine, round_keys
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.method import State
 from fedjax_pfl.methods.fedala import fedala
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.local import local
 from fedjax_pfl.ops.training import phase_key
+from tests.play import cohorts
 from tests.reference import MLP, at, batches, client, client_key, held, to_numpy, weighted_mean
 
 N, ROUNDS = 7, 5
@@ -103,9 +104,6 @@ def adapted(mlp, key, received, own, mix, visits, rows, trainer, hyper, layers):
 def test_rounds_and_scores_before_training_are_numpys(layers, program, model, trainer, federation):
     hyper, start = SimpleNamespace(**HYPER), program(layers).start(**HYPER)
     end, pre = program(layers).play(start, **HYPER)
-    engine = Engine(fedavg(model, trainer), N, SOME)
-    select = jax.vmap(lambda t: engine._select(round_keys(KEY, t), federation.train.count))
-    selected, _ = jax.jit(select)(jnp.arange(ROUNDS))
     mlp, rows = MLP(federation.x, federation.y), [held(federation.train, i) for i in range(N)]
     server = to_numpy(start.state.server)
 
@@ -114,8 +112,8 @@ def test_rounds_and_scores_before_training_are_numpys(layers, program, model, tr
 
     own, mix = [upper(server)] * N, [jax.tree.map(np.ones_like, upper(server))] * N
     visits, post, epochs = np.zeros(N, int), {}, []
-    for t, ids in enumerate(selected.tolist()):
-        cohort, uploads = [i for i in ids if i < N], []
+    for t, (cohort, _) in enumerate(cohorts(Engine(fedavg(model, trainer), N, SOME), KEY, federation, ROUNDS)):
+        uploads = []
         for i in cohort:
             key = client_key(KEY, t, i)
             w, mix[i], took = adapted(mlp, key, server, own[i], mix[i], visits[i], rows[i], trainer, hyper, layers)

@@ -14,12 +14,13 @@ import pytest
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.round import Engine, Run, round_keys
+from fedjax_pfl.engine.round import Engine, Run
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods.fedpac import fedpac
 from fedjax_pfl.methods.fedpac.collaboration import NEGLIGIBLE, head_weights
 from fedjax_pfl.methods.fedrep import fedrep
 from tests.conftest import CLASSES
+from tests.play import cohorts
 from tests.reference import (
     MLP,
     class_means,
@@ -157,12 +158,10 @@ def both(request, play, model, trainer, federation):
     server = Server(to_numpy(start.state.server.extractor), np.zeros((CLASSES, model.dim)), np.zeros(CLASSES, bool))
     heads = [to_numpy(client(start.state.clients, i)).inbox for i in range(N)]
     post, sent = {}, []
-    for t in range(ROUNDS):
-        ids, selected = engine._select(round_keys(KEY, jnp.array(t)), federation.train.count)
-        cohort = [int(i) for i in ids if i < N]
+    for t, (cohort, selected) in enumerate(cohorts(engine, KEY, federation, ROUNDS)):
         results = [fedpac_client(mlp, client_key(KEY, t, i), t, server, heads[i], rows[i], trainer) for i in cohort]
         extractors, trained, h, v, means = zip(*results, strict=True)
-        sent.append((int(selected), server.valid, cohort))
+        sent.append((selected, server.valid, cohort))
         post.update((i, {"extractor": theta, "head": phi}) for i, (theta, phi, *_) in zip(cohort, results, strict=True))
         server, mixed = fedpac_server(server, extractors, trained, h, v, means, [len(rows[i]) for i in cohort])
         for i, phi in zip(cohort, mixed, strict=True):

@@ -1,7 +1,7 @@
 """Ditto, LG-FedAvg, FedPer, FedRep and FedBABU against two rounds in NumPy, and their limits."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 
 import jax
@@ -12,31 +12,18 @@ import pytest
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.round import Engine, round_keys
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods import METHODS
-from fedjax_pfl.ops import aggregate as ops
+from fedjax_pfl.ops.aggregate import coordinate_median
 from tests.conftest import TRAIN_SIZES
+from tests.play import cohorts
 from tests.reference import MLP, at, client_key, held, now, to_numpy, weighted_mean
 
 KEY = jax.random.key(12)
 N = 7
 LAM = 0.6
-HYPERPARAMETERS = {"ditto": {"lam": LAM, "personal_epochs": 3}, "fedrep": {"head_epochs": 3, "median": False}}
-
-
-def mean_or(median):
-    """The server's rule, as an input of the program."""
-
-    def combine(uploads, weights):
-        pairs = ops.coordinate_median(uploads, weights), ops.weighted_mean(uploads, weights)
-        return jax.tree.map(partial(jnp.where, median), *pairs)
-
-    return combine
-
-
-# Inputs of one program; but a term whose weight is known to be zero, the method is to leave out.
-INPUTS = {"lam": np.float32, "personal_epochs": np.int32, "median": np.bool_}
+HYPERPARAMETERS = {"ditto": {"lam": LAM, "personal_epochs": 3}, "fedrep": {"head_epochs": 3}}
 
 
 @pytest.fixture(scope="module")
@@ -44,27 +31,11 @@ def two_rounds(model, trainer, federation):
     """(name, hyperparameters) -> the states before and after, as arrays of NumPy."""
 
     @cache
-    def programs(name, **fixed):
-        def engine(numbers):
-            numbers = dict(numbers)
-            rule = {"combine": mean_or(numbers.pop("median"))} if "median" in numbers else {}
-            return Engine(METHODS[name](model, trainer, **fixed, **numbers, **rule), N)
-
-        def init(numbers):
-            return engine(numbers).init(KEY, federation)
-
-        def rounds(numbers, start):
-            return engine(numbers).rounds(KEY, start, at(0), at(2), jnp.array(True), federation).state
-
-        return jax.jit(init), jax.jit(rounds)
-
-    @cache
     def play(name, **hyperparameters):
-        given = {key: value for key, value in hyperparameters.items() if key in INPUTS and (key, value) != ("lam", 0.0)}
-        init, rounds = programs(name, **{key: value for key, value in hyperparameters.items() if key not in given})
-        numbers = {key: INPUTS[key](value) for key, value in given.items()}
-        start = init(numbers)
-        return jax.tree.map(np.asarray, (start.state, rounds(numbers, start)))
+        engine = Engine(METHODS[name](model, trainer, **hyperparameters), N)
+        start = jax.jit(engine.init)(KEY, federation)
+        end = jax.jit(engine.rounds)(KEY, start, at(0), at(2), jnp.array(True), federation)
+        return jax.tree.map(np.asarray, (start.state, end.state))
 
     return play
 
@@ -116,7 +87,7 @@ def test_fedrep_with_the_coordinate_median_is_numpys(two_rounds, trainer, federa
     def median(trees, weights):
         return jax.tree.map(lambda *leaves: np.median(leaves, axis=0), *trees)
 
-    start, found = two_rounds("fedrep", head_epochs=3, median=True)
+    start, found = two_rounds("fedrep", combine=coordinate_median, head_epochs=3)
     compare(start, found, fedrep_client, median, trainer, federation)
     _, mean = two_rounds("fedrep", **HYPERPARAMETERS["fedrep"])
     kernels = (run.server["hidden_layer"]["kernel"] for run in (found, mean))
@@ -164,7 +135,7 @@ def test_fedbabu_trains_the_extractor_under_a_head_that_never_changes(two_rounds
 def test_dittos_global_branch_is_fedavg_and_without_the_tie_its_personal_branch_is_local(two_rounds):
     same = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)  # noqa: E731
     fedavg, local = two_rounds("fedavg")[1], two_rounds("local")[1]
-    tied, untied = two_rounds("ditto", lam=1.0, personal_epochs=2)[1], two_rounds("ditto", lam=0.0)[1]
+    tied, untied = two_rounds("ditto", lam=1.0)[1], two_rounds("ditto", lam=0.0)[1]
     same(tied.server, fedavg.server)
     same(untied.server, fedavg.server)
     same(untied.clients, local.clients)
@@ -229,11 +200,9 @@ def test_lg_fedavg_starts_from_the_model_of_the_warm_up(model, trainer, federati
     start = jax.jit(engine.init)(KEY, federation)
     end = jax.jit(engine.rounds)(KEY, start, at(0), at(rounds), jnp.array(True), federation)
     mlp, w = MLP(federation.x, federation.y), to_numpy(model.init(jax.random.split(KEY, 3)[0]))
-    own, down, up, cohorts = {}, [], [], []
-    draw = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), federation.train.count)))
-    for t, (ids, selected) in enumerate(zip(*map(np.asarray, draw(jnp.arange(rounds))), strict=True)):
-        cohort = [int(i) for i in ids if i < N]
-        cohorts.append(cohort)
+    own, down, up, present = {}, [], [], []
+    for t, (cohort, selected) in enumerate(cohorts(engine, KEY, federation, rounds)):
+        present.append(cohort)
         trained = []
         for i in cohort:
             rows = held(federation.train, i)
@@ -243,11 +212,11 @@ def test_lg_fedavg_starts_from_the_model_of_the_warm_up(model, trainer, federati
                 own[i] = trained[-1]["extractor"]
         mean = weighted_mean(trained, [TRAIN_SIZES[i] for i in cohort])
         w = mean if t < warm else {**w, "head": mean["head"]}
-        down.append((int(selected), t <= warm))
+        down.append((selected, t <= warm))
         up.append((len(cohort), t < warm))
-    assert all(cohorts)
-    early, late = (set(chain(*part)) for part in (cohorts[: warm + 1], cohorts[warm + 1 :]))
-    assert set(chain(*cohorts[:warm])) - set(own), "a client of the warm-up alone"
+    assert all(present)
+    early, late = (set(chain(*part)) for part in (present[: warm + 1], present[warm + 1 :]))
+    assert set(chain(*present[:warm])) - set(own), "a client of the warm-up alone"
     assert late - early, "a client that comes late"
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)  # noqa: E731
     jax.tree.map(near, end.state.server.upper["head"], w["head"])

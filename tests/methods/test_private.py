@@ -26,7 +26,7 @@ from fedjax_pfl.method import Cohort, TrainInfo, Update
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.private import private
-from tests.play import KEY, N, play
+from tests.play import KEY, N, play, unscored
 from tests.reference import MLP, at, client, client_key, held, now, to_numpy
 
 CLIP, NOISE = 0.3, 0.2
@@ -49,11 +49,6 @@ def noise_of(t, tree):
 def clipped(update):
     length = np.sqrt(sum(np.sum(u**2) for u in jax.tree.leaves(update)))
     return jax.tree.map(lambda u: u * min(1.0, CLIP / length), update), length
-
-
-def unscored(method):
-    """The method, whose models nobody needs the scores of."""
-    return method._replace(predict=lambda params, x: jnp.zeros((len(x), 3)), global_predict=None)
 
 
 @pytest.fixture(scope="module")

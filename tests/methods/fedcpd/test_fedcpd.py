@@ -16,7 +16,7 @@ from fedjax_pfl.data.augment import crop_flip
 from fedjax_pfl.data.federated import Augmentation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.round import Engine, Run, round_keys
+from fedjax_pfl.engine.round import Engine, Run
 from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.method import Cohort, TrainInfo
 from fedjax_pfl.methods.fedavg import fedavg
@@ -27,6 +27,7 @@ from fedjax_pfl.ops.losses import cross_entropy
 from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, prototype_contrast
 from fedjax_pfl.ops.training import Trainer
 from tests.conftest import CLASSES, TRAIN_SIZES
+from tests.play import cohorts, unscored
 from tests.reference import (
     MLP,
     at,
@@ -72,13 +73,6 @@ def play(federation):
         return engine, start, jax.jit(engine.rounds)(KEY, start, at(0), at(ROUNDS), jnp.array(True), federation)
 
     return play
-
-
-def cohorts(engine, federation):
-    """Who takes part in each round, and how many were selected."""
-    draw = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), federation.train.count)))
-    ids, selected = map(np.asarray, draw(jnp.arange(ROUNDS)))
-    return [([int(i) for i in row if i < N], int(number)) for row, number in zip(ids, selected, strict=True)]
 
 
 # --- Limits ----------------------------------------------------------------------------------------------------------
@@ -217,7 +211,7 @@ def both(request, play, model, trainer, federation):
     server = Server(params, np.zeros((CLASSES, model.dim)), np.zeros(CLASSES, bool))
     heads = [params["head"] if case.base == "fedavg" else to_numpy(client(start.state.clients.head, 0))] * N
     post, sent = {}, []
-    for t, (present, selected) in enumerate(cohorts(engine, federation)):
+    for t, (present, selected) in enumerate(cohorts(engine, KEY, federation, ROUNDS)):
         sent.append((selected, server.valid, present))
         uploads, means = [], []
         for i in present:
@@ -294,9 +288,7 @@ class Taught(NamedTuple):
 @pytest.fixture(scope="module")
 def taught(model_with_maps, trainer, federation):
     def engine(gamma):
-        # Without the scores, which nobody looks at here.
-        method = fedcpd(model_with_maps, trainer, **TERMS, gamma=gamma)
-        return Engine(method._replace(predict=lambda params, x: jnp.zeros((len(x), CLASSES))), N, SOME)
+        return Engine(unscored(fedcpd(model_with_maps, trainer, **TERMS, gamma=gamma)), N, SOME)
 
     @jax.jit
     def one_round(gamma, t, run):
@@ -309,7 +301,7 @@ def taught(model_with_maps, trainer, federation):
         runs.append(run)
         untaught.append(without)
     runs, untaught = jax.tree.map(np.asarray, (runs, untaught))
-    return Taught(runs, untaught, [present for present, _ in cohorts(engine(0.0), federation)])
+    return Taught(runs, untaught, [present for present, _ in cohorts(engine(0.0), KEY, federation, ROUNDS)])
 
 
 def test_a_client_has_a_teacher_from_its_own_first_participation_on(taught):

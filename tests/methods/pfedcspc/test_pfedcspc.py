@@ -33,6 +33,7 @@ from fedjax_pfl.methods.pfedcspc.state import Client, Upload
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import Trainer, phase_key
 from tests.conftest import CLASSES
+from tests.play import cohorts
 from tests.reference import (
     MLP,
     at,
@@ -68,13 +69,6 @@ def model(model_with_projection):
 @pytest.fixture(scope="module")
 def trainer(trainer):
     return replace(trainer, weight_decay=0.01, lr_decay=0.9)
-
-
-def cohorts(engine, federation):
-    """Who takes part in each round, and how many were selected."""
-    draw = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), federation.train.count)))
-    ids, selected = map(np.asarray, draw(jnp.arange(ROUNDS)))
-    return [([int(i) for i in row if i < N], int(number)) for row, number in zip(ids, selected, strict=True)]
 
 
 # --- Limits ----------------------------------------------------------------------------------------------------------
@@ -532,7 +526,7 @@ def both(request, model, trainer, federation):
     prototypes = start.state.server.prototypes._replace(mean=nines)
     after = start._replace(state=start.state._replace(server=start.state.server._replace(prototypes=prototypes)))
     newest = {}
-    for t, (present, selected) in enumerate(cohorts(engine, federation)):
+    for t, (present, selected) in enumerate(cohorts(engine, KEY, federation, ROUNDS)):
         before, after = after, one_round(KEY, at(t), after, jnp.array(True), federation)
         params, known = to_numpy(before.state.server.params), tuple(before.state.server.prototypes)
         starts, uploads, losses = {}, {}, []

@@ -19,7 +19,7 @@ from fedjax_pfl import Config, ConfigError
 from fedjax_pfl.data.federated import ClientData, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.round import Engine, round_keys
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.method import Cohort, PerClass, SentIf, TrainInfo
@@ -31,6 +31,7 @@ from fedjax_pfl.methods.pgfedsplit.mixture import mixing_coefficient
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import Trainer, phase_key
 from tests.conftest import CLASSES
+from tests.play import cohorts
 from tests.reference import (
     MLP,
     at,
@@ -262,7 +263,6 @@ def both(request, model, trainer, federation):
     for t in range(LONG):
         runs.append(play(KEY, runs[-1], at(t), at(t + 1), jnp.array(True), federation))
     runs = jax.tree.map(np.asarray, runs)
-    draw = jax.jit(jax.vmap(lambda t: engine._select(round_keys(KEY, t), federation.train.count)))
 
     mlp, rows = MLP(federation.x, federation.y), [held(federation.train, i) for i in range(N)]
     start = to_numpy(jax.jit(model.init)(jax.random.split(KEY, 3)[0]))
@@ -270,14 +270,14 @@ def both(request, model, trainer, federation):
     spread = means if hyper.covariance == "diagonal" else np.zeros((CLASSES, model.dim, model.dim))
     server = Server(start["extractor"], means, means[:, 0] > 0, spread, None, Schedule(hyper.interval))
     personal, post, rounds = [(start["head"], 0)] * N, {}, []
-    for t, (ids, selected) in enumerate(zip(*map(np.asarray, draw(jnp.arange(ROUNDS))), strict=True)):
-        cohort = sorted(int(i) for i in ids if i < N)
+    for t, (present, selected) in enumerate(cohorts(engine, KEY, federation, ROUNDS)):
+        cohort = sorted(present)
         results = [
             pgfedsplit_client(mlp, client_key(KEY, t, i), t, server, personal[i], rows[i], trainer, hyper)
             for i in cohort
         ]
         alphas = {i: alpha for i, (_, _, alpha, _) in zip(cohort, results, strict=True)}
-        rounds.append(Round(int(selected), cohort, server.schedule.sent, server.valid, alphas))
+        rounds.append(Round(selected, cohort, server.schedule.sent, server.valid, alphas))
         for i, (theta, own, _, _) in zip(cohort, results, strict=True):
             personal[i], post[i] = own, {"extractor": theta, "head": own[0]}
         server = pgfedsplit_server(server, results, [len(rows[i]) for i in cohort], hyper)
