@@ -1,12 +1,28 @@
-"""A method that learns nothing, but uses every feature of the contract and leaves a trace of it."""
+"""Stand-ins: a method that uses every feature of the contract and leaves a trace of it; trainers that train little."""
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.method import Method, TrainInfo, Update
 from fedjax_pfl.ops.aggregate import weighted_mean
+from fedjax_pfl.ops.training import Trainer
 
 NO_STEPS = TrainInfo(jnp.ones(()), jnp.array(0, jnp.int32))
+
+
+class Untrained(Trainer):
+    """What is trained comes back as it was; no gradient is traced or compiled."""
+
+    def __call__(self, now, loss, params, data, **options):
+        return params, NO_STEPS
+
+
+class OnlyHeads(Untrained):
+    """Trains heads alone, where nobody looks at the extractor."""
+
+    def __call__(self, now, loss, params, data, **options):
+        trains = Trainer if options.get("phase") == "head" else Untrained
+        return trains.__call__(self, now, loss, params, data, **options)
 
 
 def witness(model, train, *, gain: float = 1.0):

@@ -16,7 +16,7 @@ from fedjax_pfl.data.federated import Clients, Federation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import count, size
-from fedjax_pfl.method import Cohort, TrainInfo
+from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedecouple import fedecouple
 from fedjax_pfl.methods.fedecouple.method import Client
@@ -40,6 +40,7 @@ from tests.reference import (
     train,
     weighted_mean,
 )
+from tests.toys import OnlyHeads, Untrained
 
 N = 7
 KEY, OTHER_KEY = jax.random.key(21), jax.random.key(22)
@@ -332,15 +333,6 @@ def test_the_teacher_adapts_as_though_it_taught_nobody(model, trainer, federatio
         jax.tree.map(near, teacher(jnp.float32(lam)), alone)
 
 
-class OnlyHeads(Trainer):
-    """Leaves extractors as they are, which spares half of the compilation."""
-
-    def __call__(self, now, loss, params, data, **options):
-        if options.get("phase") == "head":
-            return super().__call__(now, loss, params, data, **options)
-        return params, TrainInfo(jnp.zeros(()), now.t)
-
-
 @pytest.mark.parametrize("name", ["fedrep", "fedpac", "fedecouple"])
 def test_heads_on_cached_features_are_those_on_features_computed_for_every_batch(
     name, monkeypatch, model, trainer, federation
@@ -495,13 +487,6 @@ def test_with_everything_off_it_is_fedrep_that_also_averages_heads(model, traine
     found, expected, mean, uploads = parts(client_key(KEY, 1, 2))
     jax.tree.map(close, found, expected)
     jax.tree.map(lambda a, rows: close(a, np.average(rows, axis=0, weights=[3, 5])), mean["head"], uploads["head"])
-
-
-class Untrained(Trainer):
-    """Trains nothing, which spares most of the tracing."""
-
-    def __call__(self, now, loss, params, data, **options):
-        return params, TrainInfo(jnp.zeros(()), now.t)
 
 
 def test_traffic_is_the_papers():

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.method import Method, PerClass, SentIf, TrainInfo
+from fedjax_pfl.method import Method, PerClass, SentIf
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.ops.training import Trainer, is_off
 from fedjax_pfl.ops.uploads import has_form_of, map_values, origin_of
 from tests.reference import at, client, now
+from tests.toys import Untrained
 
 KEY, N = jax.random.key(3), 7
 
@@ -69,16 +70,15 @@ def test_values_are_all_real_numbers_but_statistics_flags_and_counts():
     }
 
 
-class Still(Trainer):
+class Still(Untrained):
     """At a rate of 0, what is trained comes back as it was: nobody need compute gradients to see that.
 
     A method's own steps are taken, on all of the client's samples as one batch: there are no loops to be compiled.
     """
 
     def __call__(self, now, loss, params, data, *, lr=None, **others):
-        if lr is None or is_off(lr):
-            return params, TrainInfo(jnp.ones(()), at(1))
-        return super().__call__(now, loss, params, data, lr=lr, **others)
+        trains = Untrained if lr is None or is_off(lr) else Trainer
+        return trains.__call__(self, now, loss, params, data, lr=lr, **others)
 
     def over_batches(self, now, step, carry, data, **_):
         slots = jnp.arange(data.capacity)

@@ -22,14 +22,14 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.experiment.build import DataShape, make_engine
-from fedjax_pfl.method import Cohort, PerClass, SentIf, TrainInfo
+from fedjax_pfl.method import Cohort, PerClass, SentIf
 from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.methods.pgfedsplit import pgfedsplit
 from fedjax_pfl.methods.pgfedsplit.gaussians import Gaussians, add_synthetic, update_gaussians
 from fedjax_pfl.methods.pgfedsplit.method import Upload
 from fedjax_pfl.methods.pgfedsplit.mixture import mixing_coefficient
 from fedjax_pfl.ops.prototypes import Prototypes
-from fedjax_pfl.ops.training import Trainer, phase_key
+from fedjax_pfl.ops.training import phase_key
 from tests.conftest import CLASSES
 from tests.play import cohorts
 from tests.reference import (
@@ -48,6 +48,7 @@ from tests.reference import (
     train,
     weighted_mean,
 )
+from tests.toys import OnlyHeads
 
 N, ROUNDS, LONG = 7, 6, 20
 # In this draw of SOME, class 2 has no prototype before round 1, and classes 0 and 1 keep an old one in round 2.
@@ -765,15 +766,6 @@ def test_the_order_of_the_clients_and_absent_rows_change_no_root(covariance):
 
 def norm(tree):
     return np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
-
-
-class OnlyHeads(Trainer):
-    """Leaves the extractor as it is, which spares half of the compilation."""
-
-    def __call__(self, now, loss, params, data, **options):
-        if options.get("phase") == "head":
-            return super().__call__(now, loss, params, data, **options)
-        return params, TrainInfo(jnp.zeros(()), now.t)
 
 
 def test_the_pull_is_measured_beside_the_cross_entropy(model, trainer, federation):
