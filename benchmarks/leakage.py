@@ -94,7 +94,7 @@ def main() -> None:
         options.json.write_text(json.dumps({**settings, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     if options.png:
         picture = io.BytesIO()
-        plot_leakage(drawn).figure.savefig(picture, dpi=250, bbox_inches="tight")
+        plot_leakage(drawn).figure.savefig(picture, dpi=250)
         Image.open(picture).convert("L").quantize(16).save(options.png, optimize=True)
 
 

@@ -284,6 +284,10 @@ def test_a_picture_has_targets_above_and_a_row_for_each_attack(of_fedavg):
     for image, of in zip(drawn, expected, strict=True):
         np.testing.assert_array_equal(image, of[..., 0])
     assert [text.get_text() for text in ax.texts] == 2 * [f"{score:.1f}" for score in of_fedavg.psnr]
+    for name in ("fedavg", "fedecouple", "fedper_pp_approx"):  # the first picture of it shows the whole name
+        ax = plot_leakage(dict.fromkeys((name, "second", "third", "fourth"), of_fedavg))
+        ax.figure.canvas.draw()
+        assert ax.get_tightbbox().x0 >= 0
     alone = plot_leakage(of_fedavg)
     assert [label.get_text() for label in alone.get_yticklabels()] == ["target", "fedavg"]
     pyplot.close("all")

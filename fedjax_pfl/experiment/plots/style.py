@@ -93,7 +93,8 @@ def drawing(ax: "matplotlib.axes.Axes | None", height: float = 2.5) -> "Iterator
             return
         from matplotlib import pyplot
 
-        _, ax = pyplot.subplots(figsize=(COLUMN, height), layout="constrained")
+        # The constrained layout, which also leaves room for names beside axes whose aspect is fixed.
+        _, ax = pyplot.subplots(figsize=(COLUMN, height), layout="compressed")
         yield ax
         make_room(ax)
 
