@@ -108,7 +108,8 @@ FILES = {
 
 METHOD_NAMES, MODEL_NAMES, KINDS = ", ".join(METHODS), ", ".join(MODELS), ", ".join(PARTITIONS)
 SECTIONS = (
-    "protocol, data, model, method, training, finetune, participation, aggregation, attack, compression, privacy, run"
+    "protocol, data, model, method, training, finetune, calibration, participation, aggregation, attack, compression, "
+    "privacy, run"
 )
 NPZ, FOLDER, LEAF, TFDS = (f"run config.toml data.source={kind}:" for kind in ("npz", "folder", "leaf", "tfds"))
 PATHOLOGICAL = "run config.toml data.partition.kind=pathological data.partition."
@@ -342,6 +343,15 @@ CASES = {
     "a rate of no fine-tuning": (
         "run config.toml finetune.lr=0.1",
         "finetune.lr = 0.1 is not usable: nothing with finetune.epochs = 0",
+    ),
+    "calibration of a method without a global model": (
+        "run config.toml method.name=fedper calibration.samples_per_class=100",
+        "calibration.samples_per_class = 100 is not usable: 0 for fedper: only a global model that is scored as it is "
+        "broadcast can be calibrated",
+    ),
+    "a rate of no calibration": (
+        "run config.toml calibration.lr=0.1",
+        "calibration.lr = 0.1 is not usable: nothing with calibration.samples_per_class = 0",
     ),
     "FedDecorr's term twice": (
         "run config.toml method.name=feddecorr training.decorrelate=0.1",

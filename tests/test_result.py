@@ -140,7 +140,7 @@ def test_the_global_model_is_found_in_the_servers_state(fedavg, name, holds):
     """Among others of the same shapes; FedETF's answers with more than that."""
     drawn = with_drawn_state(fedavg[0], name)
     if holds:
-        jax.tree.map(np.testing.assert_array_equal, drawn.params(), drawn.state.server.shared.params)
+        jax.tree.map(np.testing.assert_array_equal, drawn.params(), drawn.state.server.params)
     else:
         with pytest.raises(ConfigError, match="the global model of fedetf is more than an extractor with a head"):
             drawn.params()

@@ -23,6 +23,7 @@ from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.experiment.build import cores, divide, even_chunk, make_engine, shape_of
 from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.experiment.summary import flat
+from fedjax_pfl.method import Cohort
 from tests.reference import MLP, held, now, to_numpy
 
 SOME = {"ratio": [0.3, 0.7], "dropout": 0.3}
@@ -383,6 +384,16 @@ def test_any_method_can_be_fine_tuned_and_decorrelated_by_configuration():
     found, expected = (
         jax.jit(lambda view, m=m: m.personal(*m.personalize(at, view, (), one)))(view) for m in (tuned, known)
     )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    # Calibrated by configuration, it is CCVR.
+    options = {"samples_per_class": 5, "server_lr": 0.3, "server_epochs": 2}
+    calibrated, known = (
+        method("fedavg", calibration={"samples_per_class": 5, "lr": 0.3, "epochs": 2}),
+        method("ccvr", options),
+    )
+    uploads = jax.tree.map(lambda leaf: leaf[None], jax.jit(known.calibrate.local)(at, view, (), one))
+    cohort = Cohort(jnp.array([0]), jnp.array([1.0]), 1, 1)
+    found, expected = (jax.jit(m.calibrate.server)(at, view, uploads, cohort) for m in (calibrated, known))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     # With the term in the loss of plain training it is FedDecorr; FedPer's loss has it, too.
     found, expected = (

@@ -53,8 +53,6 @@ from fedjax_pfl.models import MODELS, Model
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.training import Trainer
 
-Table = NDArray[Any]
-
 
 @register_method("my_prox")
 def my_prox(model: Model, train: Trainer, combine: Combine = weighted_mean, *, strength: float = 0.1) -> Method:
@@ -67,13 +65,13 @@ def my_mlp(*, width: int = 64) -> Any:
 
 
 @register_dataset("noise")
-def noise(argument: str) -> tuple[Table, Table]:
+def noise(argument: str) -> tuple[NDArray[Any], NDArray[Any]]:
     rng = np.random.default_rng(int(argument))
     return rng.integers(0, 256, (200, 8, 8, 1)).astype(np.uint8), rng.integers(0, 3, 200)
 
 
 @register_partition("stripes")
-def stripes(labels: Table, clients: int, seed: int, size: int | None, *, gap: int = 0) -> list[Table]:
+def stripes(labels: NDArray[Any], clients: int, seed: int, size: int | None, *, gap: int = 0) -> list[NDArray[Any]]:
     return [np.arange(client, len(labels) - gap, clients) for client in range(clients)]
 
 

@@ -38,6 +38,7 @@ from fedjax_pfl.method import Method, Static
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.alone import alone
 from fedjax_pfl.methods.attacked import attacked
+from fedjax_pfl.methods.ccvr import calibrated
 from fedjax_pfl.methods.compressed import compressed, int8, top_k
 from fedjax_pfl.methods.feddecorr import decorrelated
 from fedjax_pfl.methods.finetuned import finetuned
@@ -215,6 +216,12 @@ def make_engine(
             method = finetuned(method, model, train, **tuning.model_dump())
         except ValueError as error:
             raise ConfigError("finetune.epochs", tuning.epochs, f"0 for {name}: {error}") from None
+    if (drawn := config.calibration.samples_per_class) > 0:
+        train_server = Trainer(**config.calibration.model_dump(exclude={"samples_per_class"}))
+        try:
+            method = calibrated(method, model, train_server, samples_per_class=drawn)
+        except ValueError as error:
+            raise ConfigError("calibration.samples_per_class", drawn, f"0 for {name}: {error}") from None
     if method.selects and config.data.validation_share == 0:
         allowed = f"above 0, such as 0.2: {name} selects on validation samples"
         raise ConfigError("data.validation_share", config.data.validation_share, allowed)

@@ -282,6 +282,32 @@ class Finetune(_Section):
         return self
 
 
+class Calibration(_Section):
+    """The global model's head retrained on the server before each evaluation, on features drawn from Gaussians (CCVR).
+
+    For any method with a global model of extractor and head; training never sees the result.
+
+    Attributes:
+      samples_per_class: M_c, features drawn of each class; 0 for none.
+      lr: of the head on the server.
+      epochs: passes over the drawn features.
+      batch_size: drawn features per step.
+    """
+
+    samples_per_class: int = Field(0, ge=0)
+    lr: float = Field(0.01, gt=0)
+    epochs: int = Field(1, ge=1)
+    batch_size: int = Field(32, ge=1)
+
+    @model_validator(mode="after")
+    def _options_come_with_samples(self) -> "Calibration":
+        for name in ("lr", "epochs", "batch_size"):
+            given = getattr(self, name)
+            if self.samples_per_class == 0 and given != type(self).model_fields[name].default:
+                raise ConfigError(f"calibration.{name}", given, "nothing with calibration.samples_per_class = 0")
+        return self
+
+
 class Participation(_Section):
     """Who takes part in a round: a share of the clients (or a range it is drawn from), less those that drop out.
 
@@ -473,6 +499,7 @@ class Tables(TypedDict, total=False):
     method: Required[Mapping[str, Any]]
     training: Mapping[str, Any] | Training
     finetune: Mapping[str, Any] | Finetune
+    calibration: Mapping[str, Any] | Calibration
     participation: Mapping[str, Any] | Participation
     aggregation: Mapping[str, Any] | Aggregation
     attack: Mapping[str, Any] | Attack
@@ -501,6 +528,7 @@ class Config(_Section):
     method: Annotated[dict[str, Any], _choose("method", "name", METHODS)]
     training: Training = Training()
     finetune: Finetune = Finetune()
+    calibration: Calibration = Calibration()
     participation: Participation = Participation()
     aggregation: Aggregation = Aggregation()
     attack: Attack = Attack()

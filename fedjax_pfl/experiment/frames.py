@@ -84,7 +84,11 @@ def pivot(
     for field in (*down, *across):  # a list cannot be a label
         table[field] = [str(value) if isinstance(value, list | tuple) else value for value in table[field]]
     found = table.groupby([*down, *across], sort=False, dropna=False)[values].agg(aggregate)
-    return found.unstack(across, sort=False) if across else found.to_frame()
+    if not across:
+        return found.to_frame()
+    rows, columns = (found.index.droplevel(other).unique() for other in (across, down))
+    # In order of appearance; pandas before 3.0 mixes up the values if `unstack` is asked for that.
+    return found.unstack(across).reindex(index=rows, columns=columns)
 
 
 def _axes(

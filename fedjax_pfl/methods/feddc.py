@@ -34,7 +34,8 @@ class Upload(NamedTuple):
 class Server(NamedTuple):
     """What is shared, and the mean drift of all clients, which the server keeps for itself."""
 
-    shared: Shared
+    params: Params
+    control: Params
     drift: Params
 
 
@@ -78,10 +79,10 @@ def feddc(
         del clients
         params = model.init(key)
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return Server(Shared(params, zeros), zeros), Client(zeros, zeros)
+        return Server(params, zeros, zeros), Client(zeros, zeros)
 
     def broadcast(server: Server) -> Shared:
-        return server.shared
+        return Shared(server.params, server.control)
 
     def local(now: Round, view: Shared, client: Client, data: ClientData) -> Update:
         size = 1.0 if mean_size is None else jnp.maximum(data.count, 1).astype(jnp.float32) / mean_size
@@ -113,15 +114,15 @@ def feddc(
             return jax.tree.map(lambda mean, change: mean + share * change, mean, change)
 
         drift = moved(server.drift, _trained(change))
-        params = jax.tree.map(lambda w, change, h: w + change + h, server.shared.params, change, drift)
-        return Server(Shared(params, moved(server.shared.control, learned)), drift), clients
+        params = jax.tree.map(lambda w, change, h: w + change + h, server.params, change, drift)
+        return Server(params, moved(server.control, learned), drift), clients
 
     def personal(view: Shared, client: Client) -> Params:
         del client
         return view.params
 
     def global_predict(server: Server, x: Samples) -> Logits:
-        return model.apply(server.shared.params, x)
+        return model.apply(server.params, x)
 
     return Method(
         init, local, aggregate, personal, model.apply, broadcast, global_predict=global_predict, sends_change=True

@@ -14,6 +14,8 @@ from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods.ccvr import calibrated, ccvr
 from fedjax_pfl.methods.ccvr.gaussians import Gaussians, draw, pool
 from fedjax_pfl.methods.fedavg import fedavg
+from fedjax_pfl.methods.fedbabu import fedbabu
+from fedjax_pfl.methods.feddc import feddc
 from fedjax_pfl.methods.fedper import fedper
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.methods.scaffold import scaffold
@@ -24,7 +26,8 @@ from tests.reference import MLP, at, batches, client, held, linear, linear_gradi
 
 ROUNDS, DRAWN = 2, 9
 SERVER = {"samples_per_class": DRAWN, "server_lr": 0.3, "server_epochs": 2, "server_batch_size": 4}
-HOSTS = {"fedavg": fedavg, "fedprox": partial(fedprox, mu=0.7), "scaffold": scaffold}
+HOSTS = {"fedavg": fedavg, "fedprox": partial(fedprox, mu=0.7), "scaffold": scaffold, "feddc": feddc}
+CALIBRATION = {"samples_per_class": DRAWN, "train_server": Trainer(epochs=2, batch_size=4, lr=0.3)}
 
 near = partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
 close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
@@ -60,7 +63,7 @@ def retrained(mlp, w, federation, clients=N):
 @pytest.mark.parametrize(("host", "new", "devices"), [("fedavg", 0, 2), ("scaffold", 2, 1)])
 def test_the_head_is_numpys_and_nothing_else_changes(host, new, devices, model, trainer, federation, mesh):
     """Wherever the clients are; the new ones have no say in it."""
-    method = ccvr(model, trainer, host=host, **SERVER)
+    method = calibrated(HOSTS[host](model, trainer), model, **CALIBRATION)
     before = initial(method, federation).state
     engine = Engine(method, N, placement=Placement(mesh, 2) if devices == 2 else Placement(), new=new)
     found = jax.jit(engine.calibrated)(KEY, at(ROUNDS), before, federation)
@@ -95,8 +98,8 @@ def test_rounds_are_the_hosts(host, model, trainer, federation):
         run = jax.eval_shape(engine.init, KEY, federation)
         return str(jax.make_jaxpr(engine.rounds)(KEY, run, at(0), at(2), jnp.array(True), federation))
 
-    found = ccvr(model, trainer, host=host, mu=0.7, **SERVER)
-    assert program(found) == program(HOSTS[host](model, trainer))
+    plain = HOSTS[host](model, trainer)
+    assert program(calibrated(plain, model, **CALIBRATION)) == program(plain)
 
 
 def test_gaussians_pool_as_though_the_features_were_in_one_place():
@@ -146,4 +149,6 @@ def test_a_client_sends_count_mean_and_half_a_covariance_of_each_class(model, tr
 def test_only_a_global_model_that_is_not_calibrated_yet_can_be(model, trainer):
     for host in (fedper(model, trainer), ccvr(model, trainer)):
         with pytest.raises(ValueError, match="only a global model that is scored as it is broadcast"):
-            calibrated(host, model, Trainer(), samples_per_class=10)
+            calibrated(host, model, **CALIBRATION)
+    with pytest.raises(ValueError, match="what it broadcasts is not an extractor with a head"):
+        calibrated(fedbabu(model, trainer), model, **CALIBRATION)

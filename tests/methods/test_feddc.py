@@ -48,7 +48,7 @@ def trainer(trainer):
 def test_rounds_are_numpys(model, trainer, federation):
     trainers, method = N - NEW, feddc(model, trainer, alpha=ALPHA)
     start, end, cohorts = play(method, federation, who=SOME, rounds=ROUNDS, new=NEW)
-    mlp, w = MLP(federation.x, federation.y), to_numpy(start.state.server.shared.params)
+    mlp, w = MLP(federation.x, federation.y), to_numpy(start.state.server.params)
     c = jax.tree.map(np.zeros_like, w)
     h, own, post = [c] * N, [c] * N, {}
     for t, cohort in enumerate(cohorts):
@@ -62,7 +62,7 @@ def test_rounds_are_numpys(model, trainer, federation):
         w = jax.tree.map(lambda mean, *h: mean + np.sum(h, axis=0) / trainers, mean, *h)
         c = jax.tree.map(lambda c, *changes: c + np.sum(changes, axis=0) / trainers, c, *changes.values())
     assert all(0 < len(cohort) < trainers for cohort in cohorts)
-    jax.tree.map(near, tuple(end.state.server.shared), (w, c))
+    jax.tree.map(near, tuple(end.state.server[:2]), (w, c))
     for i in range(N):
         jax.tree.map(near, tuple(client(end.state.clients, i)), (h[i], own[i]))
     for i, params in post.items():
@@ -89,7 +89,7 @@ def test_the_first_round_with_everybody_goes_twice_as_far_as_the_mean(model, tra
     change = arrays(1, 4)
     cohort = Cohort(jnp.arange(4), jnp.full(4, 5.0), 4, 4)
     after, _ = method.aggregate(now(KEY, 0), server, (), Upload(change, arrays(2, 4)), cohort)
-    w0, w1 = to_numpy((server.shared.params, after.shared.params))
+    w0, w1 = to_numpy((server.params, after.params))
     trained = jax.tree.map(lambda w0, change: np.mean(w0 + change, axis=0), w0, change)
     jax.tree.map(lambda w0, w1, mean: near(w1, 2 * mean - w0), w0, w1, trained)
 
@@ -108,12 +108,10 @@ def test_without_drift_and_penalty_it_is_scaffold(model, trainer, federation, ar
 
     uploads = arrays(6, 3), arrays(7, 3)
     cohort = Cohort(jnp.array([2, 0, 5]), jnp.array([4.0, 9.0, 0.0]), 5, 5)
-    server, _ = method.aggregate(when, Server(view, zeros), (), Upload(*uploads), cohort)
+    server, _ = method.aggregate(when, Server(*view, zeros), (), Upload(*uploads), cohort)
     (params, control), _ = plain.aggregate(when, view, (), Shared(*uploads), cohort)
-    jax.tree.map(near, server.shared.control, control)
-    jax.tree.map(
-        lambda found, drift, expected: near(found - drift, expected), server.shared.params, server.drift, params
-    )
+    jax.tree.map(near, server.control, control)
+    jax.tree.map(lambda found, drift, expected: near(found - drift, expected), server.params, server.drift, params)
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +155,10 @@ def test_running_statistics_are_averaged_without_drift(model_with_norm, trainer,
     change = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, 0 * leaf]), w)
     uploads = Upload(change, jax.tree.map(jnp.zeros_like, change))
     cohort = Cohort(jnp.arange(3), jnp.array([1.0, 3.0, 0.0]), 4, 4)
-    server = Server(Shared(w, zeros), zeros)
+    server = Server(w, zeros, zeros)
     server, _ = method.aggregate(now(KEY, 0), server, (), uploads, cohort)
-    near(server.shared.params["norm"]["running_var"], 5 + 7.5)
-    near(server.shared.params["kernel"], 1 + 1.5 + (1 + 2) / 4)
+    near(server.params["norm"]["running_var"], 5 + 7.5)
+    near(server.params["kernel"], 1 + 1.5 + (1 + 2) / 4)
     near(server.drift["norm"]["running_var"], 0.0)
 
 

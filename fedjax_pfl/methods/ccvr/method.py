@@ -1,7 +1,8 @@
 """CCVR (Luo et al., NeurIPS 2021), Algorithm 1: a head retrained on features drawn from the clients' Gaussians."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
+import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Gt
 from jaxtyping import PyTree
@@ -10,8 +11,6 @@ from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.method import Calibration, Cohort, Method, PerClass, Round
 from fedjax_pfl.methods.ccvr.gaussians import class_gaussians, draw, pool
 from fedjax_pfl.methods.fedavg import fedavg
-from fedjax_pfl.methods.fedprox import fedprox
-from fedjax_pfl.methods.scaffold import scaffold
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.heads import train_head
@@ -23,16 +22,16 @@ def ccvr(
     train: Trainer,
     combine: Combine = weighted_mean,
     *,
-    host: Literal["fedavg", "fedprox", "scaffold"] = "fedavg",
-    mu: Annotated[float, Ge(0)] = 0.01,
     samples_per_class: Annotated[int, Ge(1)] = 200,
     server_lr: Annotated[float, Gt(0)] = 0.01,
     server_epochs: Annotated[int, Ge(0)] = 1,
     server_batch_size: Annotated[int, Ge(1)] = 32,
 ) -> Method:
-    """CCVR: the server retrains the global model's head before it is scored; the rounds are those of the host.
+    """CCVR on FedAvg: the server retrains the global model's head before it is scored; the rounds are FedAvg's.
 
-    Shared: as in the host. Personal: as in the host. Headline: PRE, the calibrated model; POST is the host's.
+    ``[calibration]`` in a config does the same for every method with a global model.
+
+    Shared: the model. Personal: nothing. Headline: PRE, the calibrated model; POST is FedAvg's.
     Before each evaluation, all clients that may take part send count, mean and covariance of their features of every
     class that they hold: at most C (K + K (K + 1) / 2 + 1) floats each, which are not part of a round's traffic and
     stand side by side on the server. It draws equally many features of each class from the pooled Gaussian. The paper
@@ -44,25 +43,17 @@ def ccvr(
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      host: the method whose global model is calibrated.
-      mu: of FedProx; the other hosts have none.
       samples_per_class: M_c, features drawn of each class; the grid is 100, 200, 500, 1000.
       server_lr: rate of the head on the server.
-      server_epochs: passes over the drawn features; with 0 the scores are the host's.
+      server_epochs: passes over the drawn features; with 0 the scores are FedAvg's.
       server_batch_size: drawn features per step.
 
     Reference:
       M. Luo, F. Chen, D. Hu, Y. Zhang, J. Liang, J. Feng. No Fear of Heterogeneity: Classifier Calibration for
       Federated Learning with Non-IID Data. NeurIPS 2021. arXiv:2106.05001.
     """
-    if host == "fedprox":
-        method = fedprox(model, train, combine, mu=mu)
-    elif host == "scaffold":
-        method = scaffold(model, train, combine)
-    else:
-        method = fedavg(model, train, combine)
     train_server = Trainer(epochs=server_epochs, batch_size=server_batch_size, lr=server_lr)
-    return calibrated(method, model, train_server, samples_per_class=samples_per_class)
+    return calibrated(fedavg(model, train, combine), model, train_server, samples_per_class=samples_per_class)
 
 
 def calibrated(host: Method, model: Model, train_server: Trainer, *, samples_per_class: int) -> Method:
@@ -75,10 +66,15 @@ def calibrated(host: Method, model: Model, train_server: Trainer, *, samples_per
       samples_per_class: M_c.
 
     Raises:
-      ValueError: the host has no global model, or calibrates it already.
+      ValueError: the host has no such model, or calibrates it already.
     """
     if host.global_predict is None or host.calibrate is not None:
         raise ValueError("only a global model that is scored as it is broadcast can be calibrated")
+    server, _ = jax.eval_shape(lambda key: host.init(key, 2), jax.random.key(0))
+    known = jax.tree.structure(jax.eval_shape(model.init, jax.random.key(0)))
+    for shared in (server, jax.eval_shape(host.broadcast, server)):
+        if jax.tree.structure(_global_model(shared)) != known:
+            raise ValueError("what it broadcasts is not an extractor with a head, which is what is calibrated")
 
     def local(now: Round, view: PyTree, client: PyTree, data: ClientData) -> PerClass:
         del now, client
@@ -98,4 +94,4 @@ def calibrated(host: Method, model: Model, train_server: Trainer, *, samples_per
 
 def _global_model(shared: PyTree) -> Params:
     """What the host shares, or the model in it."""
-    return shared if isinstance(shared, dict) else shared.params
+    return getattr(shared, "params", shared)
