@@ -128,7 +128,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a paper; it has ``columns``, a key of `COLUMNS`, of the round ``headline``, ``last`` or ``best``."""
+    """A table of a paper; it has ``columns``, a key of `COLUMNS`, of the round ``headline``, ``last`` or ``best``.
+
+    Rows are compared with ``reference``, another row.
+    """
 
     paper: str
     name: str
@@ -136,6 +139,7 @@ class Table:
     config: str
     headline: str
     columns: str
+    reference: str
     rows: dict[str, Row]
     settings: dict[str, Setting]
 
@@ -172,7 +176,7 @@ def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
     options = parser(paper).parse_args(arguments)
     try:
         table = read_table(paper, options.table)
-        reference = options.reference or list(table.rows)[-1]
+        reference = options.reference or table.reference
         allow("--reference", [reference], table.rows)
         allow("--settings", options.settings or (), table.settings)
         allow("--methods", options.methods or (), table.rows)
@@ -198,7 +202,7 @@ def parser(paper: Path) -> argparse.ArgumentParser:
     parser.add_argument("--methods", **listed, metavar="X,Y", help="rows, by key; all of the table's unless given")
     parser.add_argument("--rounds", type=int, help="the config's unless given")
     parser.add_argument("--seeds", **numbers, metavar="0,1,2", help="of the runs; 0 unless given")
-    parser.add_argument("--reference", metavar="ROW", help="what the t-test compares with; the last row unless given")
+    parser.add_argument("--reference", metavar="ROW", help="what the t-test compares with; the table's, or the last row, unless given")
     parser.add_argument("--name", help="stem of the result files; <paper>_<table> unless given")
     parser.add_argument(
         "--work", type=Path, metavar="FOLDER", help="of run directories, with checkpoints; none unless given"
@@ -232,6 +236,8 @@ def read_table(path: Path, name: str) -> Table:
     allow(f"{name}.columns", [columns], COLUMNS)
     names = COLUMNS[columns].figures
     rows = {key: Row(**row) for key, row in fields.pop("rows", paper.get("methods", {})).items()}
+    reference = fields.pop("reference", paper.get("reference", list(rows)[-1]))
+    allow(f"{name}.reference", [reference], rows)
     settings = {key: Setting(**setting) for key, setting in fields.pop("settings").items()}
     for key, setting in settings.items():
         for what in ("row_overrides", "paper", "paper_to_target"):
@@ -239,7 +245,8 @@ def read_table(path: Path, name: str) -> Table:
         allow(f"{name}.{key}.paper_std", setting.paper_std, rows if columns == "accuracy" else ())
         for row, given in setting.paper.items():
             allow(f"{name}.{key}.paper.{row}", given if isinstance(given, dict) else (), names)
-    return Table(paper["paper"], name, headline=headline, columns=columns, rows=rows, settings=settings, **fields)
+    known = {"headline": headline, "columns": columns, "reference": reference, "rows": rows, "settings": settings}
+    return Table(paper["paper"], name, **known, **fields)
 
 
 def allow(option: str, given: Iterable[str], allowed: Collection[str]) -> None:

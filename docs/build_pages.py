@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT / "benchmarks"))
 
-from tables import Line, lines_of, load_cells, majority, read_table  # noqa: E402
+from tables import Line, lead, lines_of, load_cells, majority, read_table  # noqa: E402
 
 Schema = dict[str, Any]
 # Code, which has no links; a link and its target; that of a reference; that of a picture in HTML.
@@ -424,18 +424,24 @@ def leaderboard_of(path: Path, paper: Path) -> Iterator[str]:
             f"{len(lines)} of {len(board.rows)} methods, {span(rounds, 'round')}, {span(seeds, 'seed')}. In %, mean "
             "over seeds ± sample standard deviation: *by samples, best*, PRE, every test sample counted alike, of the "
             "best evaluated round, which is PFLlib's number and chosen on test samples; PRE, POST and the worst 10 % "
-            "of clients are unweighted means of the last round. "
+            "of clients are unweighted means of the last round. *Behind* is how many points a row's figure by samples is "
+            "below the other's, mean of the paired differences with a 95 % interval over seeds. "
             + published
             + "*Passes* is a participant's work in passes "
             "over its samples; MB are of all clients. The full table, with intervals "
             f"and commands: [{path.stem}]({shown_in(path)})."
         )
         head = ["method", "rounds", "seeds", "by samples, best", "PRE", "POST", "worst 10 %", "passes", "MB"]
+        base = next((line for line in lines if line.key == board.reference), None)
+        label = board.rows[board.reference].label
+        head.insert(4, f"behind {label}")
         rows = [leaderboard_row(line) for line in lines]
+        for line, row in zip(lines, rows, strict=True):
+            row.insert(4, lead(board, None if line is base else base, line)["behind"])
         if setting.paper:
-            head.insert(4, "PFLlib")
+            head.insert(3, "PFLlib")
             for line, row in zip(lines, rows, strict=True):
-                row.insert(4, f"{setting.paper[line.key]:g}" if line.key in setting.paper else NONE)
+                row.insert(3, f"{setting.paper[line.key]:g}" if line.key in setting.paper else NONE)
         yield sortable(head, rows)
         yield from majority([cell for line in lines for cell in line.cells.values()])
 

@@ -95,14 +95,14 @@ def test_the_leaderboard_says_what_was_run(build, monkeypatch, tmp_path):
     shown = build.leaderboard()
     assert f"2 of {len(METHODS)} methods, 50 rounds, 1 to 2 seeds." in shown
     table = rows(shown)
-    assert table["[FedAvg](methods/fedavg.md)"][:4] == ["50", "2", "70.00 ± 14.14", "50.00 ± 0.00"]
-    assert table["[Local](methods/local.md)"][:3] == ["50", "1", "75.00"]
+    assert table["[FedAvg](methods/fedavg.md)"][:5] == ["50", "2", "70.00 ± 14.14", "+15.00", "50.00 ± 0.00"]
+    assert table["[Local](methods/local.md)"][:4] == ["50", "1", "75.00", "—"]
     monkeypatch.setattr(build, "tables_of_results", list)
     assert build.leaderboard() == "Nothing has been run yet."
 
 
 def test_the_config_reference_has_types_bounds_and_defaults(build):
-    table = rows(build.config_tables())
+    table = rows(build.config_tables().partition("## [finetune]")[0])
     assert table["`batch_size`"] == ["whole number ≥ 1", "`10`", "B, samples per mini-batch."]
     assert table["`split`"][:2] == ['`"merge"`, `"official"`', '`"merge"`']
     assert table["`clip_norm`"][:2] == ["number > 0", "left out"]

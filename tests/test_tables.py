@@ -285,6 +285,12 @@ def test_the_reference_can_be_chosen(paper, fake):
     assert [rows(markdown(), label)[0][-1] for label in ("Local", "FedProx")] == ["—", "0.102"]
     assert "Behind Local:" in markdown()
     assert "Local against the best other row, FedProx: p = 0.102." in markdown()
+    paper.write_text('reference = "fedavg"\n' + paper.read_text())
+    call(paper, "table1 --settings three --seeds 0,1,2")
+    assert "Behind FedAvg:" in markdown()
+    paper.write_text(paper.read_text().replace('"fedavg"\n', '"best"\n', 1))
+    with pytest.raises(ConfigError, match="table1.reference = 'best' is not usable: allowed: local, fedavg, fedprox"):
+        tables.read_table(paper, "table1")
 
 
 def test_target_is_the_first_evaluated_round_that_reaches_it(paper, fake):
