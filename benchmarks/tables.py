@@ -202,7 +202,9 @@ def parser(paper: Path) -> argparse.ArgumentParser:
     parser.add_argument("--methods", **listed, metavar="X,Y", help="rows, by key; all of the table's unless given")
     parser.add_argument("--rounds", type=int, help="the config's unless given")
     parser.add_argument("--seeds", **numbers, metavar="0,1,2", help="of the runs; 0 unless given")
-    parser.add_argument("--reference", metavar="ROW", help="what the t-test compares with; the table's, or the last row, unless given")
+    parser.add_argument(
+        "--reference", metavar="ROW", help="what the t-test compares with; the table's, or the last row, unless given"
+    )
     parser.add_argument("--name", help="stem of the result files; <paper>_<table> unless given")
     parser.add_argument(
         "--work", type=Path, metavar="FOLDER", help="of run directories, with checkpoints; none unless given"

@@ -424,8 +424,8 @@ def leaderboard_of(path: Path, paper: Path) -> Iterator[str]:
             f"{len(lines)} of {len(board.rows)} methods, {span(rounds, 'round')}, {span(seeds, 'seed')}. In %, mean "
             "over seeds ± sample standard deviation: *by samples, best*, PRE, every test sample counted alike, of the "
             "best evaluated round, which is PFLlib's number and chosen on test samples; PRE, POST and the worst 10 % "
-            "of clients are unweighted means of the last round. *Behind* is how many points a row's figure by samples is "
-            "below the other's, mean of the paired differences with a 95 % interval over seeds. "
+            "of clients are unweighted means of the last round. *Behind* is how many points a row's figure by samples "
+            "is below the other's, mean of the paired differences with a 95 % interval over seeds. "
             + published
             + "*Passes* is a participant's work in passes "
             "over its samples; MB are of all clients. The full table, with intervals "

@@ -289,7 +289,7 @@ def test_the_reference_can_be_chosen(paper, fake):
     call(paper, "table1 --settings three --seeds 0,1,2")
     assert "Behind FedAvg:" in markdown()
     paper.write_text(paper.read_text().replace('"fedavg"\n', '"best"\n', 1))
-    with pytest.raises(ConfigError, match="table1.reference = 'best' is not usable: allowed: local, fedavg, fedprox"):
+    with pytest.raises(ConfigError, match=r"table1.reference = 'best' is not usable: allowed: local, fedavg, fedprox"):
         tables.read_table(paper, "table1")
 
 
