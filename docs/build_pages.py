@@ -421,7 +421,7 @@ def leaderboard_of(path: Path, paper: Path) -> Iterator[str]:
         yield f"## {setting.label}"
         published = "*PFLlib* is what it publishes, of up to 2,000 rounds. " if setting.paper else ""
         yield (
-            f"{len(lines)} of {len(board.rows)} methods, {span(rounds, 'round')}, {span(seeds, 'seed')}. In %, mean "
+            f"{len(lines)} of {len(board.rows)} rows, {span(rounds, 'round')}, {span(seeds, 'seed')}. In %, mean "
             "over seeds ± sample standard deviation: *by samples, best*, PRE, every test sample counted alike, of the "
             "best evaluated round, which is PFLlib's number and chosen on test samples; PRE, POST and the worst 10 % "
             "of clients are unweighted means of the last round. *Behind* is how many points a row's figure by samples "
