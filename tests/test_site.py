@@ -93,7 +93,7 @@ def test_the_leaderboard_says_what_was_run(build, monkeypatch, tmp_path):
     path.write_text(json.dumps(table), encoding="utf-8")
     monkeypatch.setattr(build, "tables_of_results", lambda: [(path, table)])
     shown = build.leaderboard()
-    assert f"2 of {len(METHODS)} methods, 50 rounds, 1 to 2 seeds." in shown
+    assert f"2 of {len(METHODS) + 1} rows, 50 rounds, 1 to 2 seeds." in shown  # all methods, and FedRep's control
     table = rows(shown)
     assert table["[FedAvg](methods/fedavg.md)"][:5] == ["50", "2", "70.00 ± 14.14", "+15.00", "50.00 ± 0.00"]
     assert table["[Local](methods/local.md)"][:4] == ["50", "1", "75.00", "—"]
