@@ -1,11 +1,13 @@
-"""A sweep as one program against the same runs one after the other: FedRep, eight seeds x three learning rates.
+"""A sweep as one program, its runs or their clients over the cores, against `simulate` for each run.
+
+FedRep, eight seeds x three learning rates.
 
     FEDJAX_PFL_DATA=FOLDER python benchmarks/sweep.py --json benchmarks/results/sweep.json
 
 FOLDER holds fashion_mnist_70k.npz. Each side runs in a process of its own that starts with an empty cache of compiled
 programs, and is timed from the first call to the last result, compilation included; the largest difference between the
-accuracies of the two sides is printed as well. The runs one after the other are what `simulate` does, clients spread
-over the cores; seed and learning rate are inputs of a program, so that the first of them compiles for all.
+accuracies of the first side and another is printed as well. `simulate` spreads a run's clients over the cores; seed and
+learning rate are inputs of a program, so that its first call compiles for all.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from fedjax_pfl import load_config, simulate, sweep
 from fedjax_pfl.experiment.build import cores, prepare
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "fashion_mnist_dirichlet.toml"
+SIDES = ("runs over the cores", "clients over the cores", "simulate")
 FIXED = [
     "method.name=fedrep",
     "model.name=mlp",
@@ -37,8 +40,9 @@ def measure(side: str, seeds: int, rates: list[float], overrides: list[str]) -> 
     prepare(config.run)
     grid: dict[str, list[Any]] = {"run.seed": list(range(seeds)), "training.lr": rates}
     began = time.perf_counter()
-    if side == "one program":
-        swept = sweep(config, grid)
+    if side != "simulate":
+        placement = "shard" if side == "clients over the cores" else "auto"
+        swept = sweep(config.replace("run.placement", placement), grid)
         if swept.failed:
             raise RuntimeError(swept.failed[0].error)
         summaries = [cell.summary for cell in swept.cells]
@@ -57,7 +61,7 @@ def measure(side: str, seeds: int, rates: list[float], overrides: list[str]) -> 
 
 
 def main() -> None:
-    """Prints both sides and their ratio, and writes them where asked."""
+    """Prints the sides and their ratios, and writes them where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--rates", type=float, nargs="*", default=[0.01, 0.03, 0.1])
@@ -71,19 +75,21 @@ def main() -> None:
         print(json.dumps(measure(options.side, options.seeds, options.rates, options.set)))
         return
     sides = {}
-    for side in ("one program", "one after the other"):
+    for side in SIDES:
         command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         sides[side] = json.loads(done.stdout.splitlines()[-1])
         print(f"{side}: {sides[side]['seconds']:.1f} s, of which compilation {sides[side]['compile_seconds']:.1f} s")
-    one, other = sides["one program"], sides["one after the other"]
-    difference = max(abs(a - b) for a, b in zip(one["accuracy"], other["accuracy"], strict=True))
-    ratio = other["seconds"] / one["seconds"]
-    print(f"{ratio:.1f} times as fast; largest difference of an accuracy {difference:.1e}")
+    against = {}
+    for side in SIDES[1:]:
+        pairs = zip(sides[SIDES[0]]["accuracy"], sides[side]["accuracy"], strict=True)
+        ratio, difference = sides[side]["seconds"] / sides[SIDES[0]]["seconds"], max(abs(a - b) for a, b in pairs)
+        against[side] = {"ratio": ratio, "largest_difference": difference}
+        print(f"{side}: {ratio:.2f} times as long; largest difference of an accuracy {difference:.1e}")
     if options.json:
         machine = {"cores": cores(), "backend": jax.default_backend(), "jax": jax.__version__}
         setting = {"seeds": options.seeds, "rates": options.rates, "set": [*FIXED, *options.set]}
-        found = {"machine": machine, **setting, "sides": sides, "ratio": ratio, "largest_difference": difference}
+        found = {"machine": machine, **setting, "sides": sides, "against": against}
         options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
