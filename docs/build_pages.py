@@ -442,6 +442,9 @@ def leaderboard_of(path: Path, paper: Path) -> Iterator[str]:
             head.insert(3, "PFLlib")
             for line, row in zip(lines, rows, strict=True):
                 row.insert(3, f"{setting.paper[line.key]:g}" if line.key in setting.paper else NONE)
+        if len(rounds) == len(seeds) == 1:  # said above the table, which is wide
+            for row in (head, *rows):
+                del row[1:3]
         yield sortable(head, rows)
         yield from majority([cell for line in lines for cell in line.cells.values()])
 
