@@ -349,6 +349,24 @@ CASES = {
         "calibration.samples_per_class = 100 is not usable: 0 for fedper: only a global model that is scored as it is "
         "broadcast can be calibrated",
     ),
+    "calibration in the clear beside privacy": (
+        "run config.toml calibration.samples_per_class=100 privacy.clip=1.0 privacy.noise=1.0",
+        "calibration.samples_per_class = 100 is not usable: 0 with privacy.clip: clients would send statistics of "
+        "their features, which nothing hides",
+    ),
+    "data that no run of a comparison has": (
+        "compare config.toml --methods local,fedavg data.source=npz:none.npz --out nowhere",
+        "data.source = 'npz:none.npz' is not usable: ...",
+    ),
+    "a metric that no run of a comparison has": (
+        'compare config.toml --methods local,fedavg run.metrics=["nope"]',
+        "run.metrics = ...nope... is not usable: ...",
+    ),
+    "data from Python on the command line": (
+        "run config.toml data.source=arrays",
+        "data.source = 'arrays' is not usable: with data from Python beside it: simulate(config, data), "
+        "compare(config, methods, data=data)",
+    ),
     "a rate of no calibration": (
         "run config.toml calibration.lr=0.1",
         "calibration.lr = 0.1 is not usable: nothing with calibration.samples_per_class = 0",

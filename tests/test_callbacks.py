@@ -1,6 +1,7 @@
 """Callbacks see the run that goes on, and can end it."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -122,6 +123,7 @@ def run_with(values, metric="train_loss"):
         ([1, 2, 3], {"mode": "min"}, True),
         ([1, 1.4, 1.8], {"min_delta": 0.5}, False),  # 1.8 is better than the best that counted, 1
         ([1, 1.4, 1.5], {"min_delta": 0.5}, True),
+        ([None, None, 3, 2.5], {"mode": "min"}, False),  # no loss before anyone has trained
     ],
 )
 def test_early_stopping_waits_for_its_patience(values, options, stops):
@@ -150,6 +152,14 @@ def test_the_best_model_is_that_of_the_best_round(recorder, plain):
     simulate(config(), callbacks=[worst])
     assert worst.round == plain.history["round"][int(np.argmin(plain.history["pre.accuracy"]))]
     assert_same(result.state, plain.state)
+
+
+def test_an_evaluation_without_a_value_is_never_the_best():
+    best, run = BestModel("train_loss", mode="min"), run_with([math.nan, 3.0, 2.0, 2.5])
+    for at in range(1, 5):
+        so_far = Running(run.config, "pre", at, run.lines[:at], lambda: {})
+        best.on_evaluate(so_far, so_far.lines[-1])
+    assert (best.round, best.value) == (3, 2.0)
 
 
 class Interrupt(Callback):
@@ -189,7 +199,16 @@ MISTAKES = {
     "no list": (lambda: simulate(config(), callbacks=EarlyStopping()), r"callbacks = .* a list of callbacks"),
     "a function": (lambda: simulate(config(), callbacks=[print]), r"callbacks = .* inherits from fedjax_pfl.Callback$"),
     "a class": (lambda: simulate(config(), callbacks=[BestModel]), r"callbacks = .*, not the class itself"),
-    "patience": (lambda: EarlyStopping(patience=0), r"patience = 0 is not usable: 1 evaluation or more"),
+    "patience": (
+        lambda: EarlyStopping(patience=0),
+        r"patience = 0 is not usable: a whole number of eval",
+    ),
+    "half a patience": (lambda: EarlyStopping(patience=1.5), r"patience = 1.5 is not usable: a whole number"),
+    "no delta": (lambda: EarlyStopping(min_delta=float("nan")), r"min_delta = nan is not usable: a number, 0 or more"),
+    "no validation for a callback": (
+        lambda: simulate(config().replace({"data.validation_share": 0.0}), callbacks=[EarlyStopping()]),
+        r"metric = None is not usable: a metric such as train_loss, or give data.validation_share",
+    ),
     "min_delta": (lambda: EarlyStopping(min_delta=-1.0), r"min_delta = -1.0 .* 0 or more"),
     "mode": (lambda: BestModel(mode="up"), r"mode = 'up' is not usable: \"max\" or \"min\""),
     "metric": (

@@ -158,6 +158,8 @@ def test_describe_shows_docstring_defaults_and_reference():
         ("training.lr", ["training.lr = 0.005\n  eta, the learning rate in round 0."]),
         ("training.clip_norm", ["training.clip_norm = (left out)"]),
         ("data.source", ["data.source (must be given)"]),
+        ("method", ["method.name: one of the following, each with options of its own.", "local, fedavg, "]),
+        ("data.partition", ["data.partition.kind: one of", "pathological, dirichlet"]),
         ("run", ["How a run is carried out", "run.seed = 0", 'run.keep = "final"', "run.export = []"]),
     ],
 )

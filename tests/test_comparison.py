@@ -83,7 +83,7 @@ def test_complete_runs_are_not_run_again(comparison, out):
 
 
 def test_an_interrupted_comparison_goes_on(comparison, tmp_path):
-    class KilledError(Exception):
+    class KilledError(BaseException):
         pass
 
     def killed(line):
@@ -206,6 +206,10 @@ def test_a_damaged_summary_is_named(comparison, out, tmp_path):
         (["fedavg"], {"seeds": []}, r"seeds = \[\] is not usable: one or more"),
         (["fedavg"], {"seeds": [-1]}, r"run\.seed = -1 "),
         ({"fedprox": {"nu": 1.0}}, {}, r"method\.nu = 1\.0 is not usable: no such key of fedprox; allowed: mu"),
+        ("fedavg", {}, r"methods = 'fedavg' is not usable: a list of names"),
+        ({"fedavg": None}, {}, r"methods\.fedavg = None is not usable: a mapping"),
+        (["fedavg"], {"seeds": 3}, r"seeds = 3 is not usable: a list of seeds"),
+        (["local", "fedcpd"], {"data": (np.ones((9, 4)), np.ones(8, int))}, r"8"),
         (["fedavg"], {"point": "best"}, r"point = 'best' is not usable: pre \(after"),
         (["fedavg"], {"baseline": "local"}, r"baseline = 'local' is not usable: one of the methods compared: fedavg"),
     ],
@@ -240,6 +244,24 @@ def test_methods_that_cannot_run_say_why(monkeypatch):
     assert not refusals(config(data={"validation_share": 0.2}), ["fedavg", "fedrep"])
     with pytest.raises(ConfigError, match=r"model\.name = 'char_lstm' is not usable: it reads text"):
         refusals(config().replace({"model.name": "char_lstm"}), ["fedavg", "fedrep"])
+
+
+def test_an_unforeseen_failure_is_reported_and_stops_no_other(monkeypatch, caplog):
+    def broken(*args):
+        def local(now, view, client, data):
+            raise ArithmeticError("of someone's own\nand more")
+
+        return EVERY["fedavg"](*args)._replace(local=local)
+
+    monkeypatch.setitem(EVERY, "fedprox", broken)
+    found = compare(config(), ["fedprox", "local"], seeds=[0])
+    assert [cell.error for cell in found.cells] == ["ArithmeticError: of someone's own", None]
+    assert "Traceback" in caplog.text
+
+
+def test_methods_that_cannot_be_private_say_why():
+    private = config().replace({"privacy.clip": 1.0, "privacy.noise": 0.0, "participation.ratio": 1.0})
+    assert list(refusals(private, ["fedavg", "scaffold"])) == ["scaffold"]
 
 
 def test_of_all_methods_the_command_leaves_out_those_that_cannot_run(comparison, out, tmp_path, monkeypatch):

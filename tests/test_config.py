@@ -1,8 +1,9 @@
 import tomllib
 
+import numpy as np
 import pytest
 
-from fedjax_pfl import Config, ConfigError, load_config, load_sweep, load_tune
+from fedjax_pfl import Config, ConfigError, compare, load_config, load_sweep, load_tune, simulate, sweep
 
 DATA = {"source": "digits"}
 METHOD = {"name": "fedavg"}
@@ -227,3 +228,29 @@ def test_a_config_is_copied_by_replace_which_checks():
             base.replace({field: value})
     with pytest.raises(TypeError, match=r"Config\.replace"):
         base.model_copy(update={"training.lr": 0.1})
+
+
+def test_another_part_named_on_the_command_line_brings_its_own_defaults(tmp_path):
+    path = tmp_path / "config.toml"
+    tables = {"data": {"source": "digits", "partition": {"kind": "dirichlet", "beta": 0.3}}}
+    path.write_text(Config(**tables, method={"name": "fedprox", "mu": 0.3}).to_toml())
+    named = ["method.lam=2.0", "method.name=ditto", "data.partition.kind=iid"]  # in whatever order
+    data = {"source": "digits", "partition": {"kind": "iid"}}
+    assert load_config(path, named) == Config(data=data, method={"name": "ditto", "lam": 2.0})
+    assert load_config(path, ["method.name=fedprox"]).method == {"name": "fedprox", "mu": 0.3}
+
+
+def test_numbers_of_numpy_and_paths_are_taken(tmp_path):
+    plain = Config(data={"source": "digits"}, method={"name": "fedprox", "mu": 0.5}, run={"out": str(tmp_path)})
+    numbers = {"method.mu": np.float32(0.5), "run.seed": np.int64(3), "participation.ratio": (np.float64(0.5), 1.0)}
+    taken = plain.replace({**numbers, "run.out": tmp_path})
+    assert taken == plain.replace({"run.seed": 3, "participation.ratio": (0.5, 1.0)})
+    with pytest.raises(ConfigError, match=r"training\.rounds = 2\.5 "):
+        plain.replace("training.rounds", np.float64(2.5))
+
+
+@pytest.mark.parametrize("given", ["config.toml", {"data": {"source": "digits"}}, None])
+def test_what_is_no_config_is_refused(given):
+    for run in (simulate, lambda config: compare(config, ["local"]), lambda config: sweep(config, {"run.seed": [0]})):
+        with pytest.raises(ConfigError, match=r"config = .* is not usable: a Config: load_config\(path\) of a file"):
+            run(given)

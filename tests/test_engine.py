@@ -1,5 +1,6 @@
 """The round step by step, and whole runs of FedAvg against NumPy and plain loops."""
 
+import math
 import zlib
 from dataclasses import replace
 from types import SimpleNamespace
@@ -215,7 +216,7 @@ class Reference:
             return [mlp.scores(w, part[i]) for part in scored]
 
         post = [scores(w, i) for i in range(len(count))]
-        self.down, self.up, self.loss = 0, 0, 0.0
+        self.down, self.up, self.loss = 0, 0, math.nan
         for t, (ids, selected) in enumerate(zip(*drawn(engine, KEY, federation.train.count, rounds), strict=True)):
             present = [i for i in ids.tolist() if i < len(count)]
             trained = {i: mlp.train(w, client_key(KEY, t, i), t, train[i], trainer) for i in present}
@@ -249,7 +250,7 @@ def fedavg(request, model, trainer, federation):
     last = jax.jit(engine.rounds)(KEY, first, at(0), at(rounds), jnp.array(True), federation)
     scored = jax.jit(engine.score)(KEY, at(rounds), last, federation)
     expected = Reference(engine, to_numpy(first.state.server), federation, trainer, rounds)
-    return SimpleNamespace(name=request.param, last=last, scored=scored, expected=expected)
+    return SimpleNamespace(name=request.param, first=first, last=last, scored=scored, expected=expected)
 
 
 def assert_close(tree, expected, rtol=1e-4):
@@ -262,6 +263,7 @@ def test_the_global_model_is_numpys(fedavg):
 
 
 def test_the_training_loss_is_the_mean_over_participants(fedavg):
+    assert np.isnan(fedavg.first.loss)  # nobody has trained
     assert float(fedavg.last.loss) == pytest.approx(fedavg.expected.loss, rel=1e-4)
 
 

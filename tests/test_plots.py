@@ -469,6 +469,13 @@ def command(monkeypatch, capsys):
     return call, figures
 
 
+def test_runs_that_go_on_have_no_curves_yet(folder, command):
+    call, _ = command
+    said = call(folder / "table" / "fedavg-1", "-o", folder / "none.pdf")
+    assert said.startswith("error: RUN = ")
+    assert "runs of which one has ended" in said
+
+
 def test_the_command_draws_runs_on_disk(folder, command):
     call, figures = command
     table, out = folder / "table", folder / "fig.pdf"

@@ -378,7 +378,7 @@ def saved(tmp_path_factory):
 def test_a_killed_sweep_goes_on_to_the_same_bits(saves, saved, tmp_path, monkeypatch):
     """The kill comes within a round's saves, or before the summaries."""
 
-    class KilledError(Exception):
+    class KilledError(BaseException):
         pass
 
     done, save = [], Checkpoints.save

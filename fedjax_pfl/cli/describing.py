@@ -42,6 +42,9 @@ def described(name: str) -> str:
         values = [f"{field} = {_shown(value)}" for field, value in flat(tables_of(name)).items()]
         found.append("\n".join([f'protocol = "{name}", in the place of the defaults:', "", *values]))
     section, dot, field = name.partition(".")
+    if name in _TABLES:
+        key = "kind" if name == "data.partition" else "name"
+        found += [f"{name}.{key}: one of the following, each with options of its own.", ", ".join(_TABLES[name])]
     if section in Config.model_fields and section not in _TABLES:
         schema = _section(section)
         if not dot:

@@ -286,7 +286,7 @@ def natural(users: Int[np.ndarray, "samples"], clients: int, seed: int, size: in
         raise ConfigError("data.samples_per_client", size, f"{MIN_SAMPLES} or more")
     held = [rows for rows in _rows_by_class(users) if len(rows) >= least]
     if not 1 <= clients <= len(held):
-        allowed = f"1 to {len(held)}, the number of users with {least} samples or more"
+        allowed = f"1 to {len(held)}, the number of users with {least} samples or more, and test samples if split apart"
         raise ConfigError("data.clients", clients, allowed)
     rng = np.random.default_rng(seed)
     taken = [held[user] for user in np.sort(rng.choice(len(held), clients, replace=False))]

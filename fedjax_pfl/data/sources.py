@@ -33,6 +33,9 @@ def load(source: str) -> Dataset:
       ConfigError: field ``data.source``, for an unknown source and for data that cannot be used.
     """
     prefix, _, argument = source.partition(":")
+    if prefix == "arrays":
+        allowed = "with data from Python beside it: simulate(config, data), compare(config, methods, data=data)"
+        raise ConfigError("data.source", source, allowed)
     if prefix not in SOURCES:
         allowed = "; ".join(f"{name}: {description}" for name, (_, description) in SOURCES.items())
         raise ConfigError("data.source", source, f"known sources are {allowed}")

@@ -45,7 +45,7 @@ class Run(NamedTuple):
     Attributes:
       state: server and clients.
       post: each client's POST scores, from its last participation that was evaluated; every leaf [N].
-      loss: mean training loss over the participants of the last round that had any; 0 before the first.
+      loss: mean training loss over the participants of the last round that had any; NaN before the first.
       traffic: communication so far.
       diagnostics: mean over the same participants of what each says of the method's parts; NaN before the first.
     """
@@ -154,7 +154,7 @@ class Engine:
         else:  # a client that is never selected keeps the score of its initial model
             post = self._score_all(personalize_nothing, key_score, key_score, none, state, data)
         unknown = {name: jnp.array(jnp.nan, jnp.float32) for name in self.diagnostics}
-        return Run(state, post, jnp.zeros((), jnp.float32), traffic, unknown)
+        return Run(state, post, jnp.array(jnp.nan, jnp.float32), traffic, unknown)
 
     def rounds(
         self,

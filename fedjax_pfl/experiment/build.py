@@ -211,6 +211,8 @@ def make_engine(
         method = factory(model, train, **options)
     except ValueError as error:
         raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
+    if not isinstance(method, Method):
+        raise ConfigError("method.name", name, f"a factory that returns a Method; it returns {type(method).__name__}")
     if (tuning := config.finetune).epochs > 0:
         try:
             method = finetuned(method, model, train, **tuning.model_dump())

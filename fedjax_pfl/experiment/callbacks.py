@@ -52,21 +52,21 @@ class Running:
           metric: a name in ``history``, such as ``train_loss``; the accuracy on validation samples at the headline's
             point unless given.
 
+        Returns:
+          A value per evaluation; NaN where it has none, as a loss before anyone has trained.
+
         Raises:
           ConfigError: there is no such metric, or no validation samples.
         """
-        tables = [flat(line) for line in self.lines]
+        _check_metric(metric, self.config)
         if metric is None:
-            of_test = self.config.data.evaluate_on == "test"
-            metric = f"{'validation_' if of_test else ''}{self.headline}.accuracy"
-            if of_test and self.config.data.validation_share == 0:
-                allowed = "a metric such as train_loss, or give data.validation_share for one on validation samples"
-                raise ConfigError("metric", None, allowed)
-        for table in tables:
-            if table.get(metric) is None:
-                known = ", ".join(name for name, value in table.items() if value is not None)
-                raise ConfigError("metric", metric, f"one of the run's: {known}")
-        return [table[metric] for table in tables]
+            metric = f"{'validation_' if self.config.data.evaluate_on == 'test' else ''}{self.headline}.accuracy"
+        tables = [flat(line) for line in self.lines]
+        found = [table.get(metric) for table in tables]
+        if tables and metric != "train_loss" and all(value is None for value in found):
+            known = ", ".join(name for name, value in tables[0].items() if value is not None)
+            raise ConfigError("metric", metric, f"one of the run's: {known}")
+        return [math.nan if value is None else value for value in found]
 
 
 class Callback:
@@ -113,10 +113,10 @@ class EarlyStopping(Callback):
         Raises:
           ConfigError: a value that none of these can have.
         """
-        if patience < 1:
-            raise ConfigError("patience", patience, "1 evaluation or more")
-        if min_delta < 0:
-            raise ConfigError("min_delta", min_delta, "0 or more")
+        if not isinstance(patience, int) or patience < 1:
+            raise ConfigError("patience", patience, "a whole number of evaluations, 1 or more")
+        if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
+            raise ConfigError("min_delta", min_delta, "a number, 0 or more")
         _check_mode(mode)
         self.metric, self.patience, self.min_delta, self.sign = metric, patience, min_delta, 1 if mode == "max" else -1
 
@@ -160,7 +160,7 @@ class BestModel(Callback):
         Raises:
           ConfigError: the best round lies before the checkpoint that it goes on from.
         """
-        values = self.sign * np.asarray(run.values(self.metric))
+        values = np.nan_to_num(self.sign * np.asarray(run.values(self.metric)), nan=-math.inf)
         if len(values) and int(values.argmax()) < len(values) - 1:
             allowed = 'run.keep = "best", which survives an interruption: the best round so far was before it'
             raise ConfigError("BestModel", run.lines[int(values.argmax())]["round"], allowed)
@@ -170,7 +170,7 @@ class BestModel(Callback):
     def on_evaluate(self, run: Running, line: Line) -> None:
         """Copies the state where it is better."""
         value = run.values(self.metric)[-1]
-        if self._state is None or self.sign * value > self.sign * self.value:
+        if self._state is None or math.isnan(self.value) or self.sign * value > self.sign * self.value:
             self.round, self.value, self._state = line["round"], value, run.state
 
     def on_end(self, run: Running, result: "Result") -> None:
@@ -313,11 +313,11 @@ def check_tensorboard(out: Any) -> None:
         raise ConfigError("run.tensorboard", True, allowed) from None
 
 
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Checks that these are callbacks.
+def check_callbacks(callbacks: Sequence[Any], config: Config) -> None:
+    """Checks that these are callbacks, and that a run has what they look at, as far as its config says.
 
     Raises:
-      ConfigError: one is none.
+      ConfigError: one is none, or it needs validation samples.
     """
     if not isinstance(callbacks, Sequence):
         raise ConfigError("callbacks", callbacks, "a list of callbacks")
@@ -326,6 +326,14 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             allowed = "an object of a class that inherits from fedjax_pfl.Callback"
             allowed += ", not the class itself" if isinstance(callback, type) else ""
             raise ConfigError("callbacks", callback, allowed)
+        if isinstance(callback, EarlyStopping | BestModel):
+            _check_metric(callback.metric, config)
+
+
+def _check_metric(metric: str | None, config: Config) -> None:
+    if metric is None and config.data.evaluate_on == "test" and config.data.validation_share == 0:
+        allowed = "a metric such as train_loss, or give data.validation_share for one on validation samples"
+        raise ConfigError("metric", None, allowed)
 
 
 def _check_mode(mode: str) -> None:

@@ -4,7 +4,7 @@ It is a sweep over ``method.name`` and ``run.seed``: the seeds of a method are r
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,8 @@ from fedjax_pfl.experiment.frames import history_frame, pivot, run_frame
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
-from fedjax_pfl.experiment.record import write_atomically
+from fedjax_pfl.experiment.programs import lay_out
+from fedjax_pfl.experiment.record import writable, write_atomically
 from fedjax_pfl.experiment.summary import POINTS
 from fedjax_pfl.experiment.sweep import check_point, folder_of, run_cells
 from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of
@@ -175,8 +176,9 @@ def compare(
     def write(done: list[Cell]) -> None:
         if folder is not None:
             comparison = Comparison(config, done, baseline, point)
-            write_atomically(folder / "comparison.md", comparison.markdown())
-            write_atomically(folder / "comparison.csv", comparison.csv())
+            with writable(folder, "out"):
+                write_atomically(folder / "comparison.md", comparison.markdown())
+                write_atomically(folder / "comparison.csv", comparison.csv())
 
     return Comparison(config, run_cells(cells, data, write, progress, executor), baseline, point)
 
@@ -194,10 +196,14 @@ def refusals(config: Config, methods: Sequence[str]) -> dict[str, str]:
       ConfigError: the data cannot be loaded, or it is not for the methods that none of them can run.
     """
     prepare(config.run)
-    data, refused = shape_of(load(config.data.source)), {}
+    dataset, refused = load(config.data.source), {}
     for method in methods:
         try:
-            make_engine(config.replace({"method.name": method}), data)
+            changed = config.replace({"method.name": method})
+            if config.privacy.clip is None:
+                make_engine(changed, shape_of(dataset))
+            else:  # whether a method can be private is known once its exchange is
+                lay_out([changed], dataset)
         except ConfigError as error:
             refused[method] = error
     if refused and len(refused) == len(methods):
@@ -207,6 +213,10 @@ def refusals(config: Config, methods: Sequence[str]) -> dict[str, str]:
 
 def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | None) -> list[Cell]:
     """The runs, none of them run."""
+    if not isinstance(methods, Sequence | Mapping) or isinstance(methods, str):
+        raise ConfigError("methods", methods, 'a list of names, or {"fedprox": {"mu": 0.1}, "ditto": {}}')
+    if not isinstance(seeds, Iterable):
+        raise ConfigError("seeds", seeds, "a list of seeds, such as range(3)")
     for field, given in (("methods", list(methods)), ("seeds", list(seeds))):
         if not given or len(set(given)) < len(given):
             raise ConfigError(field, given, "one or more, each of them once")
@@ -216,6 +226,8 @@ def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | N
     cells = []
     for method in methods:
         options = methods[method] if isinstance(methods, Mapping) else {}
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"methods.{method}", options, "a mapping from its hyperparameters to values; {} for none")
         changes = {"method.name": method} | {f"method.{name}": value for name, value in options.items()}
         for seed in seeds:
             folder = None if out is None else str(out / f"{method}-seed{seed}")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Required, Self, TypedDict, Unpack, overload
 
+import numpy as np
 import tomli_w
 from pydantic import (
     BaseModel,
@@ -558,6 +559,9 @@ class Config(_Section):
             raise ConfigError("participation.sampling", "fixed", allowed)
         if self.aggregation.rule != "mean":
             raise ConfigError("aggregation.rule", self.aggregation.rule, f'"mean" {why}')
+        if (drawn := self.calibration.samples_per_class) > 0:
+            allowed = f"0 {why}: clients would send statistics of their features, which nothing hides"
+            raise ConfigError("calibration.samples_per_class", drawn, allowed)
         return self
 
     @model_validator(mode="after")
@@ -579,7 +583,7 @@ class Config(_Section):
         return self
 
     def __init__(self, *, protocol: str | None = None, **tables: Unpack[Tables]):
-        given: dict[str, Any] = {**tables}
+        given: dict[str, Any] = _plain(tables)
         if protocol is not None:
             given = lie_under({key: _given(table) for key, table in given.items()}, tables_of(protocol))
         try:
@@ -679,6 +683,16 @@ class Config(_Section):
         return tomli_w.dumps(_without_none(self.model_dump()))
 
 
+def check_config(config: Any) -> None:
+    """Checks that this is a config, as a path or a dictionary is none.
+
+    Raises:
+      ConfigError: it is not.
+    """
+    if not isinstance(config, Config):
+        raise ConfigError("config", config, "a Config: load_config(path) of a file, Config(**tables) of a dictionary")
+
+
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Reads a TOML file and applies overrides.
 
@@ -692,7 +706,8 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     tables = read_toml(path, "config file")
     if not isinstance(overrides, list | tuple) or not all(isinstance(override, str) for override in overrides):
         raise ConfigError("overrides", overrides, 'a list of strings, e.g. ["training.lr=0.01"]')
-    for override in overrides:
+    # These first, as in Config.replace: they bring defaults.
+    for override in sorted(overrides, key=lambda override: override.partition("=")[0].strip() not in _SELECTORS):
         _override(tables, override)
     return Config(**tables)
 
@@ -729,7 +744,10 @@ def _override(tables: dict[str, Any], override: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise ConfigError("override", override, f"{section} is a value, not a table")
-    table[key] = parse_value(text)
+    value = parse_value(text)
+    if dotted.strip() in _SELECTORS and table.get(key, value) != value:
+        table.clear()
+    table[key] = value
 
 
 def _changes(changes: Mapping[str, Any] | str, value: Any) -> dict[str, Any]:
@@ -792,6 +810,19 @@ def without_fields(tables: Mapping[str, Any], fields: Collection[str], prefix: s
         for name, value in tables.items()
         if prefix + name not in fields
     }
+
+
+def _plain(node: Any) -> Any:
+    """Tables with Python's own numbers and strings for NumPy's numbers and for paths."""
+    if isinstance(node, Mapping):
+        return {key: _plain(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_plain(value) for value in node]
+    if isinstance(node, tuple):
+        return tuple(_plain(value) for value in node)
+    if isinstance(node, np.generic):
+        return node.item()
+    return os.fspath(node) if isinstance(node, os.PathLike) else node
 
 
 def _without_none(node: Any) -> Any:

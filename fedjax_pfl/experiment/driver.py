@@ -20,10 +20,11 @@ from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.metrics import Metric
 from fedjax_pfl.engine.round import Run
+from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import prepare
 from fedjax_pfl.experiment.callbacks import Callback, check_callbacks
 from fedjax_pfl.experiment.checkpoint import Saved, Stop, stop_on_signals
-from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.config import Config, check_config
 from fedjax_pfl.experiment.course import INTERRUPTED, Course
 from fedjax_pfl.experiment.distributed import agree
 from fedjax_pfl.experiment.parts import with_parts
@@ -87,7 +88,10 @@ def simulate(
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after the checkpoint is written.
     """
     began = time.perf_counter()
-    check_callbacks(callbacks)
+    check_config(config)
+    check_callbacks(callbacks, config)
+    if interrupt not in ("auto", "raise", "return"):
+        raise ConfigError("interrupt", interrupt, '"auto", "raise" or "return"')
     config = with_parts(config, model=model, features=features, method=method, metrics=metrics)
     prepare(config.run)
     dataset = load(config.data.source) if data is None else as_dataset(data)

@@ -40,6 +40,8 @@ def with_parts(
     if method is not None:
         changes["method.name"] = _own_name(method)
         register_method(changes["method.name"])(method)
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError("metrics", metrics, 'names with functions, as in {"ece": ece}')
     if metrics:
         for name, metric in metrics.items():
             register_metric(name)(metric)

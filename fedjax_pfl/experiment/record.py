@@ -78,7 +78,7 @@ class RunDirectory:
         self.path = Path(path)
         self.checkpoints = self.path / _CHECKPOINTS
         self.events = self.path / _EVENTS
-        with self._usable():
+        with writable(self.path):
             is_file = any(at.is_file() for at in (self.path, *self.path.parents))
             holds_something = self.path.is_dir() and any(self.path.iterdir())
         if is_file:
@@ -106,7 +106,7 @@ class RunDirectory:
         Raises:
           ConfigError: the directory cannot be created or written.
         """
-        with self._usable():
+        with writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
@@ -123,7 +123,7 @@ class RunDirectory:
           ConfigError: the directory cannot be written.
         """
         metrics = "".join(json.dumps(without_nan(line)) + "\n" for line in lines)
-        with self._usable():
+        with writable(self.path):
             for name in ("summary.json", "clients.csv", "labels.csv", "export.npz", STATE):
                 (self.path / name).unlink(missing_ok=True)
             write_atomically(self.path / "config.toml", config)
@@ -196,13 +196,14 @@ class RunDirectory:
             write_state(self.path / STATE, kept)
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
-    @contextmanager
-    def _usable(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            allowed = f"name a directory that can be written ({error.strerror})"
-            raise ConfigError("run.out", str(self.path), allowed) from None
+
+@contextmanager
+def writable(folder: Path, field: str = "run.out") -> Iterator[None]:
+    """What fails inside because a folder cannot be created, read or written is one error of this field."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(field, str(folder), f"name a directory that can be written ({error.strerror})") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

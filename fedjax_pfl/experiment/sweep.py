@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
 from fedjax_pfl.experiment.callbacks import check_tensorboard
-from fedjax_pfl.experiment.config import Config, load_config, read_toml
+from fedjax_pfl.experiment.config import Config, check_config, load_config, read_toml
 from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
 from fedjax_pfl.experiment.frames import history_frame, pivot, run_frame
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.programs import alike
-from fedjax_pfl.experiment.record import RunDirectory, complete_run, write_atomically
+from fedjax_pfl.experiment.record import RunDirectory, complete_run, writable, write_atomically
 from fedjax_pfl.experiment.summary import POINTS, flat
 from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of, show, without_seed
-from fedjax_pfl.experiment.worker import Outcome
+from fedjax_pfl.experiment.worker import Outcome, dataset_of
 from fedjax_pfl.methods import METHODS
 
 if TYPE_CHECKING:
@@ -207,8 +208,9 @@ def sweep(
     def write(done: list[Cell]) -> None:
         if out is not None:
             found = Sweep(done, chosen, point)
-            write_atomically(out / "sweep.csv", found.csv())
-            write_atomically(out / "sweep.md", found.markdown())
+            with writable(out, "out"):
+                write_atomically(out / "sweep.csv", found.csv())
+                write_atomically(out / "sweep.md", found.markdown())
 
     found = Sweep(run_cells(cells, data, write, progress, executor), chosen, point)
     if out is not None:
@@ -233,7 +235,7 @@ def run_cells(
       executor: where, as in `sweep`.
 
     Raises:
-      ConfigError: the directory of a cell holds another run.
+      ConfigError: the directory of a cell holds another run, or no run can be, all for the same reason.
     """
     done: dict[int, Cell] = {}
     for number, cell in enumerate(cells):
@@ -248,6 +250,8 @@ def run_cells(
     missing = [number for number in range(len(cells)) if number not in done]
     if not missing:
         write(in_order())
+    elif not done and name_and_options(executor)[0] == "local":
+        _check_not_all_are_refused([cell.config for cell in cells], data)
     for places, outcome in run_configs([cells[number].config for number in missing], data, progress, executor):
         for at, place in enumerate(places):
             cell = cells[missing[place]]
@@ -257,6 +261,22 @@ def run_cells(
                 done[missing[place]] = cell._replace(**outcome[at]._asdict())
         write(in_order())
     return in_order()
+
+
+def _check_not_all_are_refused(configs: Sequence[Config], data: Any) -> None:
+    """Raises what is wrong with every one of these configs, such as their data, before any is run."""
+    refused: dict[str, ConfigError] = {}
+    for config in {alike(config): config for config in configs}.values():
+        try:
+            prepare(config.run)
+            make_engine(config, shape_of(dataset_of(config, data)))
+        except ConfigError as error:
+            refused[str(error)] = error
+        else:
+            return
+        if len(refused) > 1:
+            return
+    raise next(iter(refused.values()))
 
 
 def run_configs(
@@ -295,6 +315,7 @@ def check_point(point: str) -> None:
 
 def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Executor) -> Path | None:
     """The folder of many runs, checked as far as it can be before any of them."""
+    check_config(config)
     check_executor(executor, out)
     if config.run.tensorboard:
         check_tensorboard(out)

@@ -1,5 +1,6 @@
 """A program of several runs, in whatever process an executor has put it."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ Outcome = list[Finished] | str
 Report = Callable[[int, str], None]
 """Program, line of text -> None."""
 
+_log = logging.getLogger(__name__)
 # A line about a program that goes on comes this often.
 _SECONDS_PER_LINE = 5.0
 
@@ -73,7 +75,7 @@ def dataset_of(config: Config, data: Any) -> Dataset:
 
 
 def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: Callable[[str], None]) -> Outcome:
-    """Runs a program here.
+    """Runs a program here; whatever stops it does not stop others, and is logged with its traceback if unforeseen.
 
     Args:
       configs: of its runs.
@@ -97,6 +99,9 @@ def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: 
         results = drive(configs, dataset(), places, began=began, progress=report)
     except ConfigError as error:
         return str(error)
+    except Exception as error:
+        _log.exception("%s failed", configs[0].method["name"])
+        return f"{type(error).__name__}: {error}".splitlines()[0]
     return [Finished(result.summary, result.history, result.clients) for result in results]
 
 

@@ -132,7 +132,7 @@ def compressed(method: Method, encode: Codec) -> Method:
     def aggregate(
         now: Round, server: PyTree, clients: PyTree, uploads: PyTree, cohort: Cohort
     ) -> tuple[PyTree, PyTree]:
-        whole = jax.vmap(partial(unpacked, method.broadcast(server)))(uploads)
+        whole = jax.vmap(partial(unpacked, method.broadcast(server)))(uploads) if jax.tree.leaves(uploads) else uploads
         whole = where_rows(cohort.ids < cohort.total, whole, jax.tree.map(jnp.zeros_like, whole))
         return method.aggregate(now, server, clients, whole, cohort)
 

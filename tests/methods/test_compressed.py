@@ -281,6 +281,14 @@ def test_a_config_asks_for_it(compression, of):
     assert size(exchange.up) == sum(map(of, (64 * 8, 8, 8 * 10, 10)))
 
 
+def test_a_method_that_sends_nothing_has_nothing_to_compress():
+    plain = {**TABLES, "method": {"name": "local"}, "training": {"rounds": 1, "batch_size": 32}}
+    packed, whole = (
+        simulate(Config(**plain, compression=kind)).clients["pre_accuracy"] for kind in ({"kind": "int8"}, {})
+    )
+    np.testing.assert_array_equal(packed, whole)
+
+
 def test_a_run_counts_and_learns_by_what_is_sent():
     result = simulate(Config(**TABLES, compression={"kind": "int8"}))
     numbers, arrays = 64 * 8 + 8 + 8 * 10 + 10, 4

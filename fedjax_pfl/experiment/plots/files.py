@@ -51,6 +51,9 @@ def write_plot(
     if out.exists() and not overwrite:
         raise ConfigError("--out", str(out), "it exists; name another file, or replace it: --overwrite")
     begun = gather(paths)
+    if kind != "partition" and all(run.summary is None for run in begun):
+        named = " ".join(map(str, paths))
+        raise ConfigError("RUN", named, "runs of which one has ended; fedjax-pfl report shows what goes on")
     with look():
         from matplotlib.figure import Figure
 
