@@ -354,6 +354,11 @@ CASES = {
         "calibration.samples_per_class = 100 is not usable: 0 with privacy.clip: clients would send statistics of "
         "their features, which nothing hides",
     ),
+    "batches that nobody fills": (
+        "run config.toml training.drop_last=true training.batch_size=5000",
+        "training.batch_size = 5000 is not usable: at most ... with training.drop_last: nobody has a whole batch to "
+        "train on",
+    ),
     "data that no run of a comparison has": (
         "compare config.toml --methods local,fedavg data.source=npz:none.npz --out nowhere",
         "data.source = 'npz:none.npz' is not usable: ...",

@@ -59,6 +59,15 @@ def test_a_cell_is_the_run_that_simulate_gives(comparison, out):
     assert cell.summary["timing"]["runs_in_the_program"] == 2
 
 
+def test_figures_of_what_was_not_compared_are_refused(comparison):
+    for arguments, message in (
+        (("fedsgd",), "method = 'fedsgd' .* one of those"),
+        (("local", "mean"), "figure = 'mean'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            comparison.by_seed(*arguments)
+
+
 def test_methods_share_partitions_which_seeds_do_not(comparison):
     hashes = {
         seed: {c.summary["partition_hash"] for c in comparison.cells if c.summary and c.seed == seed} for seed in SEEDS

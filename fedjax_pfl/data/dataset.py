@@ -28,10 +28,10 @@ class Dataset(NamedTuple):
 
     name: str
     images: UInt8[np.ndarray, "samples ..."] | Float[np.ndarray, "samples ..."]
-    labels: Int[np.ndarray, "samples"]
+    labels: Int[np.ndarray, " samples"]
     classes: int
     train_rows: int | None
-    users: Int[np.ndarray, "samples"] | None = None
+    users: Int[np.ndarray, " samples"] | None = None
     vocabulary: int | None = None
     divided: bool = False
 
@@ -97,14 +97,14 @@ def _joined(parts: list[np.ndarray]) -> Shaped[np.ndarray, "samples ..."]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def numbered(users: Shaped[np.ndarray, "samples"]) -> Int[np.ndarray, "samples"]:
+def numbered(users: Shaped[np.ndarray, " samples"]) -> Int[np.ndarray, " samples"]:
     """Users as the numbers 0 .. U - 1, in ascending order of what they are called."""
     return np.unique(users, return_inverse=True)[1].astype(np.int32)
 
 
 def _checked_part(
     images: np.ndarray, labels: np.ndarray, part: str, name: str
-) -> tuple[Shaped[np.ndarray, "samples ..."], Int[np.ndarray, "samples"]]:
+) -> tuple[Shaped[np.ndarray, "samples ..."], Int[np.ndarray, " samples"]]:
     """Samples and labels that fit together, or a ConfigError that calls them by the prefix `part`."""
     images = _checked_samples(images, f"{part}samples", name)
     labels = _checked_labels(labels, f"{part}labels", name)
@@ -152,7 +152,7 @@ def _checked_numbers(x: np.ndarray, what: str, name: str) -> Float[np.ndarray, "
     return numbers
 
 
-def _checked_labels(y: np.ndarray, what: str, name: str) -> Int[np.ndarray, "samples"]:
+def _checked_labels(y: np.ndarray, what: str, name: str) -> Int[np.ndarray, " samples"]:
     """Labels as int32, or a ConfigError that says what to change."""
     if y.ndim != 1:
         column = y.ndim == 2 and y.shape[1] == 1

@@ -45,8 +45,8 @@ class Part(NamedTuple):
     """
 
     x: UInt8[np.ndarray, "samples ..."]
-    y: Int[np.ndarray, "samples"]
-    users: Shaped[np.ndarray, "samples"]
+    y: Int[np.ndarray, " samples"]
+    users: Shaped[np.ndarray, " samples"]
 
 
 def read(folder: Path, source: str) -> list[Part]:
@@ -108,7 +108,7 @@ def _user_data(shard: Path, source: str) -> dict[str, Any]:
     return held
 
 
-def _samples(entry: Any) -> tuple[UInt8[np.ndarray, "samples ..."], Int[np.ndarray, "samples"]]:
+def _samples(entry: Any) -> tuple[UInt8[np.ndarray, "samples ..."], Int[np.ndarray, " samples"]]:
     """A user's samples in one shard, or a ValueError that says what is wrong with them."""
     x, y = (entry.get(name) if isinstance(entry, dict) else None for name in ("x", "y"))
     if not isinstance(x, list) or not isinstance(y, list):
@@ -145,7 +145,7 @@ def _images(rows: Sequence[Any]) -> UInt8[np.ndarray, "samples h w 1"]:
     return np.rint(values * 255).astype(np.uint8).reshape(len(rows), width, width, 1)
 
 
-def _labels(given: Sequence[Any], symbols: str, *, classes: int, unknown: str | None = None) -> Int[np.ndarray, "n"]:
+def _labels(given: Sequence[Any], symbols: str, *, classes: int, unknown: str | None = None) -> Int[np.ndarray, " n"]:
     """Labels from whole numbers of either type, or from characters by their position among the symbols."""
     labels = []
     for label in given:

@@ -56,7 +56,7 @@ class Partition(NamedTuple):
 # --- Kinds of partition ----------------------------------------------------------------------------------------------
 
 
-def iid(labels: Int[np.ndarray, "samples"], clients: int, seed: int, size: int | None) -> Partition:
+def iid(labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: int | None) -> Partition:
     """Shuffled equal shares.
 
     Args:
@@ -79,7 +79,7 @@ def iid(labels: Int[np.ndarray, "samples"], clients: int, seed: int, size: int |
 
 
 def pathological(
-    labels: Int[np.ndarray, "samples"],
+    labels: Int[np.ndarray, " samples"],
     clients: int,
     seed: int,
     size: int | None,
@@ -143,7 +143,7 @@ def pathological(
 
 
 def dirichlet(
-    labels: Int[np.ndarray, "samples"],
+    labels: Int[np.ndarray, " samples"],
     clients: int,
     seed: int,
     size: int | None,
@@ -192,7 +192,7 @@ def dirichlet(
 
 
 def weak_pathological(
-    labels: Int[np.ndarray, "samples"],
+    labels: Int[np.ndarray, " samples"],
     clients: int,
     seed: int,
     size: int | None,
@@ -264,7 +264,7 @@ def weak_pathological(
     return _deal_sizes(classes, proportions, size, rng, overlap)
 
 
-def natural(users: Int[np.ndarray, "samples"], clients: int, seed: int, size: int | None) -> Partition:
+def natural(users: Int[np.ndarray, " samples"], clients: int, seed: int, size: int | None) -> Partition:
     """Each client is one user of the source, such as a writer or a role, with the samples that this user has.
 
     Args:
@@ -295,7 +295,7 @@ def natural(users: Int[np.ndarray, "samples"], clients: int, seed: int, size: in
     return Partition(taken, ())
 
 
-def indices(labels: Int[np.ndarray, "samples"], clients: int, seed: int, size: int | None, *, file: str) -> Partition:
+def indices(labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: int | None, *, file: str) -> Partition:
     """Each client has the rows that a file says: those of an earlier run, each for the same use; or lists of one's own.
 
     Args:
@@ -399,7 +399,7 @@ def _pfllib_least(samples: int, clients: int) -> int:
 
 
 def _pfllib_pathological(
-    supply: Int[np.ndarray, "classes"], clients: int, seed: int, classes_per_client: int
+    supply: Int[np.ndarray, " classes"], clients: int, seed: int, classes_per_client: int
 ) -> Int[np.ndarray, "clients classes"]:
     """How many samples of each class PFLlib's ``pat`` gives each client, with its stream of random numbers."""
     rng = np.random.RandomState(seed)
@@ -446,7 +446,7 @@ def _pfllib_dirichlet(classes: list[Rows], clients: int, seed: int, beta: float)
 # --- Shared steps ----------------------------------------------------------------------------------------------------
 
 
-def _rows_by_class(labels: Int[np.ndarray, "samples"]) -> list[Rows]:
+def _rows_by_class(labels: Int[np.ndarray, " samples"]) -> list[Rows]:
     """The row numbers of each class that has samples, ascending, in the order of the classes."""
     _, counts = np.unique(labels, return_counts=True)
     return np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
@@ -460,14 +460,14 @@ def _deal_rows(classes: list[Rows], counts: Int[np.ndarray, "clients classes"]) 
     return np.split(rows[np.lexsort((rows, owners))], np.cumsum(counts.sum(axis=1))[:-1])
 
 
-def _draw_rows(classes: list[Rows], counts: Int[np.ndarray, "classes"], rng: np.random.Generator) -> Rows:
+def _draw_rows(classes: list[Rows], counts: Int[np.ndarray, " classes"], rng: np.random.Generator) -> Rows:
     """Rows of one client: its count of each class at random, ascending."""
     drawn = [rng.choice(rows, count, replace=False) for rows, count in zip(classes, counts, strict=True)]
     return np.sort(np.concatenate(drawn))
 
 
 def _with_unused(
-    dealt: Partition, supply: Int[np.ndarray, "classes"], held: Bool[np.ndarray, "clients classes"]
+    dealt: Partition, supply: Int[np.ndarray, " classes"], held: Bool[np.ndarray, "clients classes"]
 ) -> Partition:
     """The partition, with a note first if classes that no client holds are left out of it."""
     without = np.flatnonzero(held.sum(axis=0) == 0)
@@ -512,7 +512,7 @@ def _deal_sizes(
 
 
 def fit_to_supply(
-    targets: Int[np.ndarray, "clients classes"], supply: Int[np.ndarray, "classes"], rng: np.random.Generator
+    targets: Int[np.ndarray, "clients classes"], supply: Int[np.ndarray, " classes"], rng: np.random.Generator
 ) -> Int[np.ndarray, "clients classes"]:
     """The counts nearest to `targets` (in their sum of absolute differences) that no class is too small for.
 
@@ -538,7 +538,7 @@ def fit_to_supply(
 
 
 def _deal_classes(
-    clients: int, classes_per_client: int, capacity: Float[np.ndarray, "classes"], rng: np.random.Generator
+    clients: int, classes_per_client: int, capacity: Float[np.ndarray, " classes"], rng: np.random.Generator
 ) -> Bool[np.ndarray, "clients classes"]:
     """Deals each client a random set of classes, with holders per class as equal as the capacities allow.
 
@@ -588,7 +588,7 @@ def _dirichlet(beta: float, shape: tuple[int, int], rng: np.random.Generator) ->
 
 
 def largest_remainder(
-    weights: Float[np.ndarray, "rows cells"], totals: Int[np.ndarray, "rows"], rng: np.random.Generator
+    weights: Float[np.ndarray, "rows cells"], totals: Int[np.ndarray, " rows"], rng: np.random.Generator
 ) -> Int[np.ndarray, "rows cells"]:
     """Whole numbers in proportion to the weights of a row, which must not all be 0, with exactly the row's total.
 
@@ -613,7 +613,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def _check_request(
-    labels: Int[np.ndarray, "samples"], clients: int, seed: int, size: int | None, overlap: bool = False
+    labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: int | None, overlap: bool = False
 ) -> None:
     """Raises a ConfigError unless the labels suffice for so many clients of this size."""
     samples = len(labels)

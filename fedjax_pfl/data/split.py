@@ -21,7 +21,7 @@ from fedjax_pfl.errors import ConfigError
 
 
 def split_rows(
-    labels: Int[np.ndarray, "samples"],
+    labels: Int[np.ndarray, " samples"],
     parts: Sequence[Rows],
     seed: int,
     *,
@@ -72,7 +72,7 @@ def split_rows(
     return splits
 
 
-def set_aside(labels: Int[np.ndarray, "samples"], share: float, seed: int) -> tuple[Rows, Rows]:
+def set_aside(labels: Int[np.ndarray, " samples"], share: float, seed: int) -> tuple[Rows, Rows]:
     """Sets a share of each class aside at random, as the test part of a source that has none.
 
     A class of two samples or more has at least one on either side; a lone sample stays in the training part.
@@ -101,7 +101,7 @@ def set_aside(labels: Int[np.ndarray, "samples"], share: float, seed: int) -> tu
 
 
 def draw_test(
-    labels: Int[np.ndarray, "samples"],
+    labels: Int[np.ndarray, " samples"],
     parts: Sequence[Rows],
     test_rows: Rows,
     seed: int,
@@ -179,7 +179,7 @@ def short_of_test_rows(splits: Sequence[Split], test_share: float) -> tuple[str,
 
 
 def own_test(
-    users: Int[np.ndarray, "samples"],
+    users: Int[np.ndarray, " samples"],
     parts: Sequence[Rows],
     test_rows: Rows,
     seed: int,
@@ -212,7 +212,7 @@ def own_test(
 
 
 def manifest(
-    labels: Int[np.ndarray, "samples"], classes: int, partition: Partition, splits: Sequence[Split]
+    labels: Int[np.ndarray, " samples"], classes: int, partition: Partition, splits: Sequence[Split]
 ) -> dict[str, Any]:
     """A record of who holds what, ready for JSON.
 
@@ -273,7 +273,7 @@ def _n_validation(n_train: int, share: float) -> int:
 
 
 def _by_class(
-    rows: Rows, labels: Int[np.ndarray, "_"], count: int, rng: np.random.Generator, *, spend_lone: bool
+    rows: Rows, labels: Int[np.ndarray, " _"], count: int, rng: np.random.Generator, *, spend_lone: bool
 ) -> tuple[Rows, Rows]:
     """Rows to keep and rows to set apart, these so many and of each class in proportion, but never all of a class.
 

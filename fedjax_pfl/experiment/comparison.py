@@ -19,7 +19,7 @@ from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.experiment.record import writable, write_atomically
-from fedjax_pfl.experiment.summary import POINTS
+from fedjax_pfl.experiment.summary import FIGURES, POINTS
 from fedjax_pfl.experiment.sweep import check_point, folder_of, run_cells
 from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of
 from fedjax_pfl.methods import METHODS
@@ -62,7 +62,15 @@ class Comparison(NamedTuple):
         return [cell for cell in self.cells if cell.summary is None]
 
     def by_seed(self, method: str, figure: str = "headline") -> dict[int, float]:
-        """A figure of a method's runs; see `summary.figures_of` for the names."""
+        """A figure of a method's runs; see `summary.figures_of` for the names.
+
+        Raises:
+          ConfigError: there is no such method or figure.
+        """
+        if method not in (known := dict.fromkeys(cell.method for cell in self.cells)):
+            raise ConfigError("method", method, f"one of those compared: {', '.join(known)}")
+        if figure not in FIGURES:
+            raise ConfigError("figure", figure, f"one of {', '.join(FIGURES)}")
         return {cell.seed: cell.figures[figure] for cell in self.cells if cell.method == method and cell.summary}
 
     def rows(self) -> list[dict[str, Any]]:

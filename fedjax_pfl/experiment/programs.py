@@ -32,6 +32,7 @@ from fedjax_pfl.engine.placement import Placement, map_clients
 from fedjax_pfl.engine.round import UPDATE_COSINE, Engine, Run
 from fedjax_pfl.engine.scoring import Answers, Evaluation
 from fedjax_pfl.engine.traffic import Exchange
+from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import (
     DataShape,
     attackers,
@@ -327,6 +328,11 @@ def lay_out(
     ]
     samples = federations[0][:2]
     engine = make_engine(first, data)
+    most = max(int(np.max(federation.train.count)) for federation in federations)
+    most *= 2 if engine.method.copies == "concat" else 1
+    if first.training.drop_last and most < first.training.batch_size:
+        allowed = f"at most {most} with training.drop_last: nobody has a whole batch to train on"
+        raise ConfigError("training.batch_size", first.training.batch_size, allowed)
     for config in configs:
         check_accountant(config)
     if first.privacy.clip is not None:

@@ -37,6 +37,8 @@ def plot_sensitivity(
       ConfigError: there is no such field or figure, the field's values are not two numbers or more, no run has the
         figure, or matplotlib is not installed.
     """
+    if not isinstance(getattr(sweep, "cells", None), list):
+        raise ConfigError("sweep", sweep, "what sweep(...) gives")
     fields = [name for name in fields_of(sweep.cells) if name != SEED]
     if field not in fields:
         raise ConfigError("field", field, f"one of the grid: {', '.join(fields)}")
