@@ -194,6 +194,28 @@ def bad_factory(model, train, something):
     return fedprox(model, train)
 
 
+def other_server(model, train):
+    host = fedprox(model, train)
+
+    def aggregate(now, server, clients, uploads, cohort):
+        return jax.tree.map(lambda leaf: leaf[0], uploads) | {"head": jnp.zeros(3)}, clients
+
+    return host._replace(aggregate=aggregate)
+
+
+def other_clients(model, train):
+    host = fedprox(model, train)
+
+    def aggregate(now, server, clients, uploads, cohort):
+        return server, cohort.weight
+
+    return host._replace(aggregate=aggregate)
+
+
+def no_method(model, train):
+    fedprox(model, train)
+
+
 def untyped(model, train, *, mu=0.1):
     return fedprox(model, train, mu=mu)
 
@@ -205,6 +227,12 @@ MISTAKES = {
     "no function": (lambda: register_method("mine4")(3), r"register_method = 3 is not usable: a function: def mine\("),
     "arguments": (lambda: register_method("mine4")(bad_factory), r"other arguments than def mine\(model, train"),
     "no type": (lambda: register_method("mine4")(untyped), r"the option mu needs a type, such as mu: float = 0.1"),
+    "nothing returned": (
+        lambda: simulate(config(), method=no_method),
+        r"method\.name = 'no_method' is not usable: a factory that returns a Method; it returns NoneType",
+    ),
+    "metrics in a list": (lambda: simulate(config(), metrics=[brier]), r"metrics = .* names with functions, as in"),
+    "an interruption": (lambda: simulate(config(), interrupt="never"), r"interrupt = 'never' .* \"auto\", \"raise\""),
     "metric's name": (lambda: simulate(config(), metrics={"loss": brier}), r"register_metric = 'loss' .* another name"),
     "metric of one argument": (
         lambda: simulate(config(), metrics={"mine_m": lambda logits: logits}),
@@ -239,4 +267,17 @@ def test_a_mistake_is_one_line_before_anything_compiles(mistake, message, monkey
     monkeypatch.setattr(programs, "_compile", lambda *_: pytest.fail("compiled"))
     with pytest.raises(ConfigError, match=message) as caught:
         mistake()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (other_server, r"the method's server\['head'\]\S* after a round = .* is not usable: .*, as before it"),
+        (other_clients, r"the method's clients after a round = 'float32\[\d\]' is not usable: nothing, as before it"),
+    ],
+)
+def test_a_round_that_changes_the_form_of_the_state_is_named(method, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        simulate(config(), method=method)
     assert "\n" not in str(caught.value)

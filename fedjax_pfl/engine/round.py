@@ -21,6 +21,7 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import SIDE_BY_SIDE, Placement, map_clients
 from fedjax_pfl.engine.scoring import BATCH, Answers, Evaluation, Scored, Scores, Tally, scores_of, tally
 from fedjax_pfl.engine.traffic import Traffic, traffic_of
+from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.method import (
     Cohort,
     Diagnostics,
@@ -59,6 +60,23 @@ class Run(NamedTuple):
 
 UPDATE_COSINE = "update_cosine"
 """The diagnostic that the engine adds to those of a method, where an upload has the form of what was sent down."""
+
+
+def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
+    """Checks that a round leaves a part of the state in the form in which it found it.
+
+    Raises:
+      ConfigError: it has other arrays, or one of another shape or type.
+    """
+
+    def arrays(tree: PyTree) -> dict[str, str]:
+        leaves = jax.tree.leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for path, leaf in leaves}
+
+    given, wanted = arrays(after), arrays(before)
+    for name in given | wanted:
+        if (found := given.get(name, "(missing)")) != (allowed := wanted.get(name, "nothing")):
+            raise ConfigError(f"the method's {what}{name} after a round", found, f"{allowed}, as before it")
 
 
 def mean_cosine(updates: PyTree, present: Bool[Array, " K"]) -> Float[Array, ""]:
@@ -212,6 +230,8 @@ class Engine:
         uploads = self.placement.gather_small(uploads)
         now = Round(keys.aggregate, t)
         combined, new = method.aggregate(now, server, update.client, uploads, cohort)
+        check_unchanged("server", combined, server)
+        check_unchanged("clients", new, old)
         # With no samples left the round did not happen: a weighted mean over nothing would be zero.
         happened = jnp.any(cohort.weight > 0) | method.acts_alone
         server = jax.tree.map(lambda new, old: jnp.where(happened, new, old), combined, server)

@@ -256,7 +256,7 @@ def test_before_round_zero_the_server_hears_from_all_initial_extractors(start, m
     received = {i: class_means(mlp.features(w, rows[i]), mlp.y[rows[i]], CLASSES) for i in range(N)}
     nothing = Server(w["head"], np.zeros((CLASSES, model.dim)), np.zeros(CLASSES, bool))
     server = fedfcd_server(jax.random.split(key_setup)[1], -1, nothing, received, SimpleNamespace(**SERVER))
-    check(start, Played(server, [w] * N, [fused(w, server.head)] * N, 0.0, []), federation)
+    check(start, Played(server, [w] * N, [fused(w, server.head)] * N, np.nan, []), federation)
 
 
 def test_a_class_without_a_representation_pulls_nothing_until_it_has_one(
