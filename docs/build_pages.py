@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT / "benchmarks"))
 
-from tables import Line, lead, lines_of, load_cells, majority, read_table  # noqa: E402
+from tables import Line, Setting, Table, lead, lines_of, load_cells, majority, read_table  # noqa: E402
 
 Schema = dict[str, Any]
 # Code, which has no links; a link and its target; that of a reference; that of a picture in HTML.
@@ -431,43 +431,38 @@ def leaderboard_of(path: Path, paper: Path) -> Iterator[str]:
             "over its samples; MB are of all clients. The full table, with intervals "
             f"and commands: [{path.stem}]({shown_in(path)})."
         )
-        head = ["method", "rounds", "seeds", "by samples, best", "PRE", "POST", "worst 10 %", "passes", "MB"]
         base = next((line for line in lines if line.key == board.reference), None)
-        label = board.rows[board.reference].label
-        head.insert(4, f"behind {label}")
-        rows = [leaderboard_row(line) for line in lines]
-        for line, row in zip(lines, rows, strict=True):
-            row.insert(4, lead(board, None if line is base else base, line)["behind"])
-        if setting.paper:
-            head.insert(3, "PFLlib")
-            for line, row in zip(lines, rows, strict=True):
-                row.insert(3, f"{setting.paper[line.key]:g}" if line.key in setting.paper else NONE)
+        rows = [leaderboard_row(board, setting, line, base) for line in lines]
+        left_out = {"PFLlib"} if not setting.paper else set()
         if len(rounds) == len(seeds) == 1:  # said above the table, which is wide
-            for row in (head, *rows):
-                del row[1:3]
-        yield sortable(head, rows)
+            left_out |= {"rounds", "seeds"}
+        head = [name for name in rows[0] if name not in left_out]
+        yield sortable(head, [[row[name] for name in head] for row in rows])
         yield from majority([cell for line in lines for cell in line.cells.values()])
 
 
-def leaderboard_row(line: Line) -> list[str]:
-    """The cells of a method."""
+def leaderboard_row(board: Table, setting: Setting, line: Line, base: Line | None) -> dict[str, str]:
+    """The cells of a row, by heading; ``base`` is the row that others are behind."""
     cells = list(line.cells.values())
     method = cells[0]["config"]["method"]["name"]
-    rounds = span(sorted({cell["config"]["training"]["rounds"] for cell in cells}), "")
-    figures = [
+    by_samples, pre, post, worst = (
         mean_and_spread([100 * value for value in line.by_seed(name).values()])
         for name in ("weighted_best", "pre", "post", "worst_10_percent")
-    ]
+    )
     passes = [cell["gradient_passes"] for cell in cells if "gradient_passes" in cell]
-    work = f"{np.max(passes):.1f}" if passes else NONE
-    return [
-        f"[{line.row.label}](methods/{method}.md)",
-        rounds,
-        str(len(cells)),
-        *figures,
-        work,
-        line.show("megabytes", 1, 1),
-    ]
+    return {
+        "method": f"[{line.row.label}](methods/{method}.md)",
+        "rounds": span(sorted({cell["config"]["training"]["rounds"] for cell in cells}), ""),
+        "seeds": str(len(cells)),
+        "PFLlib": f"{setting.paper[line.key]:g}" if line.key in setting.paper else NONE,
+        "by samples, best": by_samples,
+        f"behind {board.rows[board.reference].label}": lead(board, None if line is base else base, line)["behind"],
+        "PRE": pre,
+        "POST": post,
+        "worst 10 %": worst,
+        "passes": f"{np.max(passes):.1f}" if passes else NONE,
+        "MB": line.show("megabytes", 1, 1),
+    }
 
 
 def span(numbers: Sequence[int], what: str) -> str:

@@ -86,13 +86,13 @@ def test_a_failing_method_is_reported_and_stops_no_other(comparison, out):
 
 def test_complete_runs_are_not_run_again(comparison, out):
     called = []
-    again = compare(config(), METHODS[:2], seeds=SEEDS, out=out, progress=called.append)
+    again = compare(config(), METHODS[:2], seeds=np.array(SEEDS), out=out, progress=called.append)
     assert not called
     assert [cell.summary for cell in again.cells] == [cell.summary for cell in comparison.cells[:4]]
 
 
 def test_an_interrupted_comparison_goes_on(comparison, tmp_path):
-    class KilledError(BaseException):
+    class KilledError(Exception):
         pass
 
     def killed(line):
@@ -218,7 +218,7 @@ def test_a_damaged_summary_is_named(comparison, out, tmp_path):
         ("fedavg", {}, r"methods = 'fedavg' is not usable: a list of names"),
         ({"fedavg": None}, {}, r"methods\.fedavg = None is not usable: a mapping"),
         (["fedavg"], {"seeds": 3}, r"seeds = 3 is not usable: a list of seeds"),
-        (["local", "fedcpd"], {"data": (np.ones((9, 4)), np.ones(8, int))}, r"8"),
+        (["local", "fedcpd"], {"data": (np.ones((9, 4)), np.ones(8, int))}, r"8 labels"),
         (["fedavg"], {"point": "best"}, r"point = 'best' is not usable: pre \(after"),
         (["fedavg"], {"baseline": "local"}, r"baseline = 'local' is not usable: one of the methods compared: fedavg"),
     ],

@@ -111,7 +111,7 @@ def test_the_history_of_clients_is_off_unless_asked_for(whole, tmp_path):
     assert (tmp_path / "run" / "client_history.csv").read_text().splitlines() == expected[:1] + expected[9:]
 
 
-class KilledError(BaseException):
+class KilledError(Exception):
     """Stands for whatever ends a run without a chance to react."""
 
 

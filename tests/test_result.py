@@ -311,7 +311,7 @@ def test_a_model_can_be_written_for_flax(runs, tmp_path):
 # --- Which state is kept ----------------------------------------------------------------------------------------------
 
 
-class KilledError(BaseException):
+class KilledError(Exception):
     """Stands for whatever ends a run without a chance to react."""
 
 

@@ -28,7 +28,7 @@ def config(out, **tables):
     return Config(**base)
 
 
-class KilledError(BaseException):
+class KilledError(Exception):
     """Stands for whatever ends a run without a chance to react."""
 
 

@@ -110,7 +110,8 @@ def test_a_failing_program_is_reported_and_stops_no_other(swept, out):
 def test_complete_runs_are_not_run_again(swept, out):
     shutil.rmtree(out / "method.name=fedprox,training.lr=0.2,run.seed=1")
     lines = []
-    again = sweep(config(), {**GRID, "method.name": ["fedprox"]}, out=out, progress=lines.append)
+    grid = {"method.name": ["fedprox"], "training.lr": np.array([0.05, 0.2]), "run.seed": np.arange(2)}
+    again = sweep(config(), grid, out=out, progress=lines.append)
     assert lines[0].startswith("program 1 of 1 (fedprox, 1 run): about")
     for cell, before in zip(again.cells, swept[0].cells, strict=False):
         np.testing.assert_allclose(numbers(cell.summary["personal"]), numbers(before.summary["personal"]), rtol=1e-5)

@@ -137,7 +137,7 @@ def leakage(
     with jax.default_matmul_precision("float32"):
         try:
             lowered = attack_all.lower(victim.state, keys, targets, y)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except (ValueError, TypeError, NotImplementedError) as error:  # JAX has no one kind for what has no derivative
             if "differentia" not in str(error):
                 raise
             allowed = (

@@ -10,8 +10,8 @@ from jaxtyping import Int
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation, pack
-from fedjax_pfl.data.partition import MIN_SAMPLES, PARTITIONS, Partition, holdings_in, indices
-from fedjax_pfl.data.rows import Holdings, Rows, union
+from fedjax_pfl.data.partition import MIN_SAMPLES, PARTITIONS, Partition, indices
+from fedjax_pfl.data.rows import Holdings, Rows, read, union
 from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, short_of_test_rows, split_rows
 from fedjax_pfl.errors import ConfigError
 
@@ -90,7 +90,7 @@ def deal(
         _check_divided(dataset, clients, kind, official)
 
     listed = indices(dataset.labels, clients, seed, samples_per_client, **options) if kind == "indices" else None
-    if listed is not None and (held := holdings_in(options["file"], len(dataset.labels), clients)) is not None:
+    if listed is not None and isinstance(held := read(options["file"]), Holdings):
         return _as_in_the_run(dataset, listed, held, options["file"], validation_share, official)
 
     # 1. The rows that are shared out, and how many of them a client gets.

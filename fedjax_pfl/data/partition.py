@@ -118,19 +118,18 @@ def pathological(
     if overlap and size is None:
         raise ConfigError("data.samples_per_client", None, "a number; clients that overlap are equal in size")
     classes = _rows_by_class(labels)
+    supply = np.array([len(rows) for rows in classes])
     if not 1 <= classes_per_client <= len(classes):
         allowed = f"the data have samples of {len(classes)} classes, so 1 to {len(classes)} are possible"
         raise ConfigError("data.partition.classes_per_client", classes_per_client, allowed)
     if style == "pfllib":
         _check_no_size(size)
-        supply = np.array([len(rows) for rows in classes])
         counts = _pfllib_pathological(supply, clients, seed, classes_per_client)
         repaired = repair(_deal_rows(classes, counts), MIN_SAMPLES, np.random.default_rng(seed))
         return _with_unused(repaired, supply, counts > 0)
 
     rng = np.random.default_rng(seed)
     classes = [rng.permutation(rows) for rows in classes]
-    supply = np.array([len(rows) for rows in classes])
     ask = 1.0 if size is None else size / classes_per_client  # what one holder takes of a class, at the least
     capacity = np.full(len(classes), float(clients)) if overlap else np.maximum(supply / ask, 1)
     held = _deal_classes(clients, classes_per_client, capacity, rng)
@@ -307,41 +306,22 @@ def indices(labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: 
         `fedjax_pfl.data.rows`).
 
     Returns:
-      A `Partition`; what the rows of a run are for says `holdings_in`.
+      A `Partition`; what the rows of a run are for says the file.
 
     Raises:
       ConfigError: for a file that cannot be read, another number of clients, rows that the data do not have or that two
         clients have, and a `size` with lists.
     """
     check_seed(seed)
-    held = holdings_in(file, len(labels), clients)
-    if held is not None:
-        note = f"the rows for training, validation and test are those of {file}"
-        return Partition([union(split) for split in held.splits], (note,))
     given = read(file)
-    assert not isinstance(given, Holdings)
+    if isinstance(given, Holdings):
+        _check_holdings(given, len(labels), clients, file)
+        note = f"the rows for training, validation and test are those of {file}"
+        return Partition([union(split) for split in given.splits], (note,))
     if size is not None:
         raise ConfigError("data.samples_per_client", size, f"nothing: {file} says which samples each client gets")
     check_rows(given, len(labels), clients, "data.partition.file", file)
     return Partition([np.sort(rows) for rows in given], ())
-
-
-def holdings_in(file: str, samples: int, clients: int) -> Holdings | None:
-    """What the rows of a run are for, by its file; None for a file with the rows of each client.
-
-    Args:
-      file: as in `indices`.
-      samples: number of rows that there are.
-      clients: number of clients that there must be.
-
-    Raises:
-      ConfigError: as `indices` does.
-    """
-    given = read(file)
-    if not isinstance(given, Holdings):
-        return None
-    _check_holdings(given, samples, clients, file)
-    return given
 
 
 def repair(parts: Sequence[Rows], least: int, rng: np.random.Generator) -> Partition:
@@ -542,14 +522,7 @@ def _deal_classes(
 ) -> Bool[np.ndarray, "clients classes"]:
     """Deals each client a random set of classes, with holders per class as equal as the capacities allow.
 
-    Args:
-      clients: number of clients.
-      classes_per_client: size of the sets, at most the number of classes.
-      capacity: how many holders the samples of each class suffice for; exceeded only if all are used up.
-      rng: random numbers.
-
-    Returns:
-      True where the client holds the class.
+    The capacity of a class is how many holders its samples suffice for; it is exceeded only if all are used up.
     """
     C = len(capacity)
     slots = clients * classes_per_client

@@ -63,7 +63,7 @@ UPDATE_COSINE = "update_cosine"
 
 
 def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
-    """Checks that a round leaves a part of the state in the form in which it found it.
+    """Checks that a round leaves a part of the state, called ``what``, in the form in which it found it.
 
     Raises:
       ConfigError: it has other arrays, or one of another shape or type.

@@ -113,9 +113,9 @@ class EarlyStopping(Callback):
         Raises:
           ConfigError: a value that none of these can have.
         """
-        if not isinstance(patience, int) or patience < 1:
+        if not isinstance(patience, int | np.integer) or patience < 1:
             raise ConfigError("patience", patience, "a whole number of evaluations, 1 or more")
-        if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
+        if not isinstance(min_delta, int | float | np.integer | np.floating) or not 0 <= min_delta < math.inf:
             raise ConfigError("min_delta", min_delta, "a number, 0 or more")
         _check_mode(mode)
         self.metric, self.patience, self.min_delta, self.sign = metric, patience, min_delta, 1 if mode == "max" else -1

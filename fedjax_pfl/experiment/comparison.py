@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
-from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.config import Config, plain
 from fedjax_pfl.experiment.executors import Executor
 from fedjax_pfl.experiment.frames import history_frame, pivot, run_frame
 from fedjax_pfl.experiment.headline import runs_in_short
@@ -225,7 +225,8 @@ def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | N
         raise ConfigError("methods", methods, 'a list of names, or {"fedprox": {"mu": 0.1}, "ditto": {}}')
     if not isinstance(seeds, Iterable):
         raise ConfigError("seeds", seeds, "a list of seeds, such as range(3)")
-    for field, given in (("methods", list(methods)), ("seeds", list(seeds))):
+    seeds = plain(list(seeds))
+    for field, given in (("methods", list(methods)), ("seeds", seeds)):
         if not given or len(set(given)) < len(given):
             raise ConfigError(field, given, "one or more, each of them once")
     unknown = [method for method in methods if method not in METHODS]

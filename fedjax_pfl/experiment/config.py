@@ -174,39 +174,23 @@ class Data(_Section):
     std: Annotated[float, Field(gt=0)] | list[Annotated[float, Field(gt=0)]] = 0.5
 
     @model_validator(mode="after")
-    def _a_test_part_is_for_the_official_split(self) -> "Data":
+    def _fields_go_together(self) -> "Data":
         if self.test_part_share is not None and self.split != "official":
             allowed = f'leave it out with data.split = "{self.split}": it is for "official"'
             raise ConfigError("data.test_part_share", self.test_part_share, allowed)
-        return self
-
-    @model_validator(mode="after")
-    def _stratified_is_for_the_merged_split(self) -> "Data":
         if self.stratified and self.split != "merge":
             allowed = 'false with data.split = "official", which gives each client test samples in its own proportions'
             raise ConfigError("data.stratified", True, allowed)
-        return self
-
-    @model_validator(mode="after")
-    def _test_classes_are_drawn_from_a_test_part(self) -> "Data":
         if self.test_classes != "all" and (self.split != "official" or self.partition["kind"] == "natural"):
             allowed = '"all", or data.split = "official" and a partition that is not natural'
             raise ConfigError("data.test_classes", self.test_classes, allowed)
-        return self
-
-    @model_validator(mode="after")
-    def _clients_that_overlap_are_held_against_nothing_that_others_train_on(self) -> "Data":
-        if self.partition.get("overlap"):
-            if self.split != "official":
-                allowed = 'false with data.split = "merge", where others would train on what a client is tested on'
-                raise ConfigError("data.partition.overlap", True, allowed)
-            if self.validation_share:
-                allowed = "0 with data.partition.overlap: others would train on what a client validates on"
-                raise ConfigError("data.validation_share", self.validation_share, allowed)
-        return self
-
-    @model_validator(mode="after")
-    def _validation_needs_a_share(self) -> "Data":
+        # Clients that overlap are held against nothing that others train on.
+        if self.partition.get("overlap") and self.split != "official":
+            allowed = 'false with data.split = "merge", where others would train on what a client is tested on'
+            raise ConfigError("data.partition.overlap", True, allowed)
+        if self.partition.get("overlap") and self.validation_share:
+            allowed = "0 with data.partition.overlap: others would train on what a client validates on"
+            raise ConfigError("data.validation_share", self.validation_share, allowed)
         if self.evaluate_on == "validation" and self.validation_share == 0:
             raise ConfigError("data.evaluate_on", "validation", '"test", or give data.validation_share a value above 0')
         return self
@@ -278,8 +262,9 @@ class Finetune(_Section):
     @model_validator(mode="after")
     def _options_come_with_epochs(self) -> "Finetune":
         for name in ("lr", "scope"):
-            if self.epochs == 0 and name in self.model_fields_set and getattr(self, name) not in (None, "full"):
-                raise ConfigError(f"finetune.{name}", getattr(self, name), "nothing with finetune.epochs = 0")
+            given = getattr(self, name)
+            if self.epochs == 0 and given != type(self).model_fields[name].default:
+                raise ConfigError(f"finetune.{name}", given, "nothing with finetune.epochs = 0")
         return self
 
 
@@ -583,7 +568,7 @@ class Config(_Section):
         return self
 
     def __init__(self, *, protocol: str | None = None, **tables: Unpack[Tables]):
-        given: dict[str, Any] = _plain(tables)
+        given: dict[str, Any] = plain(tables)
         if protocol is not None:
             given = lie_under({key: _given(table) for key, table in given.items()}, tables_of(protocol))
         try:
@@ -645,9 +630,9 @@ class Config(_Section):
         for section, field in type(self).model_fields.items():
             table = getattr(self, section)
             if isinstance(table, _Section):
-                fields = {name: tables[section][name] for name in type(table).model_fields}
-                usual = {name: type(table).model_fields[name].get_default(call_default_factory=True) for name in fields}
-                found[section] = {name: value for name, value in fields.items() if value != usual[name]}
+                fields = type(table).model_fields.items()
+                usual = {name: option.get_default(call_default_factory=True) for name, option in fields}
+                found[section] = {name: value for name, value in tables[section].items() if value != usual[name]}
             elif tables[section] != field.default:
                 found[section] = tables[section]
         return {section: table for section, table in found.items() if table}
@@ -776,11 +761,10 @@ def _given(table: Any) -> Any:
 def _config_error(error: ValidationError, section: str, allowed: Sequence[str], owner: str = "") -> ConfigError:
     """The first mistake, as one sentence with the dotted field, the value and what is allowed."""
     # A misspelt name is an unknown key and, where it has no default, a missing one: the unknown one says more.
-    first, *others = sorted(error.errors(), key=lambda e: e["type"] == "missing")
+    errors = sorted(error.errors(), key=lambda e: e["type"] == "missing")
     # Where a field may have several types, the one that fits the value best fails deepest inside it.
-    first = max(
-        [first, *(other for other in others if other["loc"][:2] == first["loc"][:2])], key=lambda e: len(e["loc"])
-    )
+    same_field = [e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]]
+    first = max(same_field, key=lambda e: len(e["loc"]))
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, ConfigError):
         return raised
@@ -812,20 +796,18 @@ def without_fields(tables: Mapping[str, Any], fields: Collection[str], prefix: s
     }
 
 
-def _plain(node: Any) -> Any:
-    """Tables with Python's own numbers and strings for NumPy's numbers and for paths."""
+def plain(node: Any) -> Any:
+    """Tables with Python's own numbers, lists and strings in the place of NumPy's numbers and arrays, and of paths."""
     if isinstance(node, Mapping):
-        return {key: _plain(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_plain(value) for value in node]
-    if isinstance(node, tuple):
-        return tuple(_plain(value) for value in node)
-    if isinstance(node, np.generic):
-        return node.item()
+        return {key: plain(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)([plain(value) for value in node])
+    if isinstance(node, np.generic | np.ndarray):
+        return node.tolist()
     return os.fspath(node) if isinstance(node, os.PathLike) else node
 
 
 def _without_none(node: Any) -> Any:
     if isinstance(node, Mapping):
         return {key: _without_none(value) for key, value in node.items() if value is not None}
-    return list(node) if isinstance(node, tuple) else node
+    return node

@@ -33,18 +33,9 @@ FREE = (
 )
 _CLIENT_HISTORY = "client_history.csv"
 _PARTITION = "partition.npz"
-_FILES = (
-    "config.toml",
-    "partition.json",
-    _PARTITION,
-    "metrics.jsonl",
-    _CLIENT_HISTORY,
-    "clients.csv",
-    "labels.csv",
-    "export.npz",
-    STATE,
-    "summary.json",
-)
+# The summary comes first: a directory without it is none of a complete run, whatever else is left when a process dies.
+_AT_THE_END = ("summary.json", "clients.csv", "labels.csv", "export.npz", STATE)
+_FILES = ("config.toml", "partition.json", _PARTITION, "metrics.jsonl", _CLIENT_HISTORY, *_AT_THE_END)
 _CHECKPOINTS = "checkpoints"
 _EVENTS = "tensorboard"
 
@@ -58,13 +49,7 @@ class RunDirectory:
       events: the folder in it that TensorBoard's event file goes to, if it is wanted.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-        resume: bool = False,
-    ):
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False, resume: bool = False):
         """Checks the directory; nothing is written yet.
 
         Args:
@@ -124,7 +109,7 @@ class RunDirectory:
         """
         metrics = "".join(json.dumps(without_nan(line)) + "\n" for line in lines)
         with writable(self.path):
-            for name in ("summary.json", "clients.csv", "labels.csv", "export.npz", STATE):
+            for name in _AT_THE_END:
                 (self.path / name).unlink(missing_ok=True)
             write_atomically(self.path / "config.toml", config)
             write_atomically(self.path / "metrics.jsonl", metrics)
@@ -249,18 +234,19 @@ def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray],
     Raises:
       ConfigError: the run that was begun there is another one, or has another number of rounds; a file is damaged.
     """
-    folder = config.run.out
-    if folder is None or not (Path(folder) / "config.toml").exists():
+    if config.run.out is None:
         return None
-    check_alike(load_config(Path(folder) / "config.toml"), config, folder)
-    if not (Path(folder) / "summary.json").exists():
+    path = Path(config.run.out)
+    if not (path / "config.toml").exists():
         return None
-    path = Path(folder)
+    check_alike(load_config(path / "config.toml"), config, config.run.out)
+    if not (path / "summary.json").exists():
+        return None
     summary, rounds = _read("summary", path / "summary.json", lambda text: ((of := json.loads(text)), of["rounds"]))
     history = _read("metrics", path / "metrics.jsonl", _history)
     clients = _read("clients", path / "clients.csv", read_table)
     if rounds != config.training.rounds:
-        allowed = f"{rounds}, as in the complete run in {folder}"
+        allowed = f"{rounds}, as in the complete run in {config.run.out}"
         raise ConfigError("training.rounds", config.training.rounds, allowed)
     return summary, history, clients
 
@@ -393,9 +379,7 @@ def runs_in(folder: Path) -> list[Listed]:
 
 def _newest(text: str) -> Line:
     """The last line of metrics that is written to its end."""
-    whole = text.splitlines(keepends=True)
-    if whole and not whole[-1].endswith("\n"):
-        whole.pop()
+    whole = text[: text.rfind("\n") + 1].splitlines()
     newest: Line = json.loads(whole[-1]) if whole else {"round": 0}
     return newest
 

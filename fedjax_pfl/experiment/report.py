@@ -230,18 +230,21 @@ def _results(runs: _Runs) -> str:
         for run, values in zip(runs.begun, runs.values, strict=True)
         if run.summary is not None
     ]
-    summaries = [cell.summary for cell in ended if cell.summary]
     if not ended:
         return notes_html(["No run has ended yet: the curves show how far they are."])
     if len(runs.begun) == 1:
-        (summary,) = summaries
+        (summary,) = (cell.summary for cell in ended if cell.summary)
         headings, *rows = headline.table(summary)
         said = [*headline.caption(summary).split("\n"), *headline.remarks(summary)]
         return table_html(headings, [cells_html(map(escape, row)) for row in rows]) + notes_html(said)
-    judged = {summary["headline"] for summary in summaries}
     heading = "method" if set(without_seed(ended[0].values)) == {"method.name"} else "run"
-    point = judged.pop() if len(judged) == 1 else POINTS[0]
-    return runs_html(markdown(ended, without_seed(ended[0].values), point, heading=heading))
+    return runs_html(markdown(ended, without_seed(ended[0].values), _point(runs), heading=heading))
+
+
+def _point(runs: _Runs) -> str:
+    """Where the runs are judged, if all that have ended are judged at the same point."""
+    judged = {run.summary["headline"] for run in runs.begun if run.summary is not None}
+    return judged.pop() if len(judged) == 1 else POINTS[0]
 
 
 def _curves(runs: _Runs) -> str:
@@ -249,7 +252,7 @@ def _curves(runs: _Runs) -> str:
     names = _metrics(runs)
     if not names:
         return ""
-    options = "".join(f'<option value="{escape(name)}">{escape(_label(name))}</option>' for name in names)
+    options = "".join(f'<option value="{escape(name)}">{escape(quantity(name)[1])}</option>' for name in names)
     across = "".join(f'<option value="{name}">{text}</option>' for name, text in _ACROSS.items())
     several = any(len(of.runs) > 1 for of in runs.of)
     every = '<label><input type="checkbox" id="every"> every run</label>' if several else ""
@@ -359,10 +362,6 @@ def _metrics(runs: _Runs) -> list[str]:
     return [name for name in found if name not in _ACROSS]
 
 
-def _label(metric: str) -> str:
-    return quantity(metric)[1]
-
-
 def _has_clients(run: Begun) -> bool:
     return len(run.clients.get("client", ())) > 0
 
@@ -370,8 +369,7 @@ def _has_clients(run: Begun) -> bool:
 def _numbers(runs: _Runs) -> dict[str, Any]:
     """What the script draws, as JSON has it: null stands for NaN."""
     metrics = _metrics(runs)
-    judged = {run.summary["headline"] for run in runs.begun if run.summary is not None}
-    point = judged.pop() if len(judged) == 1 else POINTS[0]
+    point = _point(runs)
     alone = len(runs.of) == 1
     first = [f"{p}.accuracy" for p in (point, *(p for p in POINTS if p != point))]
     found: dict[str, Any] = {
@@ -412,7 +410,7 @@ def _strips(runs: _Runs, at: int) -> list[dict[str, Any]]:
                 "point": point.upper(),
                 "mean": float(np.mean([run.history[f"{point}.accuracy"][-1] for _, run in begun])),
                 "clients": len(dots),
-                "dots": [list(dots[place]) for place in kept],
+                "dots": [dots[place] for place in kept],
             }
         )
     return strips

@@ -142,12 +142,6 @@ class RunPlace:
 def _check_resumable(saved: Saved, config: Config, partition: str, directory: str) -> None:
     """Checks that going on from a checkpoint under this config gives what an uninterrupted run would have given.
 
-    Args:
-      saved: the checkpoint.
-      config: what is to be run now.
-      partition: hash of its partition.
-      directory: the run directory, for the messages.
-
     Raises:
       ConfigError: another config (all fields that differ are named), other data, fewer rounds than are done, or a
         checkpoint whose config is none of this version.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
 from fedjax_pfl.experiment.callbacks import check_tensorboard
-from fedjax_pfl.experiment.config import Config, check_config, load_config, read_toml
+from fedjax_pfl.experiment.config import Config, check_config, load_config, plain, read_toml
 from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
 from fedjax_pfl.experiment.frames import history_frame, pivot, run_frame
 from fedjax_pfl.experiment.headline import runs_in_short
@@ -199,7 +199,7 @@ def sweep(
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
     """
     out = folder_of(config, out, executor)
-    cells = [Cell(values, _configure(config, values, out)) for values in _combinations(config, grid)]
+    cells = [Cell(values, _configure(config, values, out)) for values in _combinations(config, plain(grid))]
     chosen = dict(baseline) if baseline is not None else without_seed(cells[0].values)
     if all(without_seed(cell.values) != chosen for cell in cells):
         raise ConfigError("baseline", show(chosen), "one of the combinations in the grid, without the seed")
@@ -326,9 +326,7 @@ def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Exec
     return Path(out) if name_and_options(executor)[0] == "local" else Path(out).absolute()
 
 
-def load_sweep(
-    path: str | os.PathLike[str],
-) -> tuple[Config, dict[str, list[Any]], dict[str, Any] | None]:
+def load_sweep(path: str | os.PathLike[str]) -> tuple[Config, dict[str, list[Any]], dict[str, Any] | None]:
     """Reads a sweep file: ``config``, a path beside it; ``overrides``; tables ``grid`` and, if wanted, ``baseline``.
 
     Returns:

@@ -174,7 +174,12 @@ def tune(
         with _asked(study, distributions, min(batch, left)) as trials:
             said = _reporter(progress, f"{len(trials)} trials after {n_trials - left} of {n_trials}")
             for group in _groups(config, trials):
-                _run(study, group, dataset, metric, point, batch, said)
+                configs, alike_trials = zip(*group, strict=True)
+                watch = _Watch(alike_trials, metric, point)
+                # A trial without its like spreads its clients over the devices instead.
+                room, places = batch if len(group) > 1 else None, [RunPlace(own) for own in configs]
+                drive(configs, dataset, places, began=time.perf_counter(), progress=said, callbacks=[watch], room=room)
+                watch.tell(study)
         left = n_trials - _finished(study)
         if progress:
             progress(f"{n_trials - left} of {n_trials} trials: {in_short(study)}")
@@ -249,24 +254,6 @@ class _Watch(Callback):
         """The scores of a line that are of validation samples."""
         point = self._point or run.headline
         return point if run.config.data.evaluate_on == "validation" else f"validation_{point}"
-
-
-def _run(
-    study: "optuna.Study",
-    group: Sequence[tuple[Config, "optuna.Trial"]],
-    dataset: Dataset,
-    metric: str,
-    point: str | None,
-    batch: int,
-    report: Callable[[Progress], None] | None,
-) -> None:
-    """Runs trials that are alike, and tells the study what came out."""
-    configs, trials = zip(*group, strict=True)
-    watch = _Watch(trials, metric, point)
-    # A trial without its like spreads its clients over the devices instead.
-    room, places = batch if len(trials) > 1 else None, [RunPlace(config) for config in configs]
-    drive(configs, dataset, places, began=time.perf_counter(), progress=report, callbacks=[watch], room=room)
-    watch.tell(study)
 
 
 @contextmanager
@@ -457,11 +444,10 @@ def _fields(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         elif "low" not in given and "high" not in given:
             yield from _fields(given, f"{field}.")
         else:
-            kind = {name: given.get(name, False) for name in ("log", "int")}
-            allowed = "low and high, and, where it is wanted, one of log = true and int = true"
-            if given.keys() - {"low", "high", "log", "int"} or {"low", "high"} - given.keys():
+            log, whole = given.get("log", False), given.get("int", False)
+            known = given.keys() <= {"low", "high", "log", "int"} and given.keys() >= {"low", "high"}
+            if not known or not isinstance(log, bool) or not isinstance(whole, bool) or (log and whole):
+                allowed = "low and high, and, where it is wanted, one of log = true and int = true"
                 raise ConfigError(f"space.{field}", given, allowed)
-            if not all(isinstance(flag, bool) for flag in kind.values()) or all(kind.values()):
-                raise ConfigError(f"space.{field}", given, allowed)
-            drawn = LogUniform if kind["log"] else IntUniform if kind["int"] else Uniform
+            drawn = LogUniform if log else IntUniform if whole else Uniform
             yield field, drawn(given["low"], given["high"])

@@ -75,23 +75,32 @@ def dataset_of(config: Config, data: Any) -> Dataset:
 
 
 def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: Callable[[str], None]) -> Outcome:
-    """Runs a program here; whatever stops it does not stop others, and is logged with its traceback if unforeseen.
+    """Runs a program here. What stops it does not stop others; if unforeseen, it is logged with its traceback.
 
     Args:
       configs: of its runs.
       dataset: gives what they share.
-      say: called with a line of text before compilation, every few seconds, and after the last round.
+      say: called with a line of text before compilation, every few seconds, and after the last round; what it raises
+        is the caller's.
     """
+    raised: list[Exception] = []
     began = last = time.perf_counter()
+
+    def tell(line: str) -> None:
+        try:
+            say(line)
+        except Exception as error:
+            raised.append(error)
+            raise
 
     def report(now: Progress) -> None:
         nonlocal last
         if now.last is not None and (now.round == now.rounds or time.perf_counter() - last > _SECONDS_PER_LINE):
             last = time.perf_counter()
             scores = ", ".join(f"{point} {100 * now.last[point]['accuracy']:.2f} %" for point in ("pre", "post"))
-            say(f"round {now.round}/{now.rounds}, loss {now.loss:.4f}, {scores}, {last - began:.0f} s")
+            tell(f"round {now.round}/{now.rounds}, loss {now.loss:.4f}, {scores}, {last - began:.0f} s")
         elif now.last is None and np.isnan(now.loss):
-            say(f"about {now.memory / 1e9:.2g} GB of memory; compiling")
+            tell(f"about {now.memory / 1e9:.2g} GB of memory; compiling")
 
     try:
         prepare(configs[0].run)
@@ -100,6 +109,8 @@ def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: 
     except ConfigError as error:
         return str(error)
     except Exception as error:
+        if error in raised:
+            raise
         _log.exception("%s failed", configs[0].method["name"])
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return [Finished(result.summary, result.history, result.clients) for result in results]
