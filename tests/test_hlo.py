@@ -21,6 +21,19 @@ def hlo():
     return module
 
 
+@pytest.fixture
+def with_lines_of_code():
+    """Programs that say which line an operation comes from, which those of other tests do not (see conftest.py)."""
+    wanted = {"jax_traceback_in_locations_limit": 10, "jax_compilation_cache_include_metadata_in_key": True}
+    usual = {name: jax.config.values[name] for name in wanted}
+    for name, value in wanted.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in usual.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("with_lines_of_code")
 def test_a_loop_of_known_length_counts_its_products_as_often_as_it_passes(hlo):
     def fn(a, b, stop):
         a = lax.fori_loop(0, 7, lambda _, a: jnp.tanh(a @ b), a)

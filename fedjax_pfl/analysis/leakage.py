@@ -22,6 +22,7 @@ from fedjax_pfl.experiment.build import DataShape, make_engine, model_of, shape_
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.kept import named
 from fedjax_pfl.experiment.plots.style import COLUMN, drawing
+from fedjax_pfl.experiment.programs import drawn_once
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.trained import checked_labels, checked_samples
 from fedjax_pfl.method import PerClass, Round, SentIf
@@ -299,8 +300,7 @@ def _victim(run: Config | Result, config: Config, data: DataShape, client: int) 
     if not uploaded:
         raise ConfigError("method.name", name, "a method whose clients upload something")
     bias = _bias_of_head(uploaded, jax.eval_shape(model_of(config, data).init, key)["head"])
-    # As in a run: random numbers, drawn once, are not worth LLVM's best efforts.
-    init = jax.jit(method.init, static_argnums=1, compiler_options={"xla_backend_optimization_level": 1})
+    init = jax.jit(method.init, static_argnums=1, compiler_options=drawn_once())
     return _Victim(name, data, send, state(*init(key, engine.clients)), tuple(uploaded), bias)
 
 

@@ -497,8 +497,8 @@ def _compile(program: Program) -> _Compiled:
 
     # While XLA compiles one, the next is traced; on few cores, no more at once than fit their memory.
     with ThreadPoolExecutor(max_workers=min(3, cores())) as pool:
-        # The longest first. Most of the initial state's are random numbers, drawn once: not worth LLVM's best efforts.
-        options = {"init": {"xla_backend_optimization_level": 1}}
+        # The longest first.
+        options = {"init": drawn_once()}
         found = {
             part: pool.submit(jitted.lower(*arguments).compile, options.get(part, {}))
             for part, (jitted, arguments) in traced(program).items()
@@ -507,6 +507,11 @@ def _compile(program: Program) -> _Compiled:
     while len(_store) > _KEPT:
         _store.popitem(last=False)
     return _store[name]
+
+
+def drawn_once() -> dict[str, int]:
+    """Compiler options for the initial state, mostly random numbers, which is not worth LLVM's best efforts."""
+    return {} if jax.config.values["jax_disable_most_optimizations"] else {"xla_backend_optimization_level": 1}
 
 
 def _devices(placement: Placement) -> str:
