@@ -361,6 +361,7 @@ def measures(result: Finished) -> Cell:
         "personal": summary["personal"],
         "best": {point: best(point) for point in POINTS},
         "global": summary["global"],
+        "diverged_round": summary["diverged_round"],
         "clients": {point: without_nan(result.clients[f"{point}_accuracy"].round(6).tolist()) for point in POINTS},
         "partition_hash": summary["partition_hash"],
         "majority_class": summary["majority_class"],
@@ -501,6 +502,7 @@ def comparison(table: Table, setting: Setting, lines: Sequence[Line], reference:
         *runs([line for line in lines if line.cells]),
     ]
     parts += majority([cell for line in lines for cell in line.cells.values()])
+    parts += diverged(lines)
     best = next((line for line in run if line is not base), None)
     if base and best and (p := paired_p(base.by_seed(ranked), best.by_seed(ranked))) is not None:
         parts.append(f"{base.row.label} against the best other row, {best.row.label}: p = {p:.3g}.")
@@ -556,6 +558,19 @@ def majority(cells: Sequence[Cell]) -> list[str]:
     )
     return [
         f"Always answering the class that a client has most training samples of: {plain} %, by samples {weighted} %."
+    ]
+
+
+def diverged(lines: Sequence[Line]) -> list[str]:
+    """Rows with runs whose answers are no numbers any more, which count as wrong."""
+    found = [
+        (cell.get("diverged_round"), f"{line.row.label} (seed {seed})")
+        for line in lines
+        for seed, cell in line.cells.items()
+    ]
+    return [
+        f"**Diverged** in round {at}, from when on answers count as wrong: {', '.join(rows)}."
+        for at, rows in together(pair for pair in found if pair[0] is not None).items()
     ]
 
 

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT / "benchmarks"))
 
-from tables import Line, Setting, Table, lead, lines_of, load_cells, majority, read_table  # noqa: E402
+from tables import Line, Setting, Table, diverged, lead, lines_of, load_cells, majority, read_table  # noqa: E402
 
 Schema = dict[str, Any]
 # Code, which has no links; a link and its target; that of a reference; that of a picture in HTML.
@@ -438,7 +438,7 @@ def leaderboard_of(path: Path, paper: Path) -> Iterator[str]:
             left_out |= {"rounds", "seeds"}
         head = [name for name in rows[0] if name not in left_out]
         yield sortable(head, [[row[name] for name in head] for row in rows])
-        yield from majority([cell for line in lines for cell in line.cells.values()])
+        yield from (*majority([cell for line in lines for cell in line.cells.values()]), *diverged(lines))
 
 
 def leaderboard_row(board: Table, setting: Setting, line: Line, base: Line | None) -> dict[str, str]:

@@ -109,6 +109,7 @@ class Fake:
 
     def __init__(self):
         self.configs = []
+        self.diverged = {}
 
     def __call__(self, config):
         self.configs.append(config)
@@ -139,6 +140,7 @@ class Fake:
         summary = {
             "personal": personal,
             "global": None,
+            "diverged_round": self.diverged.get((config.method["name"], config.run.seed)),
             "timing": {"compile_seconds": 4.0, "seconds_per_round": 0.25, "total_seconds": 11.0},
             "traffic": {"megabytes_total": 3.0},
             "environment": {"jax": "1.2.3", "platform": "cpu", "device_count": 2},
@@ -209,6 +211,13 @@ def rows(text, label):
     """The cells of each table row of that label."""
     lines = [line for line in text.splitlines() if line.startswith(f"| {label} |")]
     return [line.strip("| ").split(" | ") for line in lines]
+
+
+def test_runs_that_diverged_are_named(paper, fake):
+    fake.diverged = {("fedavg", 1): 10}
+    call(paper, "table1 --settings three --seeds 0,1")
+    said = [line for line in markdown().splitlines() if "iverged" in line]
+    assert said == ["**Diverged** in round 10, from when on answers count as wrong: FedAvg (seed 1)."]
 
 
 def test_the_recorded_command_does_not_say_where_runs_were_kept():
