@@ -19,6 +19,7 @@ import shlex
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -549,10 +550,20 @@ def interval(low: float, high: float) -> str:
 
 
 def majority(cells: Sequence[Cell]) -> list[str]:
-    """What guessing gives on the data that rows are compared on; nothing of cells that do not say."""
-    known = {cell["partition_hash"]: cell["majority_class"] for cell in cells if "majority_class" in cell}
-    if not known:
+    """What guessing gives on the data that rows are compared on; nothing of cells that do not say.
+
+    Of each seed the partition that most rows have: a method that wants validation samples divides its own otherwise.
+    """
+    told = [cell for cell in cells if "majority_class" in cell]
+    if not told:
         return []
+    of_seed = {
+        seed: Counter(found).most_common(1)[0][0]
+        for seed, found in together((cell["seed"], cell["partition_hash"]) for cell in told).items()
+    }
+    known = {
+        cell["partition_hash"]: cell["majority_class"] for cell in told if cell["partition_hash"] in of_seed.values()
+    }
     plain, weighted = (
         mean_and_spread([100 * found[name] for found in known.values()]) for name in ("accuracy", "weighted")
     )

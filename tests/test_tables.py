@@ -213,6 +213,16 @@ def rows(text, label):
     return [line.strip("| ").split(" | ") for line in lines]
 
 
+def test_guessing_is_judged_on_the_partition_that_most_rows_have():
+    def cell(seed, partition, accuracy):
+        found = {"accuracy": accuracy, "weighted": 0.5}
+        return {"seed": seed, "partition_hash": partition, "majority_class": found}
+
+    usual = [cell(0, "a", 0.25), cell(0, "a", 0.25), cell(1, "b", 0.75), cell(1, "b", 0.75)]
+    assert tables.majority([cell(0, "with validation samples", 0.9), *usual]) == tables.majority(usual)
+    assert "50.00 ± 35.36 %, by samples 50.00 ± 0.00 %" in tables.majority(usual)[0]
+
+
 def test_runs_that_diverged_are_named(paper, fake):
     fake.diverged = {("fedavg", 1): 10}
     call(paper, "table1 --settings three --seeds 0,1")
