@@ -44,8 +44,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Compiling is what the tests spend their time on; JAX_DISABLE_MOST_OPTIMIZATIONS=0 runs them fully optimised.
 if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0":
     jax.config.update("jax_disable_most_optimizations", True)
-    # Of what is left, the emitters of fused operations take a third, splitting programs this small over threads a tenth,
-    # moving operations out of loops about a twentieth, and noting the lines of code they come from a seventh.
+    # Of what is left, the emitters of fused operations take a third, splitting programs this small over threads a
+    # tenth, moving operations out of loops a twentieth, and noting the lines of code that they come from a seventh.
     loops = "while-loop-invariant-code-motion,while-loop-constant-sinking"
     faster = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {faster} --xla_disable_hlo_passes={loops}"

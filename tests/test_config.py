@@ -1,4 +1,5 @@
 import tomllib
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -240,9 +241,18 @@ def test_another_part_named_on_the_command_line_brings_its_own_defaults(tmp_path
     assert load_config(path, ["method.name=fedprox"]).method == {"name": "fedprox", "mu": 0.3}
 
 
+class Range(NamedTuple):
+    low: float
+    high: float
+
+
 def test_numbers_of_numpy_and_paths_are_taken(tmp_path):
     plain = Config(data={"source": "digits"}, method={"name": "fedprox", "mu": 0.5}, run={"out": str(tmp_path)})
-    numbers = {"method.mu": np.float32(0.5), "run.seed": np.int64(3), "participation.ratio": (np.float64(0.5), 1.0)}
+    numbers = {
+        "method.mu": np.float32(0.5),
+        "run.seed": np.int64(3),
+        "participation.ratio": Range(np.float64(0.5), 1.0),
+    }
     taken = plain.replace({**numbers, "run.out": tmp_path})
     assert taken == plain.replace({"run.seed": 3, "participation.ratio": (0.5, 1.0)})
     with pytest.raises(ConfigError, match=r"training\.rounds = 2\.5 "):

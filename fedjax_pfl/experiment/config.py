@@ -801,7 +801,8 @@ def plain(node: Any) -> Any:
     if isinstance(node, Mapping):
         return {key: plain(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
-        return type(node)([plain(value) for value in node])
+        values = [plain(value) for value in node]
+        return tuple(values) if isinstance(node, tuple) else values
     if isinstance(node, np.generic | np.ndarray):
         return node.tolist()
     return os.fspath(node) if isinstance(node, os.PathLike) else node
