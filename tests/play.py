@@ -9,7 +9,7 @@ import numpy as np
 from fedjax_pfl.data.federated import Federation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.round import Engine, Run, round_keys
+from fedjax_pfl.engine.round import Engine, Run
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.method import Method, Update
 from tests.conftest import CLASSES
@@ -39,7 +39,7 @@ def play(method, federation: Federation, *, who=EVERYONE, rounds=3, new=0) -> Pl
 
 def drawn(engine: Engine, key, count, rounds: int):
     """The engine's draw: [rounds, K] ids of those present, N where nobody is, and [rounds] numbers of the selected."""
-    select = jax.vmap(lambda t, count: engine._select(round_keys(key, t), count), in_axes=(0, None))
+    select = jax.vmap(lambda t, count: engine.select(key, t, count), in_axes=(0, None))
     return jax.tree.map(np.asarray, jax.jit(select)(jnp.arange(rounds), count))
 
 

@@ -28,6 +28,7 @@ from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import build
 from fedjax_pfl.models.projection import Projected
 from fedjax_pfl.models.resnet import ResNet
+from fedjax_pfl.ops.tree import take_rows
 from tests.conftest import CLASSES, TRAIN_SIZES
 from tests.play import drawn
 from tests.reference import at, client, held, now
@@ -329,7 +330,12 @@ def test_rounds_without_evaluation_score_nobody_where_everybody_takes_part(name,
 def test_the_personal_model_has_features_of_every_sample_it_is_scored_on(name, model_for, program, start, federation):
     model = model_for(name)
     engine = replace(program(name).engine, features=model.features)
-    found = jax.eval_shape(lambda run: engine.answers(KEY, at(0), run.state, federation, (1, 4)), start(name))
+    found = jax.eval_shape(
+        lambda run: engine.answers(
+            KEY, at(0), run.state.server, (1, 4), take_rows(run.state.clients, jnp.array([1, 4])), federation
+        ),
+        start(name),
+    )
     capacity = federation.test.index.shape[1]
     assert found.logits.shape == (2, capacity, model.classes)
     assert found.features.shape == (2, capacity, model.dim)

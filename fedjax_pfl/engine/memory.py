@@ -50,15 +50,15 @@ def this_hardware() -> Hardware:
 class Memory(NamedTuple):
     """An estimate in bytes. XLA fuses operations, so that a running client's true need is usually lower on a CPU.
 
-    ``resident`` and ``per_client`` are what a device needs; the others say what of it the host of a CPU holds already,
-    and what it needs besides. Where the devices have a memory of their own, these are 0.
+    ``resident`` and ``per_client`` are what a device needs, and ``states`` a part of it; the others say what of it the
+    host of a CPU holds already, and what it needs besides. Where the devices have a memory of their own, these are 0.
 
     Attributes:
       resident: samples, index tables, the state of all clients, and a cohort's copies of it, or those of all clients
         while they are scored, whichever is more.
       per_client: what one running client needs on top: gradients, activations of a batch, optimiser state.
       samples: the part of ``resident`` that the process holds already, and that its devices share: samples and tables.
-      states: the part of ``resident`` that is the state of all clients, once.
+      states: the part of ``resident`` that is the state of all clients, once; 0 where the host holds it.
       process: what the process holds now.
       compiler: what compiling takes.
     """
@@ -86,7 +86,7 @@ class Memory(NamedTuple):
 
 
 def survey(
-    engine: Engine, key: Key[Array, ""], data: Federation, backend: str | None = None
+    engine: Engine, key: Key[Array, ""], data: Federation, backend: str | None = None, *, on_host: bool = False
 ) -> tuple[Memory, Exchange]:
     """What a run will hold and exchange, from one trace of a client's part in a round (no compilation).
 
@@ -95,6 +95,7 @@ def survey(
       key: any.
       data: the federation.
       backend: what the run is for; this process's own unless given.
+      on_host: whether the states of clients are held by the host, and only those of who works by a device.
     """
     method = engine.method
     server, client = jax.eval_shape(lambda key: method.init(key, engine.clients), key)
@@ -117,16 +118,18 @@ def survey(
     # Old and new rows of the cohort, and their uploads before and after absent ones are zeroed.
     cohort = engine.cohort_size * 2 * (size(client) + size(update.upload))
     states, samples = engine.clients * size(client), size(data)
-    # To be scored, all clients are brought into the order of their sizes.
-    resident = samples + size(server) + states + max(cohort, states)
+    # To be scored, all clients are brought into the order of their sizes; or one group of them works as the next comes.
+    scored = 2 * engine.cohort_size * size(client) if on_host else states
+    held = 0 if on_host and backend != "cpu" else states
+    resident = samples + size(server) + held + max(cohort, scored)
     exchanged = Exchange(view, client, update.upload, tuple(update.diagnostics or ()))
-    memory = Memory(resident, max(training, scoring))
+    memory = Memory(resident, max(training, scoring), states=0 if on_host else states)
     if backend != "cpu":
         memory = memory._replace(per_client=round(_PLANNED.get(backend, 1.0) * memory.per_client))
     else:
         compiler = _COMPILER_BYTES + _COMPILER_BYTES_PER_OPERATION * _operations(traced.jaxpr)
         process = resident_set() or samples
-        memory = memory._replace(samples=samples, states=states, process=process, compiler=compiler)
+        memory = memory._replace(samples=samples, process=process, compiler=compiler)
     return memory, exchanged
 
 

@@ -4,6 +4,7 @@ A round selects a cohort, gathers its rows of the state, maps ``method.local`` o
 combine the uploads, and scatters the rows back.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -56,6 +57,18 @@ class Run(NamedTuple):
     loss: Float[Array, ""]
     traffic: Traffic
     diagnostics: Diagnostics
+
+
+class Group(NamedTuple):
+    """Some clients with their states.
+
+    Attributes:
+      ids: in the order in which they work; N where a row is absent.
+      clients: every leaf [K, ...]; anything where a row is absent.
+    """
+
+    ids: Int[Array, " K"]
+    clients: PyTree
 
 
 UPDATE_COSINE = "update_cosine"
@@ -156,23 +169,34 @@ class Engine:
         return self.participation.cohort_size(self.trainers)
 
     def init(self, key: Key[Array, ""], data: Federation) -> Run:
-        """The state before round 0: one common initial model, the same for all clients (rule R5)."""
-        key_init, key_setup, key_score = jax.random.split(key, 3)
-        server, client = self.method.init(key_init, self.clients)
-        clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.clients, *jnp.shape(leaf))), client)
-        state, none = State(server, clients), jnp.zeros((), jnp.int32)
-        traffic = Traffic(*[none] * len(Traffic._fields))
+        """The state before round 0."""
+        run = self.start(key, data)
+        clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.clients, *leaf.shape)), run.state.clients)
+        state, traffic = State(run.state.server, clients), run.traffic
         if self.method.setup is not None:
-            state, traffic = self._setup(self.method.setup, key_setup, state, data)
-        if self.participation.full:  # the first evaluation will set all POST scores
-            nothing = Scores(*(jnp.zeros((self.clients,), jnp.float32) for _ in Scores._fields))
-            no_hits = jnp.zeros(data.test.class_counts.shape, jnp.float32)
-            unmeasured = {name: jnp.zeros((self.clients,), jnp.float32) for name in self.metrics}
-            post = Scored(nothing, nothing if self.validate else None, no_hits, unmeasured)
-        else:  # a client that is never selected keeps the score of its initial model
-            post = self._score_all(personalize_nothing, key_score, key_score, none, state, data)
+            state, traffic = self._setup(self.method.setup, jax.random.split(key, 3)[1], state, data)
+        post = run.post
+        if not self.participation.full:
+            post = self._of_everyone(functools.partial(self.initial_of, key), state, data)
+        return run._replace(state=state, post=post, traffic=traffic)
+
+    def start(self, key: Key[Array, ""], data: Federation) -> Run:
+        """One common initial model (rule R5): the state before round 0, with one client for all, and nobody scored."""
+        server, client = self.method.init(jax.random.split(key, 3)[0], self.clients)
+        nothing = Scores(*(jnp.zeros((self.clients,), jnp.float32) for _ in Scores._fields))
+        no_hits = jnp.zeros(data.test.class_counts.shape, jnp.float32)
+        unmeasured = {name: jnp.zeros((self.clients,), jnp.float32) for name in self.metrics}
+        unscored = Scored(nothing, nothing if self.validate else None, no_hits, unmeasured)
         unknown = {name: jnp.array(jnp.nan, jnp.float32) for name in self.diagnostics}
-        return Run(state, post, jnp.array(jnp.nan, jnp.float32), traffic, unknown)
+        traffic = Traffic(*[jnp.zeros((), jnp.int32)] * len(Traffic._fields))
+        state = State(server, jax.tree.map(jnp.asarray, client))
+        return Run(state, unscored, jnp.array(jnp.nan, jnp.float32), traffic, unknown)
+
+    def initial_of(self, key: Key[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
+        """Scores of some clients' initial models, which one that is never selected keeps; every leaf [K]."""
+        key_score = jax.random.split(key, 3)[2]
+        shared = key_score, key_score, jnp.zeros((), jnp.int32), server
+        return self._of_models(self._score_model, personalize_nothing, *shared, group, data)
 
     def rounds(
         self,
@@ -205,11 +229,40 @@ class Engine:
         self, key: Key[Array, ""], t: Int[Array, ""], run: Run, score_now: Bool[Array, ""], data: Federation
     ) -> Run:
         """One communication round: select, gather, train, aggregate, scatter."""
-        method, (server, clients) = self.method, run.state
+        clients = run.state.clients
+        ids, selected = self.select(key, t, data.train.count)
+        run, new = self.round_of(key, t, run, Group(ids, take_rows(clients, ids)), selected, score_now, data)
+        # Absent rows have an id past the end, and write nothing.
+        return run._replace(state=run.state._replace(clients=put_rows(clients, ids, new)))
+
+    def round_of(
+        self,
+        key: Key[Array, ""],
+        t: Int[Array, ""],
+        run: Run,
+        group: Group,
+        selected: Int[Array, ""],
+        score_now: Bool[Array, ""],
+        data: Federation,
+    ) -> tuple[Run, PyTree]:
+        """A round of a cohort whose states are at hand.
+
+        Args:
+          key: the randomness of the whole run.
+          t: the round.
+          run: what the last one left; its clients are not looked at.
+          group: the cohort that `select` gives.
+          selected: how many were, before any dropped out.
+          score_now: whether participants are scored.
+          data: the federation.
+
+        Returns:
+          The run, its clients as they were, and the cohort's new states; every leaf [K, ...].
+        """
+        method, server, (ids, old) = self.method, run.state.server, group
         keys = round_keys(key, t)
-        ids, selected = self._select(keys, data.train.count)
-        rows = clients, data.train, data.validation, self._scored(data), run.post
-        present, (old, train, validation, scored, last) = self._gather(ids, rows)
+        rows = data.train, data.validation, self._scored(data), run.post
+        present, (train, validation, scored, last) = self._gather(ids, rows)
         cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
         old = self._dispatch(keys.aggregate, t, server, old, cohort)
         view = method.broadcast(server)
@@ -235,7 +288,6 @@ class Engine:
         # With no samples left the round did not happen: a weighted mean over nothing would be zero.
         happened = jnp.any(cohort.weight > 0) | method.acts_alone
         server = jax.tree.map(lambda new, old: jnp.where(happened, new, old), combined, server)
-        clients = put_rows(clients, ids, new)  # absent rows have an id past the end, and write nothing
 
         count = jnp.sum(present)
 
@@ -251,13 +303,8 @@ class Engine:
             lambda new, old: jnp.where(count > 0, new, old), (mean(update.info.loss), said), (run.loss, run.diagnostics)
         )
         sent = traffic_of(selected, view, count, uploads)
-        return Run(
-            State(server, clients),
-            put_rows(run.post, ids, scores),
-            loss,
-            jax.tree.map(jnp.add, run.traffic, sent),
-            said,
-        )
+        state, traffic = run.state._replace(server=server), jax.tree.map(jnp.add, run.traffic, sent)
+        return Run(state, put_rows(run.post, ids, scores), loss, traffic, said), new
 
     def local(self, shared: tuple, row: tuple) -> Update:
         """A participant's part in a round: what is mapped over the cohort.
@@ -282,50 +329,100 @@ class Engine:
           data: the federation.
         """
         run = run._replace(state=self.calibrated(key, t, run.state, data))
-        shared, own = None, {}
+        pre, post = self.pre(key, t, run.state, data), self.post(key, t, run, data)
+        return Evaluation(pre, post, *self.of_server(run, data))
+
+    def of_server(self, run: Run, data: Federation) -> tuple[Scores | None, Diagnostics, dict[str, Float[Array, ""]]]:
+        """What an `Evaluation` says beside the clients' scores: of the global model, and of the method's parts.
+
+        Args:
+          run: with the server's state `calibrated`; its clients are not looked at.
+          data: the federation.
+        """
+        shared, own, server = None, {}, run.state.server
         if self.method.global_predict is not None:
-            shared, own = self.global_scores(run.state, data), self.global_measures(run.state, data)
-        said = {**run.diagnostics, **self.method.diagnose(run.state.server)}
-        return Evaluation(self.pre(key, t, run.state, data), self.post(key, t, run, data), shared, said, own)
+            shared, own = self.global_scores(server, data), self.global_measures(server, data)
+        return shared, {**run.diagnostics, **self.method.diagnose(server)}, own
 
     def calibrated(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> State:
         """The state whose models are scored, for a method that does not score what it broadcasts."""
-        calibrate = self.method.calibrate
-        if calibrate is None:
+        if self.method.calibrate is None:
             return state
-        keys = round_keys(key, t)
-        ids = self._order(jnp.arange(self.trainers), data.train.count)
-        present, (clients, train, validation) = self._gather(ids, (state.clients, data.train, data.validation))
+        group = self._group(jnp.arange(self.trainers), state, data)
+        uploads = self.calibration_of(key, t, state.server, group, data)
+        return state._replace(server=self.calibrate(key, t, state.server, group.ids, uploads, data))
+
+    def calibration_of(
+        self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, data: Federation
+    ) -> PyTree:
+        """What some clients upload for the calibration, zeros where absent; arguments as in `pre_of`."""
+        calibrate, (ids, clients) = self.method.calibrate, group
+        assert calibrate is not None
+        present, (train, validation) = self._gather(ids, (data.train, data.validation))
 
         def one(shared: tuple, row: tuple) -> PyTree:
             (key, t, view, x, y), (client_id, client, train, validation) = shared, row
             key = phase_key(jax.random.fold_in(key, client_id), "calibrate")
             return calibrate.local(Round(key, t), view, client, client_data(x, y, train, client_id, validation))
 
-        shared = keys.clients, t, self.method.broadcast(state.server), data.x, data.y
-        uploads = self._map(one, shared, (ids, clients, train, validation), complete=True)
-        uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
+        shared = round_keys(key, t).clients, t, self.method.broadcast(server), data.x, data.y
+        complete = len(ids) >= self.trainers
+        uploads = self._map(one, shared, (ids, clients, train, validation), complete=complete)
+        return where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
+
+    def calibrate(
+        self,
+        key: Key[Array, ""],
+        t: Int[Array, ""],
+        server: PyTree,
+        ids: Int[Array, " K"],
+        uploads: PyTree,
+        data: Federation,
+    ) -> PyTree:
+        """The server's state that is scored, from the uploads of all clients that may take part."""
+        calibrate = self.method.calibrate
+        assert calibrate is not None
+        _, train = self._gather(ids, data.train)
         cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
-        now = Round(phase_key(keys.aggregate, "calibrate"), t)
-        server = calibrate.server(now, state.server, self.placement.gather_small(uploads), cohort)
-        return state._replace(server=server)
+        now = Round(phase_key(round_keys(key, t).aggregate, "calibrate"), t)
+        return calibrate.server(now, server, self.placement.gather_small(uploads), cohort)
 
     def pre(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> Scored:
         """PRE scores of all clients after t rounds: the newest shared parameters, personalised; every leaf [N]."""
+        return self._of_everyone(functools.partial(self.pre_of, key, t), state, data)
+
+    def pre_of(self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
+        """PRE scores of some clients after t rounds; every leaf [K].
+
+        Args:
+          key: the randomness of the whole run.
+          t: rounds done.
+          server: what they left, `calibrated`.
+          group: the clients.
+          data: the federation.
+        """
         keys = round_keys(key, t)
-        return self._score_all(self.method.personalize, keys.clients, keys.aggregate, t, state, data)
+        shared = keys.clients, keys.aggregate, t, server
+        return self._of_models(self._score_model, self.method.personalize, *shared, group, data)
 
     def answers(
-        self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation, who: Sequence[int]
+        self,
+        key: Key[Array, ""],
+        t: Int[Array, ""],
+        server: PyTree,
+        who: Sequence[int],
+        clients: PyTree,
+        data: Federation,
     ) -> Answers:
         """What some clients' PRE models after t rounds make of the samples that they are scored on.
 
         Args:
           key: the randomness of the whole run.
           t: rounds done.
-          state: what they left.
-          data: the federation.
+          server: what they left, `calibrated`.
           who: the clients, in ascending order; the rows of the result.
+          clients: their states, likewise.
+          data: the federation.
         """
 
         def of(view: PyTree, client: PyTree, x: Array, y: Array, scored: tuple[Clients, Clients | None]) -> Answers:
@@ -335,9 +432,11 @@ class Engine:
                 return Answers(logits, None)
             return Answers(logits, samples.map(lambda x, _: features(params["extractor"], x), batch_size=BATCH))
 
-        state, keys = self.calibrated(key, t, state, data), round_keys(key, t)
-        personal = self.method.personalize, keys.clients, keys.aggregate
-        ids, found = self._of_models(of, *personal, t, state, data, jnp.asarray(who, jnp.int32))
+        keys, known = round_keys(key, t), jnp.asarray(who, jnp.int32)
+        ids = self._order(known, data.train.count)
+        group = Group(ids, take_rows(clients, jnp.searchsorted(known, ids)))
+        shared = keys.clients, keys.aggregate, t, server
+        found = self._of_models(of, self.method.personalize, *shared, group, data)
         rows = jnp.argsort(ids)[: len(who)]
         return jax.tree.map(lambda leaf: leaf[rows], found)
 
@@ -392,22 +491,26 @@ class Engine:
         """
         if not self.new:
             return run.post
-        ids = self._order(jnp.arange(self.trainers, self.clients), data.train.count)
-        rows = run.state.clients, data.train, data.validation, self._scored(data)
-        _, (clients, train, validation, scored) = self._gather(ids, rows)
+        group = self._group(jnp.arange(self.trainers, self.clients), run.state, data)
+        return put_rows(run.post, group.ids, self.post_of(key, t, run.state.server, group, data))
+
+    def post_of(self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
+        """POST scores of some new clients after t rounds; arguments as in `pre_of`."""
+        ids, clients = group
+        _, (train, validation, scored) = self._gather(ids, (data.train, data.validation, self._scored(data)))
         keys = round_keys(key, t)
         cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
-        clients = self._dispatch(keys.aggregate, t, run.state.server, clients, cohort)
+        clients = self._dispatch(keys.aggregate, t, server, clients, cohort)
 
         def one(shared: tuple, row: tuple) -> Scored:
             (own, scored), (*_, x, y) = row, shared
             return self._score_model(*self.local(shared, own).trained, x, y, scored)
 
-        shared = keys.clients, t, self.method.broadcast(run.state.server), data.x, data.y
-        mapped = (ids, clients, train, validation), scored
-        return put_rows(run.post, ids, self._map(one, shared, mapped))
+        shared = keys.clients, t, self.method.broadcast(server), data.x, data.y
+        found: Scored = self._map(one, shared, ((ids, clients, train, validation), scored))
+        return found
 
-    def global_scores(self, state: State, data: Federation) -> Scores:
+    def global_scores(self, server: PyTree, data: Federation) -> Scores:
         """Scores of the global model, for methods that have one, on the pooled test set as a whole."""
         predict = self.method.global_predict
         assert predict is not None
@@ -418,11 +521,11 @@ class Engine:
             server, x, y = shared
             return tally(lambda images: predict(server, images), client_data(x, y, block))
 
-        tallies = self._map(one, (state.server, data.x, data.y), blocks, complete=True)
+        tallies = self._map(one, (server, data.x, data.y), blocks, complete=True)
         total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tallies)
         return scores_of(total, jnp.sum(data.pooled.class_counts, axis=0))
 
-    def global_measures(self, state: State, data: Federation) -> dict[str, Float[Array, ""]]:
+    def global_measures(self, server: PyTree, data: Federation) -> dict[str, Float[Array, ""]]:
         """Likewise, what the config's metrics make of its answers."""
         predict = self.method.global_predict
         assert predict is not None
@@ -437,7 +540,7 @@ class Engine:
             logits = samples.map(lambda images, _: predict(server, images), batch_size=BATCH)
             return logits, samples.labels, samples.valid
 
-        found = self._map(one, (state.server, data.x, data.y), blocks, complete=True)
+        found = self._map(one, (server, data.x, data.y), blocks, complete=True)
         return measure(self.metrics, *jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found))
 
     def _training_data(
@@ -486,9 +589,11 @@ class Engine:
         """The samples that models are scored on: what `Scored` holds the scores of."""
         return data.test, data.validation if self.validate else None
 
-    def _select(self, keys: RoundKeys, count: Int[Array, " N"]) -> tuple[Int[Array, " K"], Int[Array, ""]]:
-        """Draws the cohort of a round: its ids (N where absent), and how many were selected before any dropped out."""
-        who, size = self.participation, self.cohort_size
+    def select(
+        self, key: Key[Array, ""], t: Int[Array, ""], count: Int[Array, " N"]
+    ) -> tuple[Int[Array, " K"], Int[Array, ""]]:
+        """Draws the cohort of round t: its ids (N where absent), and how many were selected before any dropped out."""
+        who, size, keys = self.participation, self.cohort_size, round_keys(key, t)
         key_order, key_ratio = jax.random.split(keys.select)
         ratio: Any = who.high
         if who.low < who.high:
@@ -551,20 +656,17 @@ class Engine:
         own = measured(client_data(x, y, scored[0]))
         return Scored(test, None if validation is None else on(validation)[0], counted.hits, own)
 
-    def _score_all(
-        self,
-        personalize: Personalize,
-        key: Key[Array, ""],
-        key_server: Key[Array, ""],
-        t: Int[Array, ""],
-        state: State,
-        data: Federation,
-    ) -> Scored:
-        """Scores every client with the (view, client) pair that ``personalize`` gives; every leaf [N]."""
-        everyone = jnp.arange(self.clients)
-        ids, scores = self._of_models(self._score_model, personalize, key, key_server, t, state, data, everyone)
+    def _of_everyone(self, scores_of: Callable[..., Scored], state: State, data: Federation) -> Scored:
+        """``scores_of(server, group, data)`` of all clients; every leaf [N]."""
+        group = self._group(jnp.arange(self.clients), state, data)
+        scores = scores_of(state.server, group, data)
         nothing = jax.tree.map(lambda leaf: jnp.zeros((self.clients, *leaf.shape[1:]), leaf.dtype), scores)
-        return put_rows(nothing, ids, scores)
+        return put_rows(nothing, group.ids, scores)
+
+    def _group(self, ids: Int[Array, " K"], state: State, data: Federation) -> Group:
+        """Clients in the engine's order."""
+        ids = self._order(ids, data.train.count)
+        return Group(ids, take_rows(state.clients, ids))
 
     def _of_models(
         self,
@@ -573,28 +675,23 @@ class Engine:
         key: Key[Array, ""],
         key_server: Key[Array, ""],
         t: Int[Array, ""],
-        state: State,
+        server: PyTree,
+        group: Group,
         data: Federation,
-        ids: Int[Array, " K"],
-    ) -> tuple[Int[Array, " rows"], Any]:
-        """``what(view, client, x, y, samples)`` of each client with the pair that ``personalize`` gives.
-
-        Returns:
-          The clients in the engine's order, N where a row is absent, and what was found of them.
-        """
-        ids = self._order(ids, data.train.count)
-        rows = state.clients, data.train, data.validation, self._scored(data)
-        _, (clients, train, validation, scored) = self._gather(ids, rows)
+    ) -> Any:
+        """``what(view, client, x, y, samples)`` of each client with the pair that ``personalize`` gives."""
+        ids, clients = group
+        _, (train, validation, scored) = self._gather(ids, (data.train, data.validation, self._scored(data)))
         cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
-        clients = self._dispatch(key_server, t, state.server, clients, cohort)
+        clients = self._dispatch(key_server, t, server, clients, cohort)
 
         def one(shared: tuple, row: tuple) -> Any:
             (*_, x, y), (*own, scored) = shared, row
             return what(*self._personalized(personalize, shared, tuple(own)), x, y, scored)
 
-        shared = key, t, self.method.broadcast(state.server), data.x, data.y
+        shared = key, t, self.method.broadcast(server), data.x, data.y
         complete = len(ids) >= self.clients
-        return ids, self._map(one, shared, (ids, clients, train, validation, scored), complete=complete)
+        return self._map(one, shared, (ids, clients, train, validation, scored), complete=complete)
 
     def _personalized(self, personalize: Personalize, shared: tuple, row: tuple) -> tuple[PyTree, PyTree]:
         """The pair that ``personalize`` gives for one client; shared and row as in `local`."""
@@ -615,8 +712,8 @@ class Engine:
         """Round -1: every client prepares an upload, and the server combines all of them; nothing is sent down."""
         method, t = self.method, jnp.array(-1, jnp.int32)
         key_clients, key_aggregate = jax.random.split(key)
-        ids = self._order(jnp.arange(self.trainers), data.train.count)
-        present, (old, train, validation) = self._gather(ids, (state.clients, data.train, data.validation))
+        ids, old = self._group(jnp.arange(self.trainers), state, data)
+        present, (train, validation) = self._gather(ids, (data.train, data.validation))
 
         def one(shared: tuple, row: tuple) -> tuple:
             (key, t, view, x, y), (client_id, client, train, validation) = shared, row

@@ -433,6 +433,9 @@ class Run(_Section):
       checkpoint_every: rounds between checkpoints, which go to ``run.out``; 0 for none but on SIGINT and SIGTERM.
       placement: how clients are mapped: ``map``, ``vmap``, ``shard``, or ``auto`` (by backend).
       chunk: clients side by side on a device; from the memory estimate unless given.
+      client_state: where the clients' states are: ``device``, or ``host`` for its memory, from which a device gets
+        those of the clients who take part, and by groups of as many those that it scores. It is for devices that cannot
+        hold all of them, under partial participation, and costs their way there and back.
       precision: of products of matrices and convolutions on accelerators: ``float32`` rounds as a CPU does, and the
         others are faster where the hardware has them; ``auto`` is tensorfloat32 on a GPU and bfloat16 on a TPU. On a
         CPU it changes nothing.
@@ -459,6 +462,7 @@ class Run(_Section):
     checkpoint_every: int = Field(0, ge=0)
     placement: Literal["auto", "map", "vmap", "shard"] = "auto"
     chunk: int | None = Field(None, ge=1)
+    client_state: Literal["device", "host"] = "device"
     precision: Literal["auto", "float32", "tensorfloat32", "bfloat16"] = "auto"
     out: str | None = Field(None, min_length=1)
     diagnostics: bool = False

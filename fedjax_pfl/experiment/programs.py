@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Int, PyTree
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation
@@ -48,6 +48,8 @@ from fedjax_pfl.experiment.build import (
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import put_everywhere, to_host
 from fedjax_pfl.experiment.export import export_of
+from fedjax_pfl.experiment.inputs import Row, Shared, layout_of
+from fedjax_pfl.experiment.offloaded import Offloaded, Parts, put_offloaded, traced_offloaded
 from fedjax_pfl.experiment.privacy import check_accountant, check_privacy, without_privacy
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
@@ -93,41 +95,15 @@ _NOT_COMPILED = {
 }
 
 
-class Row(NamedTuple):
-    """What tells one run from the others of its program.
-
-    Attributes:
-      keys: of the initial state and of the rounds, as raw data.
-      inputs: the numbers of its config that are inputs, by dotted field.
-      clients: who trains on, validates on and is tested on what; and the pooled test set.
-      malicious: which clients are; None where nobody is.
-      limit: rounds that it goes to, where runs are over the devices and may end before others; else None.
-    """
-
-    keys: UInt32[Array, "*runs 2 words"]
-    inputs: dict[str, Float[Array, "*runs"]]
-    clients: tuple[Clients, Clients | None, Clients, Clients]
-    malicious: Bool[Array, "*runs N"] | None = None
-    limit: Any = None  # int32 [*runs]
-
-
-class _Shared(NamedTuple):
-    """What all runs of a program see: the samples once, and which rounds are due."""
-
-    x: Array
-    y: Array
-    start: Any  # int32, traced or not
-    stop: Any
-    evaluate: Any
-
-
 class _Compiled(NamedTuple):
-    init: Callable[[_Shared, Row], Run]
-    rounds: Callable[[_Shared, Row, Run], Run]
-    score: Callable[[_Shared, Row, Run], Evaluation]
+    """A run that holds all states on the devices; `Offloaded` has the same three, and holds them on the host."""
+
+    init: Callable[[Shared, Row], Run]
+    rounds: Callable[[Shared, Row, Run], Run]
+    score: Callable[[Shared, Row, Run], Evaluation]
 
 
-_store: OrderedDict[tuple[str, Callable, Callable, tuple[Callable, ...]], _Compiled] = OrderedDict()
+_store: OrderedDict[tuple[str, Callable, Callable, tuple[Callable, ...]], _Compiled | Offloaded] = OrderedDict()
 
 
 def alike(config: Config) -> str:
@@ -175,7 +151,7 @@ class Program:
     order: Int[np.ndarray, " rows"]
     precision: str
     compile_seconds: float = 0.0
-    _compiled: _Compiled | None = None
+    _compiled: _Compiled | Offloaded | None = None
     _ends: dict[int, int] = field(default_factory=dict)  # run -> its rounds, where runs go one by one
 
     def compile(self) -> None:
@@ -185,6 +161,11 @@ class Program:
             self._compiled = _compile(self)
         release_freed()
         self.compile_seconds = time.perf_counter() - began
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the clients' states are held on the host."""
+        return self.configs[0].run.client_state == "host"
 
     @property
     def devices(self) -> int:
@@ -247,25 +228,49 @@ class Program:
           states: of the runs, from the host.
           t: rounds done.
         """
-        config, data = self.configs[0], self.data
+        config = self.configs[0]
         what, who = config.run.export, config.run.export_clients or range(config.data.clients)
         if not what:
             return [{} for _ in self.configs]
 
-        def answers(row: Row, state: State, x: Array, y: Array) -> Answers:
-            _, key = jax.random.wrap_key_data(row.keys)
-            engine = make_engine(config, data, row.inputs, malicious=row.malicious)
-            return engine.answers(key, jnp.int32(t), state, Federation(x, y, *row.clients), who)
+        def answers(row: Row, server: PyTree, clients: PyTree, x: Array, y: Array) -> Answers:
+            engine, key, federation = self._one(row, x, y)
+            return engine.answers(key, jnp.int32(t), server, who, clients, federation)
 
         # One run after the other on one device: it is a single pass over some clients' samples.
         program, (x, y), rows = jax.jit(answers), to_host(self.samples), to_host(self.rows)
         if self.over == "runs":
             rows = [jax.tree.map(lambda leaf, at=at: leaf[at], rows[0]) for at in self._at]
         with jax.default_matmul_precision(self.precision):
-            found = [program(row, state.state, x, y) for row, state in zip(rows, states, strict=True)]
+            servers = self._calibrated(rows, states, t)
+            exported = [jax.tree.map(lambda leaf: leaf[np.asarray(who)], state.state.clients) for state in states]
+            found = [program(*of_run, x, y) for of_run in zip(rows, servers, exported, strict=True)]
         return [
             export_of(to_host(answers), row.clients[2], y, who, what) for answers, row in zip(found, rows, strict=True)
         ]
+
+    def _calibrated(self, rows: Sequence[Row], states: Sequence[Run], t: int) -> list[PyTree]:
+        """The servers' states whose models are scored after t rounds; rows and states from the host."""
+        runs = list(zip(rows, states, strict=True))
+        if self.engine.method.calibrate is None:
+            return [state.state.server for _, state in runs]
+        if isinstance(self._ready, Offloaded):
+            shared, ready = self._shared(t, t), self._ready
+            found = zip(self.rows, self.put(states), strict=True)
+            return [to_host(ready.calibrated(shared, row, state)) for row, state in found]
+
+        def calibrated(row: Row, state: State, x: Array, y: Array) -> PyTree:
+            engine, key, federation = self._one(row, x, y)
+            return engine.calibrated(key, jnp.int32(t), state, federation).server
+
+        program, (x, y) = jax.jit(calibrated), to_host(self.samples)
+        return [program(row, state.state, x, y) for row, state in runs]
+
+    def _one(self, row: Row, x: Array, y: Array) -> tuple[Engine, Array, Federation]:
+        """The engine of one run, the key of its rounds, and its data, on one device."""
+        _, key = jax.random.wrap_key_data(row.keys)
+        engine = make_engine(self.configs[0], self.data, row.inputs, malicious=row.malicious)
+        return engine, key, Federation(x, y, *row.clients)
 
     def each(self, groups: list[PyTree]) -> list[Any]:
         """States, or parts of them, as a list with one entry for each run, on the host."""
@@ -277,8 +282,8 @@ class Program:
     def put(self, states: Sequence[Run]) -> list[Run]:
         """The reverse of `each`: states from the host, where the program expects them."""
         if self.over == "clients":
-            layout = _layout(self.engine)
-            return [jax.device_put(state, layout) for state in states]
+            put, layout = put_offloaded if self.offloaded else jax.device_put, layout_of(self.engine)
+            return [put(state, layout) for state in states]
         stacked = jax.tree.map(lambda *leaves: np.stack([leaves[run] for run in self.order]), *states)
         return [jax.device_put(stacked, _rows_sharding(self.runs_on))]
 
@@ -288,12 +293,12 @@ class Program:
         return np.searchsorted(self.order, np.arange(len(self.configs))).tolist()
 
     @property
-    def _ready(self) -> _Compiled:
+    def _ready(self) -> _Compiled | Offloaded:
         assert self._compiled is not None, "compile() comes first"
         return self._compiled
 
-    def _shared(self, start: int, stop: int, evaluate: bool = True) -> _Shared:
-        return _Shared(*self.samples, np.int32(start), np.int32(stop), np.bool_(evaluate))
+    def _shared(self, start: int, stop: int, evaluate: bool = True) -> Shared:
+        return Shared(*self.samples, np.int32(start), np.int32(stop), np.bool_(evaluate))
 
 
 def lay_out(
@@ -338,7 +343,10 @@ def lay_out(
     if first.privacy.clip is not None:
         plain = make_engine(without_privacy(first), data)
         check_privacy(first, plain.method, survey(plain, jax.random.key(0), federations[0])[1])
-    memory, exchange = survey(engine, jax.random.key(0), federations[0], hardware.backend)
+    on_host = first.run.client_state == "host"
+    if on_host:
+        _check_offloaded(engine)
+    memory, exchange = survey(engine, jax.random.key(0), federations[0], hardware.backend, on_host=on_host)
     names = exchange.diagnostics
     if first.run.diagnostics and exchange.comes_back:
         names += (UPDATE_COSINE,)
@@ -377,6 +385,19 @@ def lay_out(
     )
 
 
+def _check_offloaded(engine: Engine) -> None:
+    """Checks that clients' states can be held by the host.
+
+    Raises:
+      ConfigError: field ``run.client_state``.
+    """
+    if engine.method.setup is not None:
+        why = "the method's round before the first needs the states of all clients at once"
+        raise ConfigError("run.client_state", "host", f'"device" here: {why}')
+    if jax.process_count() > 1:
+        raise ConfigError("run.client_state", "host", '"device" for a run of several processes')
+
+
 def precision_of(config: Config, backend: str) -> str:
     """What a config's run multiplies with on a backend."""
     asked = config.run.precision
@@ -388,7 +409,7 @@ def _place(
 ) -> tuple[Over, Placement, Engine]:
     """What is spread over the devices, where runs go, and the engine with its clients' placement."""
     devices = len(hardware.devices)
-    together = jax.process_count() > 1 or config.run.placement == "shard"
+    together = jax.process_count() > 1 or config.run.placement == "shard" or config.run.client_state == "host"
     # Runs that would leave a device idle for longer than the exchange between devices costs go one by one.
     idle = 1 - runs / (devices * math.ceil(runs / devices))
     if runs == 1 or together or idle > 0.3:
@@ -407,23 +428,29 @@ def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any,
     config, data, over, runs_on = program.configs[0], program.data, program.over, program.runs_on
     clients_on = program.engine.placement
 
-    def of(row: Row, shared: _Shared) -> tuple[Engine, Array, Array, Federation]:
+    def of(row: Row, shared: Shared) -> tuple[Engine, Array, Array, Federation]:
         key_init, key_rounds = jax.random.wrap_key_data(row.keys)
         federation = Federation(shared.x, shared.y, *row.clients)
         engine = make_engine(config, data, row.inputs, clients_on, row.malicious)
         engine = replace(engine, diagnostics=program.engine.diagnostics, equal=program.engine.equal)
         return engine, key_init, key_rounds, federation
 
-    def init(shared: _Shared, row: Row) -> Run:
+    number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
+    shared = Shared(*program.samples, number, number, flag)
+    row = program.rows[0]
+    if program.offloaded:
+        return traced_offloaded(of, program.engine, _laid(shared, on), _laid(row, on), on)
+
+    def init(shared: Shared, row: Row) -> Run:
         engine, key, _, federation = of(row, shared)
         return engine.init(key, federation)
 
-    def rounds(shared: _Shared, row: Row, run: Run) -> Run:
+    def rounds(shared: Shared, row: Row, run: Run) -> Run:
         engine, _, key, federation = of(row, shared)
         stop = shared.stop if row.limit is None else jnp.minimum(shared.stop, row.limit)
         return engine.rounds(key, run, shared.start, stop, shared.evaluate, federation)
 
-    def score(shared: _Shared, row: Row, run: Run) -> Evaluation:
+    def score(shared: Shared, row: Row, run: Run) -> Evaluation:
         engine, _, key, federation = of(row, shared)
 
         def scores() -> Evaluation:
@@ -440,11 +467,8 @@ def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any,
             return fn
         return lambda shared, *rows: map_clients(lambda shared, row: fn(shared, *row), shared, rows, runs_on)
 
-    layout = _layout(program.engine) if over == "clients" else _rows_sharding(runs_on)
+    layout = layout_of(program.engine) if over == "clients" else _rows_sharding(runs_on)
     layout = on if layout is None else layout
-    number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
-    shared = _Shared(*program.samples, number, number, flag)
-    row = program.rows[0]
     run = _laid(jax.eval_shape(over_runs(init), shared, row), layout)
     scores_on = layout if over == "runs" else clients_on.shardings(config.data.clients)[0]  # on all devices
     if on is not None:
@@ -471,7 +495,7 @@ def _laid(tree: PyTree, where: Any) -> Any:
     return jax.tree.map(shape, tree, jax.tree.broadcast(where, tree))
 
 
-def _compile(program: Program) -> _Compiled:
+def _compile(program: Program) -> _Compiled | Offloaded:
     """The compiled functions of a program, from this process's store if they are there."""
     config, data, over, runs_on = program.configs[0], program.data, program.over, program.runs_on
     clients_on = program.engine.placement
@@ -503,7 +527,8 @@ def _compile(program: Program) -> _Compiled:
             part: pool.submit(jitted.lower(*arguments).compile, options.get(part, {}))
             for part, (jitted, arguments) in traced(program).items()
         }
-    _store[name] = _Compiled(**{part: future.result() for part, future in found.items()})
+    compiled = {part: future.result() for part, future in found.items()}
+    _store[name] = Offloaded(Parts(**compiled), program.engine) if program.offloaded else _Compiled(**compiled)
     while len(_store) > _KEPT:
         _store.popitem(last=False)
     return _store[name]
@@ -516,13 +541,6 @@ def drawn_once() -> dict[str, int]:
 
 def _devices(placement: Placement) -> str:
     return "one" if placement.mesh is None else str(placement.mesh.devices.tolist())
-
-
-def _layout(engine: Engine) -> Any:
-    """Shardings of a run whose clients are spread over devices; None on one device."""
-    shardings: tuple[Any, Any] = engine.placement.shardings(engine.clients)
-    shared, per_client = shardings
-    return None if shared is None else Run(State(shared, per_client), per_client, shared, shared, shared)
 
 
 def _rows_sharding(placement: Placement) -> NamedSharding | None:

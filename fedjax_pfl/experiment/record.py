@@ -23,6 +23,7 @@ FREE = (
     "run.checkpoint_every",
     "run.placement",
     "run.chunk",
+    "run.client_state",
     "run.out",
     "run.tensorboard",
     "run.compilation_cache",

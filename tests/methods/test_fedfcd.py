@@ -180,10 +180,10 @@ def play(engine, start, rounds, federation, trainer, changed):
     server = Server(to_numpy(head), to_numpy(representations), np.asarray(valid))
     clients = [to_numpy(client(start.state.clients, i)) for i in range(N)]
     post, sent = {i: fused(w, server.head, hyper.fusion) for i, w in enumerate(clients)}, []
-    select = jax.jit(engine._select)
+    select = jax.jit(engine.select)
     for t in range(rounds):
         keys = round_keys(KEY, at(t))
-        ids, selected = select(keys, federation.train.count)
+        ids, selected = select(KEY, at(t), federation.train.count)
         cohort = [int(i) for i in ids if i < N]
         sent.append(Sent(int(selected), server.valid, cohort))
         received, losses = {}, []
