@@ -5,12 +5,13 @@
     python benchmarks/accelerators.py --target v5e --config configs/quickstart.toml --set model.name=mlp
     python benchmarks/accelerators.py --json benchmarks/results/accelerators.json
 
-For each program (``rounds``, of which one round is what is estimated, and ``score``): whether it compiles, the memory
-that the compiler plans beside the one announced before compilation, kernels per batch step, loops whose length only the
-running program knows, exchanges between devices, and an estimated time with what bounds it. The estimate of a GPU is a
-roofline: a kernel takes what its launch (4 us), its bytes (at 0.8 of the bandwidth) or its products (at 0.5 of the peak
-of the precision) take, whichever is most, and a pass of a loop of unknown length 15 us for asking the host. That of a
-TPU is the cycles that its compiler writes beside each operation. None of it is a measurement: it is good for ratios.
+For each program (``rounds``, of which one round is what is estimated, and ``score``; with the clients' states on the
+host, a round and the scores of one group of clients): whether it compiles, the memory that the compiler plans beside
+the one announced before compilation, kernels per batch step, loops whose length only the running program knows,
+exchanges between devices, and an estimated time with what bounds it. The estimate of a GPU is a roofline: a kernel
+takes what its launch (4 us), its bytes (at 0.8 of the bandwidth) or its products (at 0.5 of the peak of the precision)
+take, whichever is most, and a pass of a loop of unknown length 15 us for asking the host. That of a TPU is the cycles
+that its compiler writes beside each operation. None of it is a measurement: it is good for ratios.
 
 Every program is compiled in a process of its own, since a compiler that gives up may end its process. Without
 ``--config`` the table of `CASES` is compiled; where the file holds some of it already, the rest.
@@ -118,6 +119,7 @@ class Case(NamedTuple):
     Attributes:
       precision: of products; that of a CPU, so that estimates tell programs apart, and not precisions.
       runs: rows of one program, which differ in their seeds.
+      states: where the clients' states are, ``"device"`` or ``"host"``.
       overrides: further ``section.key=value``, the value as JSON.
     """
 
@@ -128,6 +130,7 @@ class Case(NamedTuple):
     samples: int = 600
     precision: str = "float32"
     runs: int = 1
+    states: str = "device"
     overrides: tuple[str, ...] = ()
 
     @property
@@ -135,6 +138,7 @@ class Case(NamedTuple):
         """What tells it from the others."""
         name = f"{self.method}_{self.model}_{self.clients}"
         name += "" if self.precision == "float32" else f"_{self.precision}"
+        name += "" if self.states == "device" else f"_{self.states}"
         return name if self.runs == 1 else f"{name}_x{self.runs}"
 
     def configs(self) -> list[Config]:
@@ -145,7 +149,7 @@ class Case(NamedTuple):
             "method": {"name": self.method},
             "training": {"batch_size": 10, "lr": 0.005},
             "participation": {"ratio": self.ratio},
-            "run": {"precision": self.precision},
+            "run": {"precision": self.precision, "client_state": self.states},
         }
         for override in self.overrides:
             section, _, rest = override.partition(".")
@@ -171,6 +175,7 @@ CASES += [
     *(Case(method, "mlp") for method in ("fedavg", "fedecouple", "fedpac")),
     *(Case(method, "resnet18", 10) for method in ("fedavg", "fedecouple", "fedpac")),
     *(Case(method, "cnn2", 10_000, 0.01, 60) for method in ("fedavg", "fedecouple", "fedpac")),
+    *(Case("ditto", "cnn2", 10_000, 0.01, 60, states=where) for where in ("device", "host")),
     *(Case("fedavg", "cnn2", clients, precision=name) for name in _FLOPS if name != "float32" for clients in (20, 500)),
     *(Case("fedecouple", "cnn3", precision=name, overrides=_FIVE) for name in _FLOPS if name != "float32"),
     *(Case("fedrep", "mlp", runs=runs) for runs in (1, 24)),
@@ -180,6 +185,8 @@ CASES += [
 
 def compiled(program: Program, part: str, target: str, keep: Path | None) -> dict[str, Any]:
     """One function of a program, compiled, and what the compiler says of it."""
+    if program.offloaded:  # of a group of clients
+        part = {"rounds": "round", "score": "pre"}[part]
     jitted, arguments = traced(program, SingleDeviceSharding(devices_of(target)[0]))[part]
     began, used = time.perf_counter(), time.process_time()
     with jax.default_matmul_precision(program.precision):
@@ -191,7 +198,7 @@ def compiled(program: Program, part: str, target: str, keep: Path | None) -> dic
         keep.write_text(text, encoding="utf-8")
     module = parse(text)
     rates = rates_of(target, program.precision)
-    found = estimate(module, rates, _PASSES, evaluate=part == "score")
+    found = estimate(module, rates, _PASSES, evaluate=part in ("score", "pre"))
     steps = [loop for loop in found.loops if any("scan_batches" in function for function in loop.source[:1])]
     step = max(steps, key=lambda loop: (loop.whole.seconds, loop.whole.cycles), default=None)
 

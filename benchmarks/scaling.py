@@ -9,6 +9,8 @@ Parts, each of which prints a table:
   enough for what a client costs besides its steps to show;
 - cohort: 100 participants per round out of 100 to 100,000 clients: the round must cost the same. Evaluation is of all
   clients, so that its cost is given per client;
+- offloaded: the same with the clients' states in the memory of the host (``run.client_state = "host"``): what their way
+  to the device and back costs; on a CPU, where both are the same memory, a copy each way;
 - ragged: Dir(0.1) sizes against equal ones with the same total: steps that only fill up a chunk of clients who run side
   by side, and the time;
 - memory: bytes per client, estimated before compilation, planned by XLA, and what the process grew by;
@@ -116,22 +118,31 @@ def steps(clients: int, repeats: int) -> dict[str, Any]:
 
 
 def cohort(clients: int, model: str, repeats: int) -> dict[str, Any]:
-    """A hundred participants with 20 training samples each."""
-    program = compiled(
-        clients,
-        25,
-        model={"name": model},
-        method={"name": "fedrep", "head_epochs": 1},
-        participation={"ratio": 100 / clients},
-    )
+    """A hundred participants of FedRep with 20 training samples each."""
+    method = {"name": "fedrep", "head_epochs": 1}
+    return {
+        "clients": clients,
+        "model": model,
+        **_rounds_of(clients, 100, repeats, model={"name": model}, method=method),
+    }
+
+
+def offloaded(method: str, model: str, clients: int, participants: int, where: str, repeats: int) -> dict[str, Any]:
+    """Participants with 20 training samples each, whose states are on the device, or come from the host."""
+    tables = {"model": {"name": model}, "method": {"name": method}, "run": {"client_state": where}}
+    row = {"method": method, "model": model, "clients": clients, "participants": participants, "states": where}
+    return row | _rounds_of(clients, participants, repeats, **tables)
+
+
+def _rounds_of(clients: int, participants: int, repeats: int, **tables: dict[str, Any]) -> dict[str, Any]:
+    """What rounds and evaluations take, with 20 training samples per client."""
+    program = compiled(clients, 25, participation={"ratio": participants / clients}, **tables)
     seconds, run = seconds_per_round(program, 5 * repeats, post=True)
     state, data = size(run.state.clients), size((program.samples, program.rows[0].clients))
     # Before the evaluation, which has more in hand at a time than a round.
     peak = peak_bytes()
     evaluation = seconds_per_evaluation(program, run, 1)
     return {
-        "clients": clients,
-        "model": model,
         "seconds per round": seconds,
         "peak GB": peak / 1e9,
         "with evaluation": peak_bytes() / 1e9,
@@ -230,6 +241,9 @@ def cases(part: str, repeats: int) -> list[tuple[Any, ...]]:
     if part == "cohort":
         sizes = [(clients, model, repeats) for model in ("mlp", "cnn2") for clients in (100, 1000, 10000)]
         return [*sizes, (100_000, "mlp", repeats)]
+    if part == "offloaded":
+        settings = [("fedrep", "mlp", 1000, 100), ("fedrep", "mlp", 100_000, 100), ("ditto", "cnn2", 1000, 10)]
+        return [(*setting, where, repeats) for setting in settings for where in ("device", "host")]
     if part == "ragged":
         placements = [("map", 1), *(("vmap", chunk) for chunk in CHUNKS)]
         return [(beta, *placement, repeats) for placement in placements for beta in (0.1, None)]
@@ -242,6 +256,7 @@ def cases(part: str, repeats: int) -> list[tuple[Any, ...]]:
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "steps": steps,
     "cohort": cohort,
+    "offloaded": offloaded,
     "ragged": ragged,
     "memory": memory,
     "evaluation": evaluation,
