@@ -137,7 +137,7 @@ def test_the_global_models_scores_are_those_on_all_test_samples(reference):
     result = reference[0]
     federation, _ = divide(config(), load("digits"))
     pooled = np.concatenate([held(federation.test, i) for i in range(6)])
-    mlp = MLP(federation.x, federation.y, mean=0.5, std=0.5)
+    mlp = MLP(federation.x.rows, federation.y, mean=0.5, std=0.5)
     _, accuracy, macro_f1, union, _ = mlp.scores(to_numpy(result.state.server), pooled)
     summary, curve = result.summary, result.history["global"]
     found = [summary["global"], summary["global_macro_f1"], result.history["global_macro_f1_union"][-1]]
@@ -328,7 +328,7 @@ def test_hyperparameters_can_be_chosen_on_validation_samples(tested, validated):
     assert validated.clients["n_test"].tolist() == n_validation != tested.clients["n_test"].tolist()
     federation, _ = divide(validated.config, load("digits"))
     rows = [held(federation.validation, i) for i in range(6)]
-    mlp = MLP(federation.x, federation.y, mean=0.5, std=0.5)
+    mlp = MLP(federation.x.rows, federation.y, mean=0.5, std=0.5)
     correct = [mlp.scores(to_numpy(validated.state.server), own)[0] for own in rows]
     np.testing.assert_allclose(validated.clients["pre_accuracy"], np.array(correct) / n_validation, rtol=1e-6)
     assert validated.summary["global"] == pytest.approx(sum(correct) / sum(n_validation), rel=1e-6)
@@ -440,7 +440,7 @@ def test_a_share_of_a_source_without_a_test_part_becomes_its_test_part():
     np.testing.assert_array_equal(np.sort(np.concatenate([trained, pooled])), np.arange(len(digits.labels)))
     for i in range(6):
         assert set(held(federation.test, i)) <= set(pooled)
-    np.testing.assert_array_equal(federation.x, digits.images)
+    np.testing.assert_array_equal(federation.x[np.arange(len(digits.labels))], digits.images)
     np.testing.assert_array_equal(np.asarray(federation.train.class_counts).sum(axis=1), shares["n_train"])
     again, larger, reseeded = (
         divide(config(data={**fields, **more}), digits)[1] for more in ({}, {"test_part_share": 0.3}, {"seed": 1})

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.federated import Clients, Federation, pack
+from fedjax_pfl.data.federated import Clients, Federation, Pool, pack
 from fedjax_pfl.data.partition import MIN_SAMPLES, PARTITIONS, Partition, indices
 from fedjax_pfl.data.rows import Holdings, Rows, read, union
 from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, short_of_test_rows, split_rows
@@ -165,7 +165,7 @@ def federate(
         return pack(rows, dataset.labels, dataset.classes)
 
     return Federation(
-        x=jnp.asarray(dataset.images),
+        x=Pool.of(dataset.images),
         y=jnp.asarray(dataset.labels, jnp.int32),
         train=tables([rows.train for rows in splits]),
         validation=tables([rows.validation for rows in splits]) if validation_share else None,

@@ -4,13 +4,42 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped, UInt8
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["sample"])
+@dataclass(frozen=True)
+class Pool:
+    """Samples, each a flat row, to be indexed as an array of samples is.
+
+    A TPU pads the axes of images where it gathers some of them: a pool of 32x32 pixels would take four times its bytes.
+
+    Attributes:
+      rows: every sample, [samples, scalars].
+      sample: the shape of one.
+    """
+
+    rows: Any  # also what stands for an array in a tree: its shape, or its place
+    sample: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Shaped[np.ndarray, "samples ..."]) -> "Pool":
+        """The pool of an array of samples, on the device."""
+        return cls(jnp.asarray(x.reshape(len(x), -1)), x.shape[1:])
+
+    def __getitem__(self, index: Int[Array | np.ndarray, " batch"]) -> Shaped[Array | np.ndarray, "batch ..."]:
+        """Samples by their numbers."""
+        return self.rows[index].reshape(*index.shape, *self.sample)
+
+
+Samples = Shaped[Array, "samples ..."] | Pool
+"""What clients' lists of rows point into."""
 
 
 class Batch(NamedTuple):
@@ -59,7 +88,7 @@ class ClientData(NamedTuple):
     """The samples of one client.
 
     Attributes:
-      x: the pool that ``index`` points into, shared by all clients, [samples, ...].
+      x: the pool that ``index`` points into, shared by all clients, [samples, ...]; where clients train, a `Pool`.
       y: labels of the pool, [samples].
       index: this client's rows in the pool; only the first ``count`` mean anything, [capacity].
       count: n_i, the number of samples of the client.
@@ -158,7 +187,7 @@ class Federation(NamedTuple):
     """All data of a run, on the device.
 
     Attributes:
-      x: every sample once, as stored (uint8 pixels), [samples, h, w, c].
+      x: every sample once, as stored (uint8 pixels), [samples, h, w, c], or a `Pool` of them.
       y: every label once, [samples].
       train: what clients train on.
       validation: what they may select on; None without a validation share.
@@ -166,7 +195,7 @@ class Federation(NamedTuple):
       pooled: the global test set, cut into blocks as though each were a client.
     """
 
-    x: Shaped[Array, "samples ..."]
+    x: Samples
     y: Int[Array, " samples"]
     train: Clients
     validation: Clients | None
@@ -186,7 +215,7 @@ def pack(rows: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " sample
 
 
 def client_data(
-    x: Array,
+    x: Samples,
     y: Array,
     held: Clients,
     client_id: Int[Array, ""] | None = None,
@@ -195,4 +224,5 @@ def client_data(
     """Joins one row of :class:`Clients`, and that of its validation samples, with the pool that they point into."""
     select = None if validation is None else client_data(x, y, validation, client_id)
     index, count, class_counts, most = held
-    return ClientData(x, y, index, count, class_counts, id=client_id, validation=select, most=most)
+    samples: Any = x  # a pool is indexed like an array, and nothing else is done with a client's samples
+    return ClientData(samples, y, index, count, class_counts, id=client_id, validation=select, most=most)

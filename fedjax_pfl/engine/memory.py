@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jaxtyping import Array, Key, PyTree
 
-from fedjax_pfl.data.federated import Clients, Federation, client_data
+from fedjax_pfl.data.federated import Clients, Federation, Samples, client_data
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange, size
@@ -110,7 +110,7 @@ def survey(
     traced, update = jax.make_jaxpr(engine.local, return_shape=True)(shared, row)
     training = peak_bytes(traced.jaxpr)
 
-    def scores(view: PyTree, client: PyTree, x: Array, y: Array, test: Clients) -> Scores:
+    def scores(view: PyTree, client: PyTree, x: Samples, y: Array, test: Clients) -> Scores:
         held, params = client_data(x, y, test), method.personal(view, client)
         return scores_of(tally(lambda images: method.predict(params, images), held), held.class_counts)
 

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from fedjax_pfl.data.augment import Augment, add_copies, augment
-from fedjax_pfl.data.federated import ClientData, Clients, Federation, client_data
+from fedjax_pfl.data.federated import ClientData, Clients, Federation, Samples, client_data
 from fedjax_pfl.engine.metrics import Metric, measure
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import SIDE_BY_SIDE, Placement, map_clients
@@ -425,7 +425,7 @@ class Engine:
           data: the federation.
         """
 
-        def of(view: PyTree, client: PyTree, x: Array, y: Array, scored: tuple[Clients, Clients | None]) -> Answers:
+        def of(view: PyTree, client: PyTree, x: Samples, y: Array, scored: tuple[Clients, Clients | None]) -> Answers:
             params, samples = self.method.personal(view, client), client_data(x, y, scored[0])
             logits = samples.map(lambda x, _: self.method.predict(params, x), batch_size=BATCH)
             if (features := self.features) is None:
@@ -440,7 +440,7 @@ class Engine:
         rows = jnp.argsort(ids)[: len(who)]
         return jax.tree.map(lambda leaf: leaf[rows], found)
 
-    def model(self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, x: Array, y: Array, row: tuple) -> PyTree:
+    def model(self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, x: Samples, y: Array, row: tuple) -> PyTree:
         """The parameters of one client's PRE model after t rounds.
 
         Args:
@@ -464,7 +464,7 @@ class Engine:
         keys: Key[Array, " 2"],
         t: Int[Array, ""],
         server: PyTree,
-        x: Array,
+        x: Samples,
         y: Array,
         client_id: Int[Array, ""],
         train: Clients,
@@ -547,7 +547,7 @@ class Engine:
         self,
         key: Key[Array, ""],
         client_id: Int[Array, ""],
-        x: Array,
+        x: Samples,
         y: Array,
         train: Clients,
         validation: Clients | None,
@@ -635,7 +635,7 @@ class Engine:
         return present, jax.tree.map(without_absent, taken, is_leaf=lambda node: isinstance(node, Clients))
 
     def _score_model(
-        self, view: PyTree, client: PyTree, x: Array, y: Array, scored: tuple[Clients, Clients | None]
+        self, view: PyTree, client: PyTree, x: Samples, y: Array, scored: tuple[Clients, Clients | None]
     ) -> Scored:
         """Scores one client's model on its rows of `_scored`."""
 

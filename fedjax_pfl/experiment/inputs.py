@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, UInt32
 
-from fedjax_pfl.data.federated import Clients
+from fedjax_pfl.data.federated import Clients, Samples
 from fedjax_pfl.engine.round import Engine, Run
 from fedjax_pfl.method import State
 
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 class Shared(NamedTuple):
     """What all runs of a program see: the samples once, and which rounds are due."""
 
-    x: Array
+    x: Samples
     y: Array
     start: Any  # int32, traced or not
     stop: Any

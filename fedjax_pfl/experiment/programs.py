@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.federated import Clients, Federation
+from fedjax_pfl.data.federated import Clients, Federation, Samples
 from fedjax_pfl.data.rows import Holdings
 from fedjax_pfl.engine.memory import Hardware, Memory, release_freed, survey, this_hardware
 from fedjax_pfl.engine.metrics import METRICS
@@ -146,7 +146,7 @@ class Program:
     holdings: list[Holdings]
     memory: Memory
     exchange: Exchange
-    samples: tuple[Array, Array]
+    samples: tuple[Samples, Array]
     rows: list[Row]
     order: Int[np.ndarray, " rows"]
     precision: str
@@ -233,7 +233,7 @@ class Program:
         if not what:
             return [{} for _ in self.configs]
 
-        def answers(row: Row, server: PyTree, clients: PyTree, x: Array, y: Array) -> Answers:
+        def answers(row: Row, server: PyTree, clients: PyTree, x: Samples, y: Array) -> Answers:
             engine, key, federation = self._one(row, x, y)
             return engine.answers(key, jnp.int32(t), server, who, clients, federation)
 
@@ -259,14 +259,14 @@ class Program:
             found = zip(self.rows, self.put(states), strict=True)
             return [to_host(ready.calibrated(shared, row, state)) for row, state in found]
 
-        def calibrated(row: Row, state: State, x: Array, y: Array) -> PyTree:
+        def calibrated(row: Row, state: State, x: Samples, y: Array) -> PyTree:
             engine, key, federation = self._one(row, x, y)
             return engine.calibrated(key, jnp.int32(t), state, federation).server
 
         program, (x, y) = jax.jit(calibrated), to_host(self.samples)
         return [program(row, state.state, x, y) for row, state in runs]
 
-    def _one(self, row: Row, x: Array, y: Array) -> tuple[Engine, Array, Federation]:
+    def _one(self, row: Row, x: Samples, y: Array) -> tuple[Engine, Array, Federation]:
         """The engine of one run, the key of its rounds, and its data, on one device."""
         _, key = jax.random.wrap_key_data(row.keys)
         engine = make_engine(self.configs[0], self.data, row.inputs, malicious=row.malicious)

@@ -231,7 +231,7 @@ class Trained:
 
         train = own(everyone.train, 0)
         validation = None if everyone.validation is None else own(everyone.validation, len(train.index))
-        return np.asarray(everyone.x)[rows], np.asarray(everyone.y)[rows], (train, validation)
+        return np.asarray(everyone.x[rows]), np.asarray(everyone.y)[rows], (train, validation)
 
 
 def state_like(engine: Engine) -> State:
