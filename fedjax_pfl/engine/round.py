@@ -1,7 +1,8 @@
 """The engine: a communication round, and rounds in a row. The only code that indexes clients.
 
 A round selects a cohort, gathers its rows of the state, maps ``method.local`` over them, lets ``method.aggregate``
-combine the uploads, and scatters the rows back.
+combine the uploads, and scatters the rows back. Functions that end in ``_of`` are about some clients whose states are
+at hand, whoever gathers and scatters them: the others do so on the device.
 """
 
 import functools

@@ -167,7 +167,7 @@ def put_offloaded(run: Run, layout: Any) -> Run:
     """
     server, clients = run.state
     placed: Run = jax.device_put(run._replace(state=State(server, None)), layout)
-    clients = jax.tree.map(lambda leaf: np.require(leaf, requirements="W"), clients)
+    clients = jax.tree.map(lambda leaf: np.require(leaf, requirements="CW"), clients)
     return placed._replace(state=State(placed.state.server, clients))
 
 
@@ -191,7 +191,9 @@ class Offloaded:
         run = self._parts.start(shared, row)
         everyone = self._engine.clients
         clients = jax.tree.map(
-            lambda leaf: np.array(np.broadcast_to(leaf, (everyone, *leaf.shape))), jax.device_get(run.state.clients)
+            # Row by row: a copy would otherwise keep the order of the strides, and rows be scattered over all of it.
+            lambda leaf: np.array(np.broadcast_to(leaf, (everyone, *leaf.shape)), order="C"),
+            jax.device_get(run.state.clients),
         )
         run = run._replace(state=State(run.state.server, clients))
         if self._parts.initial is None:
