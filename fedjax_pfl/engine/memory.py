@@ -118,12 +118,13 @@ def survey(
     # Old and new rows of the cohort, and their uploads before and after absent ones are zeroed.
     cohort = engine.cohort_size * 2 * (size(client) + size(update.upload))
     states, samples = engine.clients * size(client), size(data)
-    # To be scored, all clients are brought into the order of their sizes; or one group of them works as the next comes.
-    scored = 2 * engine.cohort_size * size(client) if on_host else states
+    # Scored are states where they are, but for those with mail; or one group of them, as the next one comes.
+    mailed = states if method.dispatch is not None else 0
+    scored = 2 * engine.cohort_size * size(client) if on_host else mailed
     held = 0 if on_host and backend != "cpu" else states
     resident = samples + size(server) + held + max(cohort, scored)
     exchanged = Exchange(view, client, update.upload, tuple(update.diagnostics or ()))
-    memory = Memory(resident, max(training, scoring), states=0 if on_host else states)
+    memory = Memory(resident, max(training, scoring + size(client)), states=0 if on_host else states)
     if backend != "cpu":
         memory = memory._replace(per_client=round(_PLANNED.get(backend, 1.0) * memory.per_client))
     else:

@@ -65,11 +65,13 @@ class Group(NamedTuple):
 
     Attributes:
       ids: in the order in which they work; N where a row is absent.
-      clients: every leaf [K, ...]; anything where a row is absent.
+      clients: their states, every leaf [K, ...], anything where a row is absent; or those of others, too, [..., ...].
+      at: the rows of theirs among these; None where row k is that of ids[k].
     """
 
     ids: Int[Array, " K"]
     clients: PyTree
+    at: Int[Array, " K"] | None = None
 
 
 UPDATE_COSINE = "update_cosine"
@@ -252,7 +254,7 @@ class Engine:
           key: the randomness of the whole run.
           t: the round.
           run: what the last one left; its clients are not looked at.
-          group: the cohort that `select` gives.
+          group: the cohort that `select` gives, with its rows alone.
           selected: how many were, before any dropped out.
           score_now: whether participants are scored.
           data: the federation.
@@ -260,7 +262,7 @@ class Engine:
         Returns:
           The run, its clients as they were, and the cohort's new states; every leaf [K, ...].
         """
-        method, server, (ids, old) = self.method, run.state.server, group
+        method, server, ids, old = self.method, run.state.server, group.ids, group.clients
         keys = round_keys(key, t)
         rows = data.train, data.validation, self._scored(data), run.post
         present, (train, validation, scored, last) = self._gather(ids, rows)
@@ -357,18 +359,18 @@ class Engine:
         self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, data: Federation
     ) -> PyTree:
         """What some clients upload for the calibration, zeros where absent; arguments as in `pre_of`."""
-        calibrate, (ids, clients) = self.method.calibrate, group
+        calibrate = self.method.calibrate
         assert calibrate is not None
-        present, (train, validation) = self._gather(ids, (data.train, data.validation))
+        present, (train, validation) = self._gather(group.ids, (data.train, data.validation))
 
-        def one(shared: tuple, row: tuple) -> PyTree:
-            (key, t, view, x, y), (client_id, client, train, validation) = shared, row
+        def one(shared: tuple, client: PyTree, row: tuple) -> PyTree:
+            (key, t, view, x, y), (client_id, train, validation) = shared, row
             key = phase_key(jax.random.fold_in(key, client_id), "calibrate")
             return calibrate.local(Round(key, t), view, client, client_data(x, y, train, client_id, validation))
 
         shared = round_keys(key, t).clients, t, self.method.broadcast(server), data.x, data.y
-        complete = len(ids) >= self.trainers
-        uploads = self._map(one, shared, (ids, clients, train, validation), complete=complete)
+        complete = len(group.ids) >= self.trainers
+        uploads = self._map_group(one, shared, group, (group.ids, train, validation), complete=complete)
         return where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
 
     def calibrate(
@@ -435,7 +437,7 @@ class Engine:
 
         keys, known = round_keys(key, t), jnp.asarray(who, jnp.int32)
         ids = self._order(known, data.train.count)
-        group = Group(ids, take_rows(clients, jnp.searchsorted(known, ids)))
+        group = Group(ids, clients, jnp.minimum(jnp.searchsorted(known, ids), len(who) - 1))
         shared = keys.clients, keys.aggregate, t, server
         found = self._of_models(of, self.method.personalize, *shared, group, data)
         rows = jnp.argsort(ids)[: len(who)]
@@ -497,18 +499,16 @@ class Engine:
 
     def post_of(self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
         """POST scores of some new clients after t rounds; arguments as in `pre_of`."""
-        ids, clients = group
-        _, (train, validation, scored) = self._gather(ids, (data.train, data.validation, self._scored(data)))
+        _, (train, validation, scored) = self._gather(group.ids, (data.train, data.validation, self._scored(data)))
         keys = round_keys(key, t)
-        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
-        clients = self._dispatch(keys.aggregate, t, server, clients, cohort)
+        group = self._told(keys.aggregate, t, server, group, train.count)
 
-        def one(shared: tuple, row: tuple) -> Scored:
-            (own, scored), (*_, x, y) = row, shared
-            return self._score_model(*self.local(shared, own).trained, x, y, scored)
+        def one(shared: tuple, client: PyTree, row: tuple) -> Scored:
+            (client_id, *own, scored), (*_, x, y) = row, shared
+            return self._score_model(*self.local(shared, (client_id, client, *own)).trained, x, y, scored)
 
         shared = keys.clients, t, self.method.broadcast(server), data.x, data.y
-        found: Scored = self._map(one, shared, ((ids, clients, train, validation), scored))
+        found: Scored = self._map_group(one, shared, group, (group.ids, train, validation, scored))
         return found
 
     def global_scores(self, server: PyTree, data: Federation) -> Scores:
@@ -585,6 +585,25 @@ class Engine:
             return fn(shared, jax.tree.map(aligned, row, is_leaf=lambda node: isinstance(node, Clients)))
 
         return map_clients(one, shared, rows, self.placement)
+
+    def _map_group(self, fn: Callable, shared: PyTree, group: Group, rows: PyTree, *, complete: bool = False) -> Any:
+        """`_map` of ``fn(shared, client, row)`` over a group, with each client's state.
+
+        A state is read where it is as its client's turn comes: all of them, in the group's order, would be a copy.
+        """
+        if group.at is None:
+
+            def at_hand(shared: PyTree, row: tuple) -> Any:
+                return fn(shared, *row)
+
+            return self._map(at_hand, shared, (group.clients, rows), complete=complete)
+
+        def among_others(both: tuple, row: tuple) -> Any:
+            (shared, clients), (at, own) = both, row
+            client = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), clients)
+            return fn(shared, client, own)
+
+        return self._map(among_others, (shared, group.clients), (group.at, rows), complete=complete)
 
     def _scored(self, data: Federation) -> tuple[Clients, Clients | None]:
         """The samples that models are scored on: what `Scored` holds the scores of."""
@@ -665,9 +684,9 @@ class Engine:
         return put_rows(nothing, group.ids, scores)
 
     def _group(self, ids: Int[Array, " K"], state: State, data: Federation) -> Group:
-        """Clients in the engine's order."""
+        """Clients in the engine's order, whose states stay where they are."""
         ids = self._order(ids, data.train.count)
-        return Group(ids, take_rows(state.clients, ids))
+        return Group(ids, state.clients, jnp.minimum(ids, self.clients - 1))
 
     def _of_models(
         self,
@@ -681,24 +700,32 @@ class Engine:
         data: Federation,
     ) -> Any:
         """``what(view, client, x, y, samples)`` of each client with the pair that ``personalize`` gives."""
-        ids, clients = group
-        _, (train, validation, scored) = self._gather(ids, (data.train, data.validation, self._scored(data)))
-        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
-        clients = self._dispatch(key_server, t, server, clients, cohort)
+        _, (train, validation, scored) = self._gather(group.ids, (data.train, data.validation, self._scored(data)))
+        group = self._told(key_server, t, server, group, train.count)
 
-        def one(shared: tuple, row: tuple) -> Any:
-            (*_, x, y), (*own, scored) = shared, row
-            return what(*self._personalized(personalize, shared, tuple(own)), x, y, scored)
+        def one(shared: tuple, client: PyTree, row: tuple) -> Any:
+            (*_, x, y), (client_id, *own, scored) = shared, row
+            return what(*self._personalized(personalize, shared, (client_id, client, *own)), x, y, scored)
 
         shared = key, t, self.method.broadcast(server), data.x, data.y
-        complete = len(ids) >= self.clients
-        return self._map(one, shared, (ids, clients, train, validation, scored), complete=complete)
+        complete = len(group.ids) >= self.clients
+        return self._map_group(one, shared, group, (group.ids, train, validation, scored), complete=complete)
 
     def _personalized(self, personalize: Personalize, shared: tuple, row: tuple) -> tuple[PyTree, PyTree]:
         """The pair that ``personalize`` gives for one client; shared and row as in `local`."""
         (key, t, view, x, y), (client_id, client, train, validation) = shared, row
         key = jax.random.fold_in(key, client_id)
         return personalize(Round(key, t), view, client, self._training_data(key, client_id, x, y, train, validation))
+
+    def _told(
+        self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, count: Int[Array, " K"]
+    ) -> Group:
+        """The group with what the server writes to each of its clients before they work."""
+        if self.method.dispatch is None:
+            return group
+        ids, clients, at = group
+        cohort = Cohort(ids, count.astype(jnp.float32), self.clients, self.trainers)
+        return Group(ids, self._dispatch(key, t, server, clients if at is None else take_rows(clients, at), cohort))
 
     def _dispatch(
         self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, clients: PyTree, cohort: Cohort
@@ -713,17 +740,18 @@ class Engine:
         """Round -1: every client prepares an upload, and the server combines all of them; nothing is sent down."""
         method, t = self.method, jnp.array(-1, jnp.int32)
         key_clients, key_aggregate = jax.random.split(key)
-        ids, old = self._group(jnp.arange(self.trainers), state, data)
+        group = self._group(jnp.arange(self.trainers), state, data)
+        ids = group.ids
         present, (train, validation) = self._gather(ids, (data.train, data.validation))
 
-        def one(shared: tuple, row: tuple) -> tuple:
-            (key, t, view, x, y), (client_id, client, train, validation) = shared, row
+        def one(shared: tuple, client: PyTree, row: tuple) -> tuple:
+            (key, t, view, x, y), (client_id, train, validation) = shared, row
             held = client_data(x, y, train, client_id, validation)
             return setup(Round(jax.random.fold_in(key, client_id), t), view, client, held)
 
         view = method.broadcast(state.server)
-        shared, rows = (key_clients, t, view, data.x, data.y), (ids, old, train, validation)
-        new, uploads = self._map(one, shared, rows, complete=True)
+        shared, rows = (key_clients, t, view, data.x, data.y), (ids, train, validation)
+        new, uploads = self._map_group(one, shared, group, rows, complete=True)
         uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
         cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
         server, new = method.aggregate(Round(key_aggregate, t), state.server, new, uploads, cohort)

@@ -367,8 +367,7 @@ def place(config: Config, memory: Memory, cohort: int, hardware: Hardware) -> Pl
         why = f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB"
         if config.run.chunk and fitting >= 1:
             raise ConfigError("run.chunk", chunk, f"at most {fitting}: {why}")
-        # Twice: they are there, and in the order in which they are scored.
-        if not on_cpu and 2 * cohort < config.data.clients and need - 2 * memory.states <= limit:
+        if not on_cpu and 2 * cohort < config.data.clients and need - memory.states <= limit:
             held = f"the states of all clients, {memory.states / 1e9:.2f} GB,"
             why += f'; with run.client_state = "host", {held} stay in the memory of its host'
         raise ConfigError("data.clients", config.data.clients, why)

@@ -167,7 +167,7 @@ def put_offloaded(run: Run, layout: Any) -> Run:
     """
     server, clients = run.state
     placed: Run = jax.device_put(run._replace(state=State(server, None)), layout)
-    clients = jax.tree.map(lambda leaf: np.require(leaf, requirements="CW"), clients)
+    clients = jax.tree.map(lambda leaf: np.require(leaf, requirements=["C", "W"]), clients)
     return placed._replace(state=State(placed.state.server, clients))
 
 
