@@ -7,7 +7,7 @@ values, so that one gather and one multiplication serve a batch in which every s
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax import lax
 from jax.scipy.ndimage import map_coordinates
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
-from fedjax_pfl.data.federated import Augmentation, ClientData
+from fedjax_pfl.data.federated import Augmentation, ClientData, Pool
 
 Augment = Literal["none", "crop_flip", "crop_flip_reflect", "crop_flip_rotate"]
 Copies = Literal["none", "concat", "replace"]
@@ -175,17 +175,23 @@ def add_copies(key: Key[Array, ""], data: ClientData, kind: Copies) -> ClientDat
     if kind == "none":
         return data
 
+    originals = data.x[data.index]
+
     def transformed(x: Array, positions: Int[Array, " batch"]) -> Array:
         # A sample's draw depends on its position alone, not on the capacity: more padding changes nothing.
-        return apply_transform(five_operations(jax.vmap(partial(jax.random.fold_in, key))(positions)), x)
+        copies = apply_transform(five_operations(jax.vmap(partial(jax.random.fold_in, key))(positions)), x)
+        return copies.reshape(len(copies), -1)
+
+    def pool(rows: UInt8[Array, "samples pixels"]) -> Any:
+        return Pool(rows, originals.shape[1:])
 
     copies = data.map(transformed)
     if kind == "replace":
         positions = jnp.arange(data.capacity, dtype=jnp.int32)
-        return data._replace(x=copies, y=data.labels, index=positions, original=data)
+        return data._replace(x=pool(copies), y=data.labels, index=positions, original=data)
     both = jnp.arange(2 * data.capacity, dtype=jnp.int32)
     return data._replace(
-        x=jnp.concatenate([data.x[data.index], copies]),
+        x=pool(jnp.concatenate([originals.reshape(len(originals), -1), copies])),
         y=jnp.tile(data.labels, 2),
         index=jnp.where(both < data.count, both, both - data.count + data.capacity) % (2 * data.capacity),
         count=2 * data.count,

@@ -233,7 +233,7 @@ def augmented(count, kind, capacity=CAPACITY):
 def contents(data):
     """Images and labels of the samples of a client, through its index."""
     rows = np.asarray(data.index)[: int(data.count)]
-    return np.asarray(data.x)[rows], np.asarray(data.y)[rows]
+    return np.asarray(data.x[rows]), np.asarray(data.y)[rows]
 
 
 def keys_of(key, positions):

@@ -204,12 +204,14 @@ def test_rounds_are_numpys_on_augmented_copies_that_are_drawn_afresh(changed, pl
     method = fedecouple(model, trainer, **{**BASE, **changed})
     assert method.copies == "concat"
     before, after = play(method, 2)
-    draw = jax.jit(jax.vmap(lambda key, row: add_copies(key, client_data(federation.x, federation.y, row), "concat").x))
+    draw = jax.jit(
+        jax.vmap(lambda key, row: add_copies(key, client_data(federation.x, federation.y, row), "concat").x.rows)
+    )
     x, y, rows = [np.asarray(federation.x)], [np.asarray(federation.y)], {}
     capacity = federation.train.index.shape[1]
     for t in range(2):
         keys = jnp.stack([phase_key(client_key(KEY, t, i), "augment") for i in range(N)])
-        pools = np.asarray(draw(keys, federation.train))
+        pools = np.asarray(draw(keys, federation.train)).reshape(N, -1, *federation.x.shape[1:])
         for i in range(N):
             originals, first = held(federation.train, i), sum(map(len, y))
             x.append(pools[i, capacity : capacity + len(originals)])
