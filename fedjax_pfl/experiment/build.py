@@ -47,6 +47,9 @@ from fedjax_pfl.models import MODELS, Model, Own, build
 from fedjax_pfl.ops.robust import RULES
 from fedjax_pfl.ops.training import Trainer
 
+# The share of a device that a chunk is chosen to fill: a compiler has planned 1.2 times an estimate, a TPU's for Ditto
+# (`benchmarks/results/accelerators.json`).
+_FILLED = 0.85
 _TRAINING_NUMBERS = ("lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
 
 
@@ -361,7 +364,8 @@ def place(config: Config, memory: Memory, cohort: int, hardware: Hardware) -> Pl
     one_by_one = kind == "map" or (kind == "shard" and on_cpu)
     limit = hardware.bytes
     fitting = (limit - memory.resident) // max(1, memory.per_client)
-    chunk = config.run.chunk or (1 if one_by_one else even_chunk(math.ceil(cohort / devices), fitting))
+    safely = (round(_FILLED * limit) - memory.resident) // max(1, memory.per_client)
+    chunk = config.run.chunk or (1 if one_by_one else even_chunk(math.ceil(cohort / devices), safely))
     need = memory.resident + chunk * memory.per_client
     if need > limit:
         why = f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB"
@@ -399,7 +403,7 @@ def place_runs(runs: int, memory: Memory, cohort: int, hardware: Hardware) -> tu
     mesh = _mesh(hardware.devices[:devices]) if devices > 1 else None
     if hardware.backend == "cpu":
         return Placement(mesh), Placement()
-    chunk = (limit - on_each * memory.resident) // max(1, on_each * memory.per_client)
+    chunk = (round(_FILLED * limit) - on_each * memory.resident) // max(1, on_each * memory.per_client)
     return Placement(mesh, on_each), Placement(chunk=even_chunk(cohort, chunk))
 
 
