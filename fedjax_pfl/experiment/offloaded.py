@@ -114,13 +114,13 @@ def traced_offloaded(
       on: where all goes that no placement splits.
     """
     parts, rows = _functions(read, engine), group_size(engine)
-    per_client, split = (engine.placement.shardings(many)[1] or on for many in (engine.clients, rows))
-    everywhere = engine.placement.shardings(rows)[0] or on
+    split_as = engine.placement.shardings
+    everywhere, per_client, split = (place or on for place in (*split_as(engine.clients), split_as(rows)[1]))
 
     def laid(tree: PyTree, where: Any) -> Any:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tree)
 
-    def many(leaf: Any, rows: int = rows) -> Any:
+    def stacked(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype, sharding=split)
 
     first = jax.eval_shape(parts.start, shared, row)
@@ -128,7 +128,7 @@ def traced_offloaded(
         post=laid(first.post, per_client)
     )
     number = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
-    group = Group(many(number), jax.tree.map(many, first.state.clients))
+    group = Group(stacked(number), jax.tree.map(stacked, first.state.clients))
     of_group = shared, row, run.state.server, group
     layout = layout_of(engine)
     held = None if layout is None else layout._replace(state=everywhere)
