@@ -19,7 +19,9 @@ LINUX = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only 
 
 
 def test_a_device_with_its_own_memory_holds_what_is_resident_and_its_clients():
-    assert Memory(resident=1000, per_client=7).total(devices=4, chunk=3) == 1000 + 3 * 7
+    assert Memory(resident=1000, per_client=7, states=100).total(devices=1, chunk=3) == 1000 + 3 * 7
+    # Each of several collects the states of all clients to score its own.
+    assert Memory(resident=1000, per_client=7, states=100).total(devices=4, chunk=3) == 1000 + 100 + 3 * 7
 
 
 @pytest.mark.parametrize(

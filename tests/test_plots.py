@@ -496,6 +496,20 @@ def test_the_command_draws_runs_on_disk(folder, command):
     assert pyplot.get_fignums() == []
 
 
+def test_methods_are_drawn_in_the_order_of_their_table(folder, command):
+    """By path, fedavg comes first; a report has this order, too, and so the same colours."""
+    call, figures = command
+    (folder / "table" / "comparison.md").write_text(
+        "\n| method | PRE |\n| --- | --- |\n| local | 60 |\n| fedavg | 30 |\n"
+    )
+    for number, kind in enumerate(("curves", "clients")):
+        call(folder / "table", "-o", folder / f"{kind}.png", "--kind", kind)
+        ax = figures[number].axes[0]
+        drawn = ax.get_lines() if kind == "curves" else ax.get_yticklabels()
+        named = [line.get_label() if kind == "curves" else line.get_text() for line in drawn]
+        assert named == ["local", "fedavg"]
+
+
 def test_the_command_draws_clients_and_partitions(folder, command):
     call, figures = command
     call(folder / "table" / "local-1", folder / "table" / "local-0", "-o", folder / "c.svg", "--kind", "clients")

@@ -175,15 +175,13 @@ def add_copies(key: Key[Array, ""], data: ClientData, kind: Copies) -> ClientDat
     if kind == "none":
         return data
 
-    originals = data.x[data.index]
-
     def transformed(x: Array, positions: Int[Array, " batch"]) -> Array:
         # A sample's draw depends on its position alone, not on the capacity: more padding changes nothing.
         copies = apply_transform(five_operations(jax.vmap(partial(jax.random.fold_in, key))(positions)), x)
         return copies.reshape(len(copies), -1)
 
     def pool(rows: UInt8[Array, "samples pixels"]) -> Any:
-        return Pool(rows, originals.shape[1:])
+        return Pool(rows, data.x.shape[1:])
 
     copies = data.map(transformed)
     if kind == "replace":
@@ -191,7 +189,7 @@ def add_copies(key: Key[Array, ""], data: ClientData, kind: Copies) -> ClientDat
         return data._replace(x=pool(copies), y=data.labels, index=positions, original=data)
     both = jnp.arange(2 * data.capacity, dtype=jnp.int32)
     return data._replace(
-        x=pool(jnp.concatenate([originals.reshape(len(originals), -1), copies])),
+        x=pool(jnp.concatenate([data.x[data.index].reshape(copies.shape), copies])),
         y=jnp.tile(data.labels, 2),
         index=jnp.where(both < data.count, both, both - data.count + data.capacity) % (2 * data.capacity),
         count=2 * data.count,

@@ -33,9 +33,10 @@ class Pool:
         """The pool of an array of samples, on the device."""
         return cls(jnp.asarray(x.reshape(len(x), -1)), x.shape[1:])
 
-    def __len__(self) -> int:
-        """The number of samples."""
-        return len(self.rows)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of an array of the samples."""
+        return (len(self.rows), *self.sample)
 
     def __getitem__(self, index: Int[Array | np.ndarray, " batch"]) -> Shaped[Array | np.ndarray, "batch ..."]:
         """Samples by their numbers."""

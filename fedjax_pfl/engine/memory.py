@@ -54,8 +54,8 @@ class Memory(NamedTuple):
     host of a CPU holds already, and what it needs besides. Where the devices have a memory of their own, these are 0.
 
     Attributes:
-      resident: samples, index tables, the state of all clients, and a cohort's copies of it, or those of all clients
-        while they are scored, whichever is more.
+      resident: samples, index tables, the state of all clients, and the copies of it that a cohort or an evaluation
+        makes, whichever are more.
       per_client: what one running client needs on top: gradients, activations of a batch, optimiser state.
       samples: the part of ``resident`` that the process holds already, and that its devices share: samples and tables.
       states: the part of ``resident`` that is the state of all clients, once; 0 where the host holds it.
@@ -74,15 +74,21 @@ class Memory(NamedTuple):
         """The most that the run will take: of the process on a CPU, else of each device.
 
         Args:
-          devices: how many the clients are split over. Each of several collects the states of all clients for itself
-            before it takes those that it scores.
+          devices: how many the clients are split over.
           chunk: clients side by side on a device.
         """
         if not self.process:
-            return self.resident + chunk * self.per_client
-        collected = devices * self.states if devices > 1 else 0
-        added = self.resident - self.samples + collected + devices * chunk * self.per_client
+            return self.held(devices) + chunk * self.per_client
+        added = self.resident - self.samples + devices * (self._collected(devices) + chunk * self.per_client)
         return self.process + self.compiler + added
+
+    def held(self, devices: int) -> int:
+        """What a device, one of so many, needs besides the clients that run on it."""
+        return self.resident + self._collected(devices)
+
+    def _collected(self, devices: int) -> int:
+        """Each of several devices collects the states of all clients for itself before it scores its own."""
+        return self.states if devices > 1 else 0
 
 
 def survey(

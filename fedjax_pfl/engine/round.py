@@ -65,8 +65,9 @@ class Group(NamedTuple):
 
     Attributes:
       ids: in the order in which they work; N where a row is absent.
-      clients: their states, every leaf [K, ...], anything where a row is absent; or those of others, too, [..., ...].
-      at: the rows of theirs among these; None where row k is that of ids[k].
+      clients: every leaf [K, ...]: row k is the state of ids[k], anything where that is absent. With ``at``, the states
+        of M clients, among them these; every leaf [M, ...].
+      at: the row of each among the M; None where the rows are theirs alone.
     """
 
     ids: Int[Array, " K"]

@@ -363,17 +363,17 @@ def place(config: Config, memory: Memory, cohort: int, hardware: Hardware) -> Pl
     # On a CPU, clients side by side leave the cache and turn convolutions into batched products.
     one_by_one = kind == "map" or (kind == "shard" and on_cpu)
     limit = hardware.bytes
-    fitting = (limit - memory.resident) // max(1, memory.per_client)
-    safely = (round(_FILLED * limit) - memory.resident) // max(1, memory.per_client)
+    held = memory.held(devices)
+    fitting, safely = (int(share * limit - held) // max(1, memory.per_client) for share in (1, _FILLED))
     chunk = config.run.chunk or (1 if one_by_one else even_chunk(math.ceil(cohort / devices), safely))
-    need = memory.resident + chunk * memory.per_client
+    need = held + chunk * memory.per_client
     if need > limit:
         why = f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB"
         if config.run.chunk and fitting >= 1:
             raise ConfigError("run.chunk", chunk, f"at most {fitting}: {why}")
         if not on_cpu and 2 * cohort < config.data.clients and need - memory.states <= limit:
-            held = f"the states of all clients, {memory.states / 1e9:.2f} GB,"
-            why += f'; with run.client_state = "host", {held} stay in the memory of its host'
+            states = f"the states of all clients, {memory.states / 1e9:.2f} GB,"
+            why += f'; with run.client_state = "host", {states} stay in the memory of its host'
         raise ConfigError("data.clients", config.data.clients, why)
     return Placement(_mesh(usable) if kind == "shard" else None, chunk)
 

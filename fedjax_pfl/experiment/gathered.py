@@ -41,6 +41,17 @@ def gather(paths: Sequence[Path]) -> list[Begun]:
     return [read_begun(run) for run in found.values()]
 
 
+def table_in(folders: Sequence[Path]) -> str | None:
+    """The table that the one comparison or sweep of these folders has written, which also says what failed."""
+    found = [folder / name for folder in folders for name in ("comparison.md", "sweep.md")]
+    return next((path.read_text(encoding="utf-8") for path in found if len(folders) == 1 and path.exists()), None)
+
+
+def row_in(table: str | None, name: str) -> int:
+    """Where the row of a method or combination is in such a table, to sort by; one that is not there yet comes last."""
+    return 0 if table is None else table.find(f"\n| {name} ") % (len(table) + 1)
+
+
 def differences(runs: Sequence[Begun]) -> list[dict[str, Any]]:
     """What tells runs apart: for each, the fields that differ between them, with its values.
 

@@ -436,10 +436,9 @@ def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any,
         return engine, key_init, key_rounds, federation
 
     number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
-    shared = Shared(*program.samples, number, number, flag)
-    row = program.rows[0]
+    shared, row = _laid(Shared(*program.samples, number, number, flag), on), _laid(program.rows[0], on)
     if program.offloaded:
-        return traced_offloaded(of, program.engine, _laid(shared, on), _laid(row, on), on)
+        return traced_offloaded(of, program.engine, shared, row, on)
 
     def init(shared: Shared, row: Row) -> Run:
         engine, key, _, federation = of(row, shared)
@@ -470,9 +469,7 @@ def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any,
     layout = layout_of(program.engine) if over == "clients" else _rows_sharding(runs_on)
     layout = on if layout is None else layout
     run = _laid(jax.eval_shape(over_runs(init), shared, row), layout)
-    scores_on = layout if over == "runs" else clients_on.shardings(config.data.clients)[0]  # on all devices
-    if on is not None:
-        shared, row, scores_on = _laid(shared, on), _laid(row, on), scores_on or on
+    scores_on = layout if over == "runs" else clients_on.shardings(config.data.clients)[0] or on  # on all devices
 
     def jitted(fn: Callable, out: Any, donate: int | None = None) -> Any:
         return jax.jit(over_runs(fn), out_shardings=out, donate_argnums=donate)

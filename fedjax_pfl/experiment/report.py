@@ -18,7 +18,7 @@ import numpy as np
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment import headline
 from fedjax_pfl.experiment.config import Config, without_fields
-from fedjax_pfl.experiment.gathered import OPTIONS_OF, WITHOUT_EFFECT, differences, gather
+from fedjax_pfl.experiment.gathered import OPTIONS_OF, WITHOUT_EFFECT, differences, gather, row_in, table_in
 from fedjax_pfl.experiment.html import cells_html, details_html, notes_html, partition_html, runs_html, table_html
 from fedjax_pfl.experiment.plots.style import quantity
 from fedjax_pfl.experiment.record import Begun, write_atomically
@@ -100,7 +100,7 @@ def report_html(paths: Sequence[str | os.PathLike[str]]) -> str:
       ConfigError: as in `report`, but for the file.
     """
     folders = [Path(path) for path in paths]
-    runs = _together(gather(folders), _table_in(folders))
+    runs = _together(gather(folders), table_in(folders))
     sections = {
         "Runs": _runs(runs),
         "Results": _results(runs),
@@ -141,19 +141,12 @@ def _anchor(title: str) -> str:
     return title.lower().replace(" ", "-")
 
 
-def _table_in(folders: Sequence[Path]) -> str | None:
-    """The table of the one comparison or sweep that is reported, which also says what failed."""
-    found = [folder / name for folder in folders for name in ("comparison.md", "sweep.md")]
-    return next((path.read_text(encoding="utf-8") for path in found if len(folders) == 1 and path.exists()), None)
-
-
 def _together(begun: list[Begun], text: str | None) -> _Runs:
     values, members = differences(begun), dict[str, list[int]]()
     for number, of in enumerate(values):
         members.setdefault(show(without_seed(of)), []).append(number)
     together = [_Combination(name or begun[at[0]].config.method["name"], at) for name, at in members.items()]
-    if text is not None:  # in the order of its rows; those that are not there yet come last
-        together.sort(key=lambda of: text.find(f"\n| {of.name} ") % (len(text) + 1))
+    together.sort(key=lambda of: row_in(text, of.name))
     return _Runs(begun, values, together, text)
 
 

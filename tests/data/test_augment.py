@@ -267,7 +267,7 @@ def test_counts_and_classes_are_those_of_the_samples(kind, count, capacity):
     np.testing.assert_array_equal(data.class_counts, np.bincount(contents(data)[1], minlength=CLASSES))
     # What the padding points at exists.
     assert data.index.min() >= 0
-    assert data.index.max() < len(data.x) == len(data.y)
+    assert data.index.max() < data.x.shape[0] == len(data.y)
 
 
 @every_kind

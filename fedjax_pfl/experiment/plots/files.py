@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.gathered import differences, gather
+from fedjax_pfl.experiment.gathered import differences, gather, row_in, table_in
 from fedjax_pfl.experiment.plots.clients import plot_clients
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.plots.partition import plot_partition
 from fedjax_pfl.experiment.plots.style import COLUMN, look, make_room
 from fedjax_pfl.experiment.sweep import Sweep
-from fedjax_pfl.experiment.tables import Cell
+from fedjax_pfl.experiment.tables import Cell, show, without_seed
 
 _KINDS = ("curves", "clients", "partition")
 # Without the date, the same picture is the same file.
@@ -30,7 +30,7 @@ def write_plot(
 
     Args:
       paths: run directories, or folders of comparisons and sweeps. Runs that differ in their seeds alone are one method
-        or combination.
+        or combination; those of one comparison or sweep are in the order of its table.
       out: the file, a ``.pdf``, ``.png`` or ``.svg``.
       kind: ``curves``, as `Sweep.plot`; ``clients``, as `plot_clients`, at the point of the metric; ``partition``, as
         `plot_partition`.
@@ -69,6 +69,8 @@ def write_plot(
                 Cell(values, run.config, run.summary, run.clients, run.history)
                 for values, run in zip(differences(begun), begun, strict=True)
             ]
+            table = table_in(paths)
+            cells.sort(key=lambda cell: row_in(table, show(without_seed(cell.values))))
             if kind == "clients":
                 plot_clients(Sweep(cells, {}), point=metric.partition(".")[0], ax=ax)
             else:
