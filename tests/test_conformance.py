@@ -29,6 +29,7 @@ from fedjax_pfl.models import build
 from fedjax_pfl.models.projection import Projected
 from fedjax_pfl.models.resnet import ResNet
 from fedjax_pfl.ops.tree import take_rows
+from tests import generator
 from tests.conftest import CLASSES, TRAIN_SIZES
 from tests.play import drawn
 from tests.reference import at, client, held, now
@@ -36,7 +37,8 @@ from tests.toys import witness
 
 ENTRIES = {**METHODS, "witness": witness}
 N = len(TRAIN_SIZES)
-KEY, OTHER_KEY = jax.random.key(5), jax.random.key(6)
+
+KEY, OTHER_KEY = generator.key(1), generator.key(2)
 EVERYONE = Participation()
 SOME = Participation(0.2, 0.7, 0.4)
 
@@ -353,7 +355,7 @@ def test_it_trains_convolutions_and_normalises_over_samples_alone(name, trainer,
 
         return call
 
-    extractor = Projected(ResNet((4,), (1,), "cifar", "batch", 4, "torch"), 6, "torch")
+    extractor = Projected(ResNet((4,), (0,), "cifar", "batch", 4, "torch"), 6, "torch")
     model = build(extractor, (4, 4, 1), CLASSES, init="torch", mean=jnp.zeros(1), std=jnp.ones(1))
     passes = {part: recorded(getattr(model, part)) for part in ("features", "features_and_maps", "apply")}
     projection = model.projection._replace(encode=recorded(model.projection.encode))

@@ -24,12 +24,13 @@ from fedjax_pfl.experiment.summary import summarize
 from fedjax_pfl.method import Calibration, Method, PerClass, SentIf, TrainInfo, Update, part_of
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.ops.training import Trainer
+from tests import generator
 from tests.conftest import TRAIN_SIZES
 from tests.play import drawn
 from tests.reference import MLP, at, client_key, held, to_numpy, weighted_mean
 from tests.toys import witness
 
-KEY = jax.random.key(11)
+KEY = generator.key(15)
 
 
 # --- Selection -------------------------------------------------------------------------------------------------------

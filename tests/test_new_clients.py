@@ -18,11 +18,12 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.experiment.build import divide
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
+from tests import generator
 from tests.conftest import TRAIN_SIZES
 from tests.reference import MLP, at, client_key, held, to_numpy
 from tests.toys import witness
 
-KEY = jax.random.key(17)
+KEY = generator.key(17)
 N, NEW = len(TRAIN_SIZES), 2
 OLD = N - NEW
 

@@ -19,8 +19,9 @@ from fedjax_pfl.data.augment import (
 )
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.ops.training import cache_features, phase_key, scan_batches
+from tests import generator
 
-KEY = jax.random.key(3)
+KEY = generator.key(3)
 DRAWS = 2000
 # Square and not, even and odd, one channel and three, and one so low that a shift can move all of it out.
 SHAPES = [(6, 6, 1), (5, 8, 3), (3, 9, 1)]

@@ -17,11 +17,12 @@ from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.alone import alone
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.local import local
+from tests import generator
 from tests.conftest import CLASSES
 from tests.reference import MLP, at, client, held, to_numpy
 from tests.reference import class_means as numpy_class_means
 
-N, KEY = 7, jax.random.key(31)
+N, KEY = 7, generator.key(31)
 
 
 class Inbox(NamedTuple):

@@ -18,11 +18,12 @@ from fedjax_pfl.methods.fedala import fedala
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.local import local
 from fedjax_pfl.ops.training import phase_key
+from tests import generator
 from tests.play import cohorts
 from tests.reference import MLP, at, batches, client, client_key, held, to_numpy, weighted_mean
 
 N, ROUNDS = 7, 5
-KEY = jax.random.key(41)
+KEY = generator.key(7)
 SOME = Participation(0.3, 0.7, 0.2)
 HYPER = {"share": 0.7, "mix_lr": 3.0, "threshold": 0.002, "most_epochs": 16}
 

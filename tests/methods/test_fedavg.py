@@ -9,9 +9,10 @@ import numpy as np
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.fedavg import fedavg
+from tests import generator
 from tests.reference import MLP, client_key, held, now, to_numpy
 
-KEY = jax.random.key(8)
+KEY = generator.key(8)
 
 
 def play(method, clients, rounds, federation):

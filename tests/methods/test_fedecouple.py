@@ -24,6 +24,7 @@ from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.models import MODELS, build
 from fedjax_pfl.ops.prototypes import centre_loss
 from fedjax_pfl.ops.training import Trainer, cache_features, phase_key
+from tests import generator
 from tests.conftest import CLASSES, TRAIN_SIZES
 from tests.reference import (
     MLP,
@@ -43,7 +44,7 @@ from tests.reference import (
 from tests.toys import OnlyHeads, Untrained
 
 N = 7
-KEY, OTHER_KEY = jax.random.key(21), jax.random.key(22)
+KEY, OTHER_KEY = generator.key(21), generator.key(22)
 
 near = partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5)
 close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)

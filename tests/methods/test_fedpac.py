@@ -19,6 +19,7 @@ from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods.fedpac import fedpac
 from fedjax_pfl.methods.fedpac.collaboration import NEGLIGIBLE, head_weights
 from fedjax_pfl.methods.fedrep import fedrep
+from tests import generator
 from tests.conftest import CLASSES
 from tests.play import cohorts
 from tests.reference import (
@@ -38,7 +39,7 @@ from tests.reference import (
 
 N, ROUNDS = 7, 4
 # In this draw of SOME, class 2 has no prototype before round 1, and classes 0 and 1 keep an old one in round 2.
-KEY = jax.random.key(15)
+KEY = generator.key(16)
 EVERYONE, SOME = Participation(), Participation(0.2, 0.6, 0.3)
 LAM, HEAD_LR, HEAD_EPOCHS = 0.7, 0.2, 2
 

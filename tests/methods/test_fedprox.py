@@ -13,9 +13,10 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.models import Model
+from tests import generator
 from tests.reference import MLP, client_key, held, now, to_numpy
 
-KEY = jax.random.key(4)
+KEY = generator.key(4)
 T0 = jnp.zeros((), jnp.int32)
 
 

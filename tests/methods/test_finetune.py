@@ -15,9 +15,10 @@ from fedjax_pfl.methods.fedfcd import fedfcd
 from fedjax_pfl.methods.fedper import fedper
 from fedjax_pfl.methods.fedprox_ft import fedprox_ft
 from fedjax_pfl.methods.finetuned import finetuned
+from tests import generator
 from tests.reference import MLP, client_key, held, now, to_numpy
 
-KEY = jax.random.key(9)
+KEY = generator.key(9)
 bounds = jnp.zeros((), jnp.int32), jnp.array(2, jnp.int32)
 
 

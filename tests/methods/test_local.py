@@ -7,9 +7,10 @@ import pytest
 
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.local import local
+from tests import generator
 from tests.reference import MLP, client_key, held, to_numpy
 
-KEY = jax.random.key(2)
+KEY = generator.key(2)
 
 
 @pytest.fixture(scope="module")

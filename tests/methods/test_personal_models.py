@@ -16,11 +16,12 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.ops.aggregate import coordinate_median
+from tests import generator
 from tests.conftest import TRAIN_SIZES
 from tests.play import cohorts
 from tests.reference import MLP, at, client_key, held, now, to_numpy, weighted_mean
 
-KEY = jax.random.key(12)
+KEY = generator.key(1)
 N = 7
 LAM = 0.6
 HYPERPARAMETERS = {"ditto": {"lam": LAM, "personal_epochs": 3}, "fedrep": {"head_epochs": 3}}

@@ -13,9 +13,10 @@ from fedjax_pfl.data.federated import client_data, pack
 from fedjax_pfl.method import Round
 from fedjax_pfl.ops.losses import cross_entropy, masked_mean
 from fedjax_pfl.ops.training import Trainer, cache_features, permutation, phase_key, scan_batches
+from tests import generator
 from tests.reference import batches, held, sgd
 
-KEY = jax.random.key(1)
+KEY = generator.key(4)
 T0 = jnp.zeros((), jnp.int32)
 COUNTS = (0, 1, 3, 4, 9, 10)
 EPOCHS, BATCH = 2, 4

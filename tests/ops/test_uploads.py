@@ -10,10 +10,11 @@ from fedjax_pfl.method import Method, PerClass, SentIf
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.ops.training import Trainer, is_off
 from fedjax_pfl.ops.uploads import has_form_of, map_values, origin_of
+from tests import generator
 from tests.reference import at, client, now
 from tests.toys import Untrained
 
-KEY, N = jax.random.key(3), 7
+KEY, N = generator.key(3), 7
 
 
 def test_a_form_is_structure_shapes_and_types_of_real_numbers():

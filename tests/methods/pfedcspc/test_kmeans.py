@@ -15,9 +15,10 @@ from sklearn.datasets import load_digits, make_blobs
 
 from fedjax_pfl.methods.pfedcspc import kmeans as kmeans_module
 from fedjax_pfl.methods.pfedcspc.kmeans import Clusters, kmeans, sample_means
+from tests import generator
 
 RNG = np.random.default_rng(0)
-KEY = jax.random.key(0)
+KEY = generator.key(0)
 C, J, R = 6, 3, 4
 ONE, TWO = (0.1, -0.7), ((0.1, 0.2), (5.0, 5.1))  # all the different samples of class 1, of class 2; 3 has none
 LABELS = np.repeat([0, 1, 2, 4, 5], [20, 7, 7, 1, 11])

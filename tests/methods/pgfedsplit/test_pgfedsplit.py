@@ -30,6 +30,7 @@ from fedjax_pfl.methods.pgfedsplit.method import Upload
 from fedjax_pfl.methods.pgfedsplit.mixture import mixing_coefficient
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import phase_key
+from tests import generator
 from tests.conftest import CLASSES
 from tests.play import cohorts
 from tests.reference import (
@@ -52,7 +53,7 @@ from tests.toys import OnlyHeads
 
 N, ROUNDS, LONG = 7, 6, 20
 # In this draw of SOME, class 2 has no prototype before round 1, and classes 0 and 1 keep an old one in round 2.
-KEY = jax.random.key(15)
+KEY = generator.key(16)
 EVERYONE, SOME = Participation(), Participation(0.2, 0.6, 0.3)
 
 near = partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5)
