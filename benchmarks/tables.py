@@ -33,7 +33,7 @@ from fedjax_pfl import Config, ConfigError, load_config
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.work import client_work
 from fedjax_pfl.experiment.build import cores, divide, make_engine, shape_of
-from fedjax_pfl.experiment.record import write_atomically
+from fedjax_pfl.experiment.record import complete_run, write_atomically
 from fedjax_pfl.experiment.statistics import bootstrap_over_clients, paired_difference
 from fedjax_pfl.experiment.summary import POINTS, figures_of, first_reached, harmonic_mean, without_nan
 from fedjax_pfl.experiment.sweep import run_configs
@@ -303,20 +303,31 @@ def fill(
             if key in cells and is_of(cells[key], wanted[key]):
                 del wanted[key]
                 say(key, "kept")
-    keys = list(wanted)
-    # The seeds of a row are rows of one program; a call that is stopped has the rows that were done.
-    for places, outcome in run_configs([kept_in(options, table, key, config) for key, config in wanted.items()]):
-        if isinstance(outcome, str):
-            for place in places:
-                say(keys[place], "missing", outcome)
-            continue
-        passes = gradient_passes(wanted[keys[places[0]]])
-        for key, result in zip((keys[place] for place in places), outcome, strict=True):
+
+    def keep(keys: Sequence[Key], results: Sequence[Finished]) -> None:
+        passes = gradient_passes(wanted[keys[0]])
+        for key, result in zip(keys, results, strict=True):
             asked = {**dict(zip(("setting", "row", "seed"), key, strict=True)), "set": options.set, "command": command}
             resolved = {"overrides": cell_overrides(table, key, options), "config": wanted[key].model_dump(mode="json")}
             cells[key] = asked | resolved | measures(result) | {"gradient_passes": passes}
             say(key, "done")
         save()
+
+    to_run = {key: kept_in(options, table, key, config) for key, config in wanted.items()}
+    for key, config in list(to_run.items()):
+        # A call may have been stopped between the last round of a run and the writing of its cell.
+        if (complete := complete_in(config)) is not None:
+            del to_run[key]
+            keep([key], [complete])
+    # The seeds of a row are rows of one program; a call that is stopped has the rows that were done.
+    keys = list(to_run)
+    for places, outcome in run_configs(list(to_run.values())):
+        of = [keys[place] for place in places]
+        if isinstance(outcome, str):
+            for key in of:
+                say(key, "missing", outcome)
+        else:
+            keep(of, outcome)
     return missing
 
 
@@ -326,6 +337,15 @@ def kept_in(options: argparse.Namespace, table: Table, key: Key, config: Config)
         return config
     folder = options.work / f"{options.name or table.name}_{'_'.join(map(str, key))}"
     return config.replace({"run.out": str(folder), "run.checkpoint_every": options.checkpoint_every})
+
+
+def complete_in(config: Config) -> Finished | None:
+    """The run in a config's directory, where it is complete; what is wrong with another one, running it says."""
+    try:
+        found = complete_run(config)
+    except ConfigError:
+        return None
+    return None if found is None else Finished(*found)
 
 
 def is_of(cell: Cell, config: Config) -> bool:
@@ -363,7 +383,9 @@ def measures(result: Finished) -> Cell:
         "best": {point: best(point) for point in POINTS},
         "global": summary["global"],
         "diverged_round": summary["diverged_round"],
-        "clients": {point: without_nan(result.clients[f"{point}_accuracy"].round(6).tolist()) for point in POINTS},
+        "clients": {
+            point: without_nan(np.float64(result.clients[f"{point}_accuracy"]).round(6).tolist()) for point in POINTS
+        },
         "partition_hash": summary["partition_hash"],
         "majority_class": summary["majority_class"],
         "diagnostics": {name: found["last"] for name, found in summary["metrics"].items() if name.startswith("diag")},

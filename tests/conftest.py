@@ -48,7 +48,9 @@ if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0":
     # tenth, moving operations out of loops a twentieth, and noting the lines of code that they come from a seventh.
     loops = "while-loop-invariant-code-motion,while-loop-constant-sinking"
     faster = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {faster} --xla_disable_hlo_passes={loops}"
+    flags, given = f"{faster} --xla_disable_hlo_passes={loops}", os.environ.get("XLA_FLAGS", "")
+    if flags not in given:  # workers of xdist get them from the first process; twice would be other programs
+        os.environ["XLA_FLAGS"] = f"{given} {flags}"
     jax.config.update("jax_traceback_in_locations_limit", 0)
 if is_writable(cache_folder()):
     jax.config.update("jax_compilation_cache_dir", str(cache_folder()))

@@ -733,3 +733,13 @@ def test_runs_can_be_kept_in_directories_with_checkpoints(paper, fake, monkeypat
     assert cells()["three", "local", 0]["config"]["run"]["out"] is None
     call(paper, "table1 --settings three --methods local")
     assert len(seen) == 1
+
+
+def test_a_run_that_was_complete_before_its_cell_was_written_is_not_run_again(paper, tmp_path, monkeypatch):
+    arguments = f"table1 --settings three --methods local --seeds 0,1 --work {tmp_path / 'kept'}"
+    call(paper, arguments)
+    before, path = cells(), tables.RESULTS / "toy_table1.json"
+    path.unlink()
+    monkeypatch.setattr(tables, "run_configs", lambda configs: pytest.fail(str(configs)) if configs else [])
+    call(paper, arguments)
+    assert cells() == before
