@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -166,7 +166,7 @@ def federate(
 
     return Federation(
         x=Pool.of(dataset.images),
-        y=jnp.asarray(dataset.labels, jnp.int32),
+        y=jax.device_put(dataset.labels.astype(np.int32)),
         train=tables([rows.train for rows in splits]),
         validation=tables([rows.validation for rows in splits]) if validation_share else None,
         test=tables([getattr(rows, evaluate_on) for rows in splits]),

@@ -216,7 +216,7 @@ def pack(rows: Sequence[Int[np.ndarray, " _"]], labels: Int[np.ndarray, " sample
     for client, held in enumerate(rows):
         index[client, : len(held)] = held
         class_counts[client] = np.bincount(labels[held], minlength=classes)
-    return Clients(jnp.asarray(index), jnp.asarray(count), jnp.asarray(class_counts))
+    return Clients(*jax.device_put((index, count, class_counts)))
 
 
 def client_data(

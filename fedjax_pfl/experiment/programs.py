@@ -325,15 +325,15 @@ def lay_out(
     rows = [
         Row(
             jax.random.key_data(jax.random.split(jax.random.key(config.run.seed))),
-            {field: jnp.asarray(found[field], jnp.float32) for field in fields},
+            jax.device_put({field: np.float32(found[field]) for field in fields}),
             federation[2:],
-            jax.tree.map(jnp.asarray, attackers(config)),
+            jax.device_put(attackers(config)),
         )
         for config, found, federation in zip(configs, numbers, federations, strict=True)
     ]
     samples = federations[0][:2]
     engine = make_engine(first, data)
-    most = max(int(np.max(federation.train.count)) for federation in federations)
+    most = max(int(np.asarray(federation.train.count).max()) for federation in federations)
     most *= 2 if engine.method.copies == "concat" else 1
     if first.training.drop_last and most < first.training.batch_size:
         allowed = f"at most {most} with training.drop_last: nobody has a whole batch to train on"
@@ -362,15 +362,15 @@ def lay_out(
         order = np.arange(padded) * len(configs) // padded  # what is to do is spread evenly over the devices
         rows = [rows[run] for run in order]
         stacked = Row(
-            jnp.stack([row.keys for row in rows]),
-            jax.tree.map(lambda *values: jnp.stack(values), *(row.inputs for row in rows)),
+            _stack([row.keys for row in rows]),
+            _stack([row.inputs for row in rows]),
             _stack_tables([row.clients for row in rows]),
-            jax.tree.map(lambda *values: jnp.stack(values), *(row.malicious for row in rows)),
+            _stack([row.malicious for row in rows]),
         )
         if room is not None and runs_on.chunk == 1:
             counts = np.append(True, order[1:] != order[:-1])
             stacked = stacked._replace(limit=np.where(counts, _UNLIMITED, np.int32(0)))
-        rows = [jax.device_put(stacked, layout) if layout else stacked]
+        rows = [jax.device_put(stacked, layout)]
         samples = _replicate(samples, runs_on)
     else:
         if len(rows) > 1:  # one program for all: index tables of the same width
@@ -547,7 +547,9 @@ def _rows_sharding(placement: Placement) -> NamedSharding | None:
 
 def _replicate(tree: PyTree, placement: Placement) -> Any:
     """The same arrays on every device."""
-    return tree if placement.mesh is None else put_everywhere(tree, NamedSharding(placement.mesh, P()))
+    if placement.mesh is None:
+        return jax.device_put(tree)
+    return put_everywhere(tree, NamedSharding(placement.mesh, P()))
 
 
 def _divisions(configs: Sequence[Config], dataset: Dataset) -> list[tuple[Federation, dict[str, Any], Holdings]]:
@@ -569,21 +571,24 @@ def _is_full(table: Clients) -> bool:
     return bool(np.all(np.asarray(table.count) == table.index.shape[-1]))
 
 
+def _stack(trees: Sequence[PyTree]) -> Any:
+    """Trees of equal form on one axis, on the host: there it takes no program."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
 def _stack_tables(tables: Sequence[tuple[Clients | None, ...]]) -> Any:
     """Index tables of several federations on one axis, padded to the largest; padding changes no number."""
 
     def stack(parts: Sequence[Clients]) -> Clients:
         rows = max(len(part.count) for part in parts)
         capacity = max(part.index.shape[1] for part in parts)
-        padded = [
-            Clients(
-                jnp.pad(part.index, ((0, rows - len(part.count)), (0, capacity - part.index.shape[1]))),
-                jnp.pad(part.count, (0, rows - len(part.count))),
-                jnp.pad(part.class_counts, ((0, rows - len(part.count)), (0, 0))),
-            )
-            for part in parts
-        ]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *padded)
+
+        def padded(part: Clients) -> tuple:
+            more = 0, rows - len(part.count)
+            index = np.pad(part.index, (more, (0, capacity - part.index.shape[1])))
+            return index, np.pad(part.count, more), np.pad(part.class_counts, (more, (0, 0)))
+
+        return Clients(*_stack([padded(part) for part in parts]))
 
     columns = zip(*tables, strict=True)
     return tuple(None if column[0] is None else stack([part for part in column if part]) for column in columns)

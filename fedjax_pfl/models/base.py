@@ -137,7 +137,7 @@ def build(
         layers.extend(variables["params"])  # in the order of their first call, which a tree would sort by name
         return out
 
-    z, maps = jax.eval_shape(trace, jax.random.key(0), example)
+    z, maps = jax.eval_shape(lambda x: trace(jax.random.key(0), x), example)
     dim = z.shape[-1]
     head = dense(classes, init, dim, "head")
 
