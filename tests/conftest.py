@@ -12,12 +12,14 @@ from pathlib import Path
 import jax
 import jaxtyping
 
+from tests import typecheck
+
 # Factories stay out: their ``float`` hyperparameters are also given traced values.
 CHECKED = ("ops", "models", "engine", "data.augment", "data.federated")
 PFEDCSPC = ("calibration", "cluster", "contrast", "corpus", "initial", "kmeans", "knowledge", "relations")
 CHECKED += tuple(f"methods.pfedcspc.{part}" for part in PFEDCSPC)
 CHECKED += "methods.fedcpd.feature_distillation", "methods.pgfedsplit.gaussians", "methods.pgfedsplit.mixture"
-jaxtyping.install_import_hook([f"fedjax_pfl.{name}" for name in CHECKED], "beartype.beartype")
+jaxtyping.install_import_hook([f"fedjax_pfl.{name}" for name in CHECKED], f"{typecheck.__name__}.once")
 
 
 def cache_folder():
@@ -121,11 +123,26 @@ def tables_as_before():
         table.update(was)
 
 
-@pytest.fixture(scope="module", autouse=True)
+_MOST_MAPPINGS = 20_000
+
+
 def release_programs():
-    """Frees what a module has compiled: a program takes hundreds of memory mappings, and Linux allows 65,530."""
+    """Frees what has been compiled before there is too much of it: programs take up to hundreds of memory mappings.
+
+    Linux allows 65,530. Freed anew after each module, the small ones that all share would be made a hundred times.
+    """
+    try:
+        mappings = Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:  # another system
+        mappings = _MOST_MAPPINGS + 1
+    if mappings > _MOST_MAPPINGS:
+        jax.clear_caches()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_the_module():
     yield
-    jax.clear_caches()
+    release_programs()
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ def play(method, federation: Federation, *, who=EVERYONE, rounds=3, new=0) -> Pl
     """The first rounds of a method, as the engine runs them."""
     engine = Engine(method, N, who, new=new)
     start = jax.jit(engine.init)(KEY, federation)
-    end = jax.jit(engine.rounds)(KEY, start, at(0), at(rounds), jnp.array(True), federation)
+    end = jax.jit(engine.rounds)(KEY, start, at(0), at(rounds), np.bool_(True), federation)
     return Played(start, end, [present for present, _ in cohorts(engine, KEY, federation, rounds)])
 
 

@@ -30,7 +30,7 @@ from fedjax_pfl.models.projection import Projected
 from fedjax_pfl.models.resnet import ResNet
 from fedjax_pfl.ops.tree import take_rows
 from tests import generator
-from tests.conftest import CLASSES, TRAIN_SIZES
+from tests.conftest import CLASSES, TRAIN_SIZES, release_programs
 from tests.play import drawn
 from tests.reference import at, client, held, now
 from tests.toys import witness
@@ -101,7 +101,7 @@ class Program:
 
     def rounds(self, run, start, stop, *, evaluate=True, key=KEY, federation=None, numbers=None):
         numbers = jax.tree.map(np.float32, numbers or self.numbers)
-        arguments = numbers, key, run, at(start), at(stop), jnp.array(evaluate), federation or self.federation
+        arguments = numbers, key, run, at(start), at(stop), np.bool_(evaluate), federation or self.federation
         shapes = str(jax.tree.map(jnp.shape, arguments))
         if shapes not in self.compiled:
             self.compiled[shapes] = self._rounds.lower(*arguments).compile()
@@ -124,7 +124,7 @@ def name(request, program, start, four_rounds, sweep):
     yield request.param
     for kept in (program, start, four_rounds, sweep):
         kept.cache_clear()
-    jax.clear_caches()
+    release_programs()
 
 
 @pytest.fixture(scope="module")
@@ -356,7 +356,8 @@ def test_it_trains_convolutions_and_normalises_over_samples_alone(name, trainer,
         return call
 
     extractor = Projected(ResNet((4,), (0,), "cifar", "batch", 4, "torch"), 6, "torch")
-    model = build(extractor, (4, 4, 1), CLASSES, init="torch", mean=jnp.zeros(1), std=jnp.ones(1))
+    mean, std = jax.device_put((np.zeros(1, np.float32), np.ones(1, np.float32)))
+    model = build(extractor, (4, 4, 1), CLASSES, init="torch", mean=mean, std=std)
     passes = {part: recorded(getattr(model, part)) for part in ("features", "features_and_maps", "apply")}
     projection = model.projection._replace(encode=recorded(model.projection.encode))
     method = METHODS[name](model._replace(**passes, projection=projection), replace(trainer, epochs=1))
@@ -380,13 +381,13 @@ def test_accuracy_rises_clearly(name, program, start, federation):
     n_test = np.asarray(federation.test.count)
 
     def mean(scores):
-        return float(scores.correct.sum()) / n_test.sum()
+        return np.asarray(scores.correct).sum() / n_test.sum()
 
     run = program(name).rounds(start(name), 0, 15)
     headline = (run.post if point == "post" else program(name).pre(15, run)).test
     initial = start(name).post.test
     assert mean(headline) > max(0.7, mean(initial) + 0.2)
-    assert float(headline.loss.sum()) < float(initial.loss.sum())
+    assert np.asarray(headline.loss).sum() < np.asarray(initial.loss).sum()
 
 
 # --- Seeds and hyperparameters are one more vmap ---------------------------------------------------------------------
@@ -400,14 +401,15 @@ def sweep(program, trainer, wide, start):
     """
 
     def play(name, key, run, hyper, lr):
-        return program(name, where="map").make(lr, hyper).rounds(key, run, at(0), at(2), jnp.array(True), wide)
+        return program(name, where="map").make(lr, hyper).rounds(key, run, at(0), at(2), jax.device_put(np.True_), wide)
+
+    keys = jnp.stack([KEY, OTHER_KEY, KEY])
 
     @cache
     def cached(name):
         first, second = numeric_hyperparameters(name, trainer)
         hyper = jax.tree.map(lambda a, b: np.array([a, a, b], np.float32), first, second)
         lr = np.array([trainer.lr, trainer.lr, 0.5 * trainer.lr], np.float32)
-        keys = jnp.stack([KEY, OTHER_KEY, KEY])
         runs = jax.tree.map(lambda *leaves: np.stack(leaves), *(start(name, key) for key in (0, 1, 0)))
         return jax.jit(jax.vmap(partial(play, name)))(keys, runs, hyper, lr)
 

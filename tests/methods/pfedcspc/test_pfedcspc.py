@@ -13,6 +13,7 @@ import pytest
 from scipy.special import softmax
 
 from fedjax_pfl import Config, ConfigError, simulate
+from fedjax_pfl import method as contract
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
@@ -133,7 +134,7 @@ def test_without_its_modules_a_client_does_what_it_does_in_the_base_bit_for_bit(
         updates = []
         for method, (server, own) in zip(methods, states, strict=True):
             data = client_data(federation.x, federation.y, row)
-            update = method.local(now(key, t), method.broadcast(server), own, data)
+            update = method.local(contract.Round(key, t), method.broadcast(server), own, data)
             updates.append((update.client, update.upload, update.info, method.personal(*update.trained)))
         return updates
 

@@ -1,0 +1,17 @@
+"""Beartype for jaxtyping's import hook, once for each function instead of whenever a function around it is called."""
+
+from beartype import beartype
+
+_checked = {}
+
+
+def once(signature):
+    """Checks a stand-in of a function, which jaxtyping makes: its name and annotations, and nothing of its body.
+
+    A factory makes its inner functions anew in every call, and their stand-ins are all alike.
+    """
+    annotations = tuple(signature.__annotations__.items())
+    key = signature.__module__, signature.__qualname__, signature.__code__.co_varnames, annotations
+    if key not in _checked:
+        _checked[key] = beartype(signature)
+    return _checked[key]
