@@ -84,7 +84,7 @@ def measure(method: str, norm: str, clients: int, samples: int, batch_size: int,
         "compile_and_first_round_seconds": program.compile_seconds + times[0],
         "seconds_per_round": statistics.median(times[1:]),
         "peak_gigabytes": stats.get("peak_bytes_in_use", host) / 1e9,
-        "estimated_gigabytes": (memory.resident + program.devices * chunk * memory.per_client) / 1e9,
+        "estimated_gigabytes": (memory.resident + memory.exchanged + program.devices * chunk * memory.per_client) / 1e9,
     }
 
 

@@ -206,7 +206,8 @@ def memory(method: str, model: str, clients: int, ratio: float) -> dict[str, Any
         plan = jitted.lower(*arguments).compile().memory_analysis()
         held = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
         needs[name] = placement.devices * (held + plan.temp_size_in_bytes)
-    estimate = program.memory.resident + placement.devices * placement.chunk * program.memory.per_client
+    memory, clients_on = program.memory, placement.devices * placement.chunk
+    estimate = memory.resident + memory.exchanged + clients_on * memory.per_client
     return {
         "method": method,
         "model": model,

@@ -19,9 +19,35 @@ LINUX = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only 
 
 
 def test_a_device_with_its_own_memory_holds_what_is_resident_and_its_clients():
-    assert Memory(resident=1000, per_client=7, states=100).total(devices=1, chunk=3) == 1000 + 3 * 7
+    memory = Memory(resident=1000, per_client=7, participants=30, exchanged=60, states=100)
+    assert memory.total(devices=1, chunk=3) == 1000 + 3 * 7 + 60
     # Each of several collects the states of all clients to score its own.
-    assert Memory(resident=1000, per_client=7, states=100).total(devices=4, chunk=3) == 1000 + 100 + 3 * 7
+    assert memory.total(devices=4, chunk=3) == 1000 + 100 + 3 * 7 + 60
+    # Where all run at once, uploads are made of what training has given free.
+    assert memory.total(devices=1, chunk=30) == 1000 + 30 * 7
+    assert memory._replace(exchanged=300).total(devices=1, chunk=30) == 1000 + 300
+    # In an evaluation nothing is exchanged, and states may be copied.
+    assert memory._replace(scored=90).total(devices=1, chunk=3) == 1000 + 3 * 7 + 90
+
+
+@pytest.mark.parametrize(
+    ("limit", "fitting"),
+    [
+        (1000 + 30 * 7, 30),  # all at once
+        (1000 + 30 * 7 - 1, (30 * 7 - 1 - 60) // 7),  # uploads beside the clients that run
+        (1000 + 60 + 7, 1),
+        (1000 + 60 + 6, 0),
+    ],
+)
+def test_as_many_clients_fit_as_the_announced_memory_says(limit, fitting):
+    memory = Memory(resident=1000, per_client=7, participants=30, exchanged=60)
+    assert memory.fitting(1, limit) == fitting
+    assert memory.total(chunk=max(1, fitting)) <= limit + 7 * (fitting == 0)
+
+
+def test_further_runs_share_the_samples():
+    memory = Memory(resident=1000, per_client=7, participants=30, exchanged=60, samples=900)
+    assert memory.of_run(chunk=3) == 100 + 3 * 7 + 60
 
 
 @pytest.mark.parametrize(
@@ -37,18 +63,17 @@ def test_a_cpu_adds_to_what_the_process_holds_all_but_the_samples(devices, chunk
     assert memory.total(devices, chunk) == 52_000 + added
 
 
-def test_accelerators_plan_less_for_a_client_than_a_trace_keeps_alive(model, trainer, federation):
-    """Blocks of features are half as large side by side, and compilers fuse what the trace holds one by one."""
+def test_only_where_devices_share_the_hosts_memory_does_the_process_count(model, trainer, federation):
     engine, key = Engine(METHODS["fedrep"](model, trainer), 7), jax.random.key(0)
     on_cpu, on_gpu = (survey(engine, key, federation, backend)[0] for backend in ("cpu", "gpu"))
     assert on_gpu.resident == on_cpu.resident
-    assert 0 < on_gpu.per_client < 0.8 * on_cpu.per_client
+    assert on_gpu.per_client > 0
     assert (on_gpu.process, on_gpu.compiler) == (0, 0) != (on_cpu.process, on_cpu.compiler)
-    assert on_gpu.total(chunk=5) == on_gpu.resident + 5 * on_gpu.per_client
+    assert on_gpu.total(chunk=5) == on_gpu.resident + 5 * on_gpu.per_client + on_gpu.exchanged
 
 
 def test_peak_bytes_does_not_give_inputs_back():
-    """A batch of a large pool, whose last use is the gather: the floats made of it come on top."""
+    """A batch of a large pool, whose last use is the gather: the floats made of it, squared in place, come on top."""
 
     def step(pool, number):
         return jnp.sum(pool[number + jnp.arange(64)].astype(jnp.float32) ** 2)
@@ -60,7 +85,7 @@ def test_peak_bytes_does_not_give_inputs_back():
     for fn, args in ((step, (pool, np.int32(0))), (loop, (pool,))):
         peak = peak_bytes(jax.make_jaxpr(fn)(*args).jaxpr)
         floats = 64 * 64 * 4
-        assert 2 * floats <= peak <= 2 * floats + 64 * 64 + 3000
+        assert floats <= peak <= floats + 64 * 64 + 3000
 
 
 @LINUX

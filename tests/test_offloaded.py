@@ -120,7 +120,7 @@ def test_what_does_not_fit_a_device_is_told_of_the_host_and_fits_from_there():
     assert on_host.states == 0
     assert states == size(memory("host", "gpu", 10**9).one_run().state.clients)
     assert on_device.resident - on_host.resident == pytest.approx(states, rel=0.01)
-    few = on_host.resident + 2 * on_host.per_client
+    few = on_host.total(chunk=2)
     assert few < on_device.resident
     assert memory("host", "gpu", few).engine.placement.chunk >= 1
     with pytest.raises(ConfigError, match=r'data\.clients = 300 .* with run\.client_state = "host", the states of all'):

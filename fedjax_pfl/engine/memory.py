@@ -23,9 +23,13 @@ _COMPILER_BYTES = 270_000_000
 _COMPILER_BYTES_PER_OPERATION = 150_000
 
 
-# What compilers plan for a client, of what a trace keeps alive: they fuse operations, and a TPU's fills up its lanes
-# (fitted to `benchmarks/results/accelerators.json`).
-_PLANNED = {"gpu": 0.75, "tpu": 1.1}
+# What compilers plan for a client, of what a trace keeps alive (fitted to `benchmarks/results/accelerators.json`; a
+# CPU's is taken to be as a GPU's).
+_PLANNED = {"cpu": 1.4, "gpu": 1.4, "tpu": 1.6}
+# Operations from element to element, or to another order of them, whose result may take the place of an operand.
+_IN_PLACE = {"add", "add_any", "div", "integer_pow", "max", "min", "mul", "neg", "select_n", "square", "sub"}
+_IN_PLACE |= {"abs", "clamp", "exp", "log", "logistic", "pow", "rsqrt", "sign", "sqrt", "tanh"}
+_IN_PLACE |= {"expand_dims", "reshape", "squeeze", "transpose"}
 
 
 class Hardware(NamedTuple):
@@ -54,17 +58,22 @@ class Memory(NamedTuple):
     host of a CPU holds already, and what it needs besides. Where the devices have a memory of their own, these are 0.
 
     Attributes:
-      resident: samples, index tables, the state of all clients, and the copies of it that a cohort or an evaluation
-        makes, whichever are more.
+      resident: samples, index tables, the server's state and that of all clients.
       per_client: what one running client needs on top: gradients, activations of a batch, optimiser state.
-      samples: the part of ``resident`` that the process holds already, and that its devices share: samples and tables.
+      participants: K, the largest number of clients in a round.
+      exchanged: the participants' old and new states, and their uploads before and after absent ones are zeroed.
+      scored: the copies of clients' states that an evaluation makes.
+      samples: the part of ``resident`` that is samples and tables, which runs share.
       states: the part of ``resident`` that is the state of all clients, once; 0 where the host holds it.
-      process: what the process holds now.
+      process: what the process holds now, with the samples.
       compiler: what compiling takes.
     """
 
     resident: int
     per_client: int
+    participants: int = 1
+    exchanged: int = 0
+    scored: int = 0
     samples: int = 0
     states: int = 0
     process: int = 0
@@ -78,13 +87,36 @@ class Memory(NamedTuple):
           chunk: clients side by side on a device.
         """
         if not self.process:
-            return self.held(devices) + chunk * self.per_client
-        added = self.resident - self.samples + devices * (self._collected(devices) + chunk * self.per_client)
-        return self.process + self.compiler + added
+            return self.held(devices) + self.work(devices, chunk)
+        copies = max(self.exchanged, self.scored)
+        added = self.resident - self.samples + copies
+        return self.process + self.compiler + added + devices * (self._collected(devices) + chunk * self.per_client)
+
+    def of_run(self, chunk: int) -> int:
+        """What each further run beside this one takes of a device; they share the samples."""
+        return self.resident - self.samples + self.work(1, chunk)
 
     def held(self, devices: int) -> int:
-        """What a device, one of so many, needs besides the clients that run on it."""
+        """What a device, one of so many, needs besides the clients that run on it and what they exchange."""
         return self.resident + self._collected(devices)
+
+    def work(self, devices: int, chunk: int) -> int:
+        """What clients that run on a device need, and their states and uploads.
+
+        Where all participants run at once, their uploads take the place of what training has given free.
+        """
+        running = chunk * self.per_client
+        at_once = not self.process and devices * chunk >= self.participants
+        trained = max(running, self.exchanged) if at_once else running + self.exchanged
+        return max(trained, running + self.scored)
+
+    def fitting(self, devices: int, limit: int) -> int:
+        """The most clients side by side on a device that offers so many bytes; 0 or less where not one fits."""
+        everyone = -(-self.participants // devices)
+        left = limit - self.held(devices)
+        if self.work(devices, everyone) <= left:
+            return everyone
+        return (left - max(self.exchanged, self.scored)) // max(1, self.per_client)
 
     def _collected(self, devices: int) -> int:
         """Each of several devices collects the states of all clients for itself before it scores its own."""
@@ -121,23 +153,26 @@ def survey(
         return scores_of(tally(lambda images: method.predict(params, images), held), held.class_counts)
 
     scoring = peak_bytes(jax.make_jaxpr(scores)(*update.trained, data.x, data.y, test).jaxpr)
-    # Old and new rows of the cohort, and their uploads before and after absent ones are zeroed.
-    cohort = engine.cohort_size * 2 * (size(client) + size(update.upload))
+    exchanged = engine.cohort_size * 2 * (size(client) + size(update.upload))
     states, samples = engine.clients * size(client), size(data)
     # Scored are states where they are, but for those with mail; or one group of them, as the next one comes.
     mailed = states if method.dispatch is not None else 0
     scored = 2 * engine.cohort_size * size(client) if on_host else mailed
     held = 0 if on_host and backend != "cpu" else states
-    resident = samples + size(server) + held + max(cohort, scored)
-    exchanged = Exchange(view, client, update.upload, tuple(update.diagnostics or ()))
-    memory = Memory(resident, max(training, scoring + size(client)), states=0 if on_host else states)
-    if backend != "cpu":
-        memory = memory._replace(per_client=round(_PLANNED.get(backend, 1.0) * memory.per_client))
-    else:
+    memory = Memory(
+        resident=samples + size(server) + held,
+        per_client=round(_PLANNED.get(backend, 1.0) * max(training, scoring + size(client))),
+        participants=engine.cohort_size,
+        exchanged=exchanged,
+        scored=scored,
+        samples=samples,
+        states=0 if on_host else states,
+    )
+    if backend == "cpu":
         compiler = _COMPILER_BYTES + _COMPILER_BYTES_PER_OPERATION * _operations(traced.jaxpr)
         process = resident_set() or samples
-        memory = memory._replace(samples=samples, process=process, compiler=compiler)
-    return memory, exchanged
+        memory = memory._replace(process=process, compiler=compiler)
+    return memory, Exchange(view, client, update.upload, tuple(update.diagnostics or ()))
 
 
 def resident_set() -> int:
@@ -179,8 +214,16 @@ def _host_bytes() -> int:
 def peak_bytes(jaxpr: Jaxpr) -> int:
     """The most bytes alive at once when the operations run in order, each result until its last use.
 
-    Inputs do not count: whoever gave them keeps them, a loop the samples that each of its steps reads.
+    Inputs do not count: whoever gave them keeps them, a loop the samples that each of its steps reads. The result of an
+    operation from element to element, or to another order of them, takes the place of an operand of its size that
+    nobody reads later, and what a step of a loop hands on that of what it was given, as compilers have it. What a part
+    of the program results in counts once, where it is called.
     """
+    return _peak_bytes(jaxpr, frozenset())
+
+
+def _peak_bytes(jaxpr: Jaxpr, elsewhere: frozenset[Var]) -> int:
+    """`peak_bytes`, where some results have their place already."""
     last_use = {var: len(jaxpr.eqns) for var in jaxpr.outvars if isinstance(var, Var)}
     for step in reversed(range(len(jaxpr.eqns))):
         for var in jaxpr.eqns[step].invars:
@@ -189,14 +232,26 @@ def peak_bytes(jaxpr: Jaxpr) -> int:
     alive: dict[Var, int] = {}
     total = peak = 0
     for step, eqn in enumerate(jaxpr.eqns):
-        inner = max(map(peak_bytes, _subprograms(eqn.params)), default=0)
-        new = {var: _bytes(var) for var in eqn.outvars}
+        loop = eqn.primitive.name in ("while", "scan")
+        inner = max((_peak_bytes(part, _results(part)) for part in _subprograms(eqn.params)), default=0)
+        new = {var: 0 if var in elsewhere else _bytes(var) for var in eqn.outvars}
+        done = {var for var in (*eqn.invars, *eqn.outvars) if isinstance(var, Var) and last_use.get(var, -1) <= step}
+        given_free = [alive.get(var, 0) for var in done]
+        in_place = 0
+        if loop or eqn.primitive.name in _IN_PLACE:
+            for needed in new.values():
+                if needed in given_free:
+                    given_free.remove(needed)
+                    in_place += needed
         total += sum(new.values())
         alive.update(new)
-        peak = max(peak, total + inner)
-        done = {var for var in (*eqn.invars, *eqn.outvars) if isinstance(var, Var) and last_use.get(var, -1) <= step}
+        peak = max(peak, total - in_place + inner)
         total -= sum(alive.pop(var, 0) for var in done)
     return peak
+
+
+def _results(jaxpr: Jaxpr) -> frozenset[Var]:
+    return frozenset(var for var in jaxpr.outvars if isinstance(var, Var))
 
 
 def _subprograms(params: dict[str, Any]) -> Iterator[Jaxpr]:

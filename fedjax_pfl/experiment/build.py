@@ -363,10 +363,9 @@ def place(config: Config, memory: Memory, cohort: int, hardware: Hardware) -> Pl
     # On a CPU, clients side by side leave the cache and turn convolutions into batched products.
     one_by_one = kind == "map" or (kind == "shard" and on_cpu)
     limit = hardware.bytes
-    held = memory.held(devices)
-    fitting, safely = (int(share * limit - held) // max(1, memory.per_client) for share in (1, _FILLED))
+    fitting, safely = (memory.fitting(devices, int(share * limit)) for share in (1, _FILLED))
     chunk = config.run.chunk or (1 if one_by_one else even_chunk(math.ceil(cohort / devices), safely))
-    need = held + chunk * memory.per_client
+    need = memory.held(devices) + memory.work(devices, chunk)
     if need > limit:
         why = f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB"
         if config.run.chunk and fitting >= 1:
@@ -396,15 +395,15 @@ def place_runs(runs: int, memory: Memory, cohort: int, hardware: Hardware) -> tu
     """
     devices = min(len(hardware.devices), runs)
     on_each, limit = math.ceil(runs / devices), hardware.bytes
-    need = on_each * (memory.resident + memory.per_client)
+    need = memory.samples + on_each * memory.of_run(1)
     if need > limit:
         allowed = f"fewer at once: they need about {need * devices / 1e9:.2f} GB, there are {limit * devices / 1e9:.2f}"
         raise ConfigError("grid", f"{runs} runs", f"{allowed} GB")
     mesh = _mesh(hardware.devices[:devices]) if devices > 1 else None
     if hardware.backend == "cpu":
         return Placement(mesh), Placement()
-    chunk = (round(_FILLED * limit) - on_each * memory.resident) // max(1, on_each * memory.per_client)
-    return Placement(mesh, on_each), Placement(chunk=even_chunk(cohort, chunk))
+    of_each = (round(_FILLED * limit) - memory.samples) // on_each + memory.samples
+    return Placement(mesh, on_each), Placement(chunk=even_chunk(cohort, memory.fitting(1, of_each)))
 
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:

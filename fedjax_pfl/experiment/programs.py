@@ -184,11 +184,11 @@ class Program:
     def bytes(self) -> int:
         """What the program will take of memory: of the process on a CPU, else of a device."""
         memory, clients_on = self.memory, self.engine.placement
-        own = memory.resident - memory.samples  # of each further run; the samples are there once
-        if self.over == "clients":
-            return memory.total(clients_on.devices, clients_on.chunk) + (len(self.rows) - 1) * own
+        if self.over == "clients":  # one run after the other
+            others = (len(self.rows) - 1) * (memory.resident - memory.samples)
+            return memory.total(clients_on.devices, clients_on.chunk) + others
         together = len(self.order) if memory.process else self.runs_on.chunk
-        return memory.total(1, clients_on.chunk) + (together - 1) * (own + clients_on.chunk * memory.per_client)
+        return memory.total(1, clients_on.chunk) + (together - 1) * memory.of_run(clients_on.chunk)
 
     def init(self) -> list[Run]:
         """The states before round 0."""
