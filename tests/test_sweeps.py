@@ -413,3 +413,9 @@ def arrays(run):
     """What the newest checkpoint holds."""
     newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
     return ocp.StandardCheckpointer().restore((newest / "run").absolute())
+
+
+def test_a_term_that_is_off_in_the_first_run_only_is_recorded_in_all():
+    base = config(method={"name": "fedprox"}, run={"diagnostics": True})
+    cells = sweep(base, {"method.mu": [0.0, 0.1]}).cells
+    assert all(np.isfinite(cell.history["diagnostics.gradient_ratio_term"]).all() for cell in cells)

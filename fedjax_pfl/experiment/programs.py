@@ -346,7 +346,9 @@ def lay_out(
     on_host = first.run.client_state == "host"
     if on_host:
         _check_offloaded(engine)
-    memory, exchange = survey(engine, jax.random.key(0), federations[0], hardware.backend, on_host=on_host)
+    # As it is compiled: a coefficient that is 0 in some of the runs has its term, with what that says, in all of them.
+    surveyed = make_engine(first, data, rows[0].inputs)
+    memory, exchange = survey(surveyed, jax.random.key(0), federations[0], hardware.backend, on_host=on_host)
     names = exchange.diagnostics
     if first.run.diagnostics and exchange.comes_back:
         names += (UPDATE_COSINE,)
