@@ -305,11 +305,13 @@ def fill(
                 say(key, "kept")
 
     def keep(keys: Sequence[Key], results: Sequence[Finished]) -> None:
-        passes = gradient_passes(wanted[keys[0]])
+        passes: dict[tuple[str, str], float] = {}  # of a row: a program may hold several
         for key, result in zip(keys, results, strict=True):
+            if key[:2] not in passes:
+                passes[key[:2]] = gradient_passes(wanted[key])
             asked = {**dict(zip(("setting", "row", "seed"), key, strict=True)), "set": options.set, "command": command}
             resolved = {"overrides": cell_overrides(table, key, options), "config": wanted[key].model_dump(mode="json")}
-            cells[key] = asked | resolved | measures(result) | {"gradient_passes": passes}
+            cells[key] = asked | resolved | measures(result) | {"gradient_passes": passes[key[:2]]}
             say(key, "done")
         save()
 
