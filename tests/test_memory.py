@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from fedjax_pfl.data.federated import Federation, pack
 from fedjax_pfl.engine.memory import Memory, peak_bytes, resident_set, survey
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods import METHODS
@@ -67,9 +68,17 @@ def test_only_where_devices_share_the_hosts_memory_does_the_process_count(model,
     engine, key = Engine(METHODS["fedrep"](model, trainer), 7), jax.random.key(0)
     on_cpu, on_gpu = (survey(engine, key, federation, backend)[0] for backend in ("cpu", "gpu"))
     assert on_gpu.resident == on_cpu.resident
-    assert on_gpu.per_client > 0
     assert (on_gpu.process, on_gpu.compiler) == (0, 0) != (on_cpu.process, on_cpu.compiler)
     assert on_gpu.total(chunk=5) == on_gpu.resident + 5 * on_gpu.per_client + on_gpu.exchanged
+
+
+def test_blocks_of_features_are_half_as_large_where_clients_run_side_by_side(model, trainer):
+    x, y = np.zeros((600, 4, 4, 1), np.uint8), np.zeros(600, np.int32)
+    tables = pack([np.arange(300), np.arange(300, 600)], y, 3)
+    data, engine = Federation(x, y, tables, None, tables, tables), Engine(METHODS["fedrep"](model, trainer), 2)
+    on_cpu, on_gpu = (survey(engine, jax.random.key(0), data, backend)[0] for backend in ("cpu", "gpu"))
+    half_a_block = 64 * 16 * 4  # pixels as floats
+    assert 0 < on_gpu.per_client < on_cpu.per_client - half_a_block
 
 
 def test_peak_bytes_does_not_give_inputs_back():

@@ -588,11 +588,11 @@ needs_data = pytest.mark.skipif(
 @needs_data
 def test_fedavg_learns_on_real_cifar10():
     data = {"source": "npz:cifar10_20k.npz", "clients": 4, "samples_per_client": 300, "partition": {"kind": "iid"}}
-    training = {"rounds": 3, "epochs": 2, "batch_size": 10, "lr": 0.05, "momentum": 0.5}
+    training = {"rounds": 6, "epochs": 2, "batch_size": 10, "lr": 0.05, "momentum": 0.5}
     result = simulate(
-        Config(data=data, model={"name": "cnn3"}, method={"name": "fedavg"}, training=training, run={"eval_every": 3})
+        Config(data=data, model={"name": "cnn3"}, method={"name": "fedavg"}, training=training, run={"eval_every": 6})
     )
-    assert result.summary["global"] > 0.2  # 0.24 with three seeds; guessing has 0.1
+    assert result.summary["global"] > 0.25
 
 
 @pytest.mark.parametrize("precision", ["auto", "float32", "tensorfloat32", "bfloat16"])

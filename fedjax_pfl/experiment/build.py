@@ -338,19 +338,18 @@ def model_of(config: Config, data: DataShape) -> Model:
         raise ConfigError("model.name", name, f"it does not fit {shape} images: {error}") from None
 
 
-def place(config: Config, memory: Memory, cohort: int, hardware: Hardware) -> Placement:
+def place(config: Config, memory: Memory, hardware: Hardware) -> Placement:
     """Chooses devices and chunk for the clients of one run: by backend and memory, unless the config says.
 
     Args:
       config: what to run.
-      memory: what it needs.
-      cohort: clients in a round.
+      memory: what it needs, and how many clients take part in a round.
       hardware: what there is.
 
     Raises:
       ConfigError: the run does not fit into memory, or its processes need another placement.
     """
-    on_cpu = hardware.backend == "cpu"
+    on_cpu, cohort = hardware.backend == "cpu", memory.participants
     kind = config.run.placement
     together = jax.process_count() > 1
     if together and kind not in ("auto", "shard"):
@@ -383,7 +382,7 @@ def even_chunk(clients: int, fitting: int) -> int:
     return math.ceil(clients / chunks)
 
 
-def place_runs(runs: int, memory: Memory, cohort: int, hardware: Hardware) -> tuple[Placement, Placement]:
+def place_runs(runs: int, memory: Memory, hardware: Hardware) -> tuple[Placement, Placement]:
     """Spreads several runs of one program over the devices.
 
     Returns:
@@ -403,7 +402,7 @@ def place_runs(runs: int, memory: Memory, cohort: int, hardware: Hardware) -> tu
     if hardware.backend == "cpu":
         return Placement(mesh), Placement()
     of_each = (round(_FILLED * limit) - memory.samples) // on_each + memory.samples
-    return Placement(mesh, on_each), Placement(chunk=even_chunk(cohort, memory.fitting(1, of_each)))
+    return Placement(mesh, on_each), Placement(chunk=even_chunk(memory.participants, memory.fitting(1, of_each)))
 
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:

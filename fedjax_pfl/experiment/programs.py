@@ -415,8 +415,8 @@ def _place(
     # Runs that would leave a device idle for longer than the exchange between devices costs go one by one.
     idle = 1 - runs / (devices * math.ceil(runs / devices))
     if runs == 1 or together or idle > 0.3:
-        return "clients", Placement(), replace(engine, placement=place(config, memory, engine.cohort_size, hardware))
-    runs_on, clients_on = place_runs(runs, memory, engine.cohort_size, hardware)
+        return "clients", Placement(), replace(engine, placement=place(config, memory, hardware))
+    runs_on, clients_on = place_runs(runs, memory, hardware)
     return "runs", runs_on, replace(engine, placement=clients_on)
 
 
