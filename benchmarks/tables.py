@@ -6,9 +6,10 @@
 ``headline`` says whether these are of the last round or of the best, ``columns`` what they measure (see `COLUMNS`; by
 default the accuracy of the personal models). A cell is one run: a row in a setting with a seed.
 ``results/<name>.json`` is rewritten after every program (the seeds of a row), and a cell in it is run again only if its
-resolved config has changed: a table can be filled by several calls, one after the other. With ``--work FOLDER``, runs
-leave checkpoints there, and a call that was stopped goes on in the midst of its runs, to the bit. A change of the code
-goes unnoticed; take another ``--name`` after one. ``results/<name>.md`` shows all cells that there are.
+resolved config has changed: a table can be filled by several calls, one after the other or, with other rows, side by
+side. With ``--work FOLDER``, runs leave checkpoints there, and a call that was stopped goes on in the midst of its
+runs, to the bit. A change of the code goes unnoticed; take another ``--name`` after one. ``results/<name>.md`` shows
+all cells that there are.
 """
 
 import argparse
@@ -187,7 +188,13 @@ def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *without_folder(arguments)])
-    missing = fill(table, cells, options, command, lambda: write_atomically(path, to_json(table, cells)))
+
+    def save(done: Mapping[Key, Cell]) -> None:
+        cells.update(load_cells(path, table))  # of other calls, since
+        cells.update(done)
+        write_atomically(path, to_json(table, cells))
+
+    missing = fill(table, cells, options, command, save)
     text = markdown(table, cells, missing, reference)
     write_atomically(path.with_suffix(".md"), text)
     print(text, end="")
@@ -276,9 +283,16 @@ def to_json(table: Table, cells: Mapping[Key, Cell]) -> str:
 
 
 def fill(
-    table: Table, cells: dict[Key, Cell], options: argparse.Namespace, command: str, save: Callable[[], None]
+    table: Table,
+    cells: Mapping[Key, Cell],
+    options: argparse.Namespace,
+    command: str,
+    save: Callable[[Mapping[Key, Cell]], None],
 ) -> dict[Key, str]:
-    """Runs the cells that are asked for and not there yet, saves after each program, and says what could not be run."""
+    """Runs the cells that are asked for and not there yet, and says what could not be run.
+
+    ``save`` gets the cells of each program as it ends, and puts them among ``cells``.
+    """
     began, missing, wanted = time.perf_counter(), {}, {}
 
     def say(key: Key, outcome: str, why: str | None = None) -> None:
@@ -305,15 +319,17 @@ def fill(
                 say(key, "kept")
 
     def keep(keys: Sequence[Key], results: Sequence[Finished]) -> None:
+        done: dict[Key, Cell] = {}
         passes: dict[tuple[str, str], float] = {}  # of a row: a program may hold several
         for key, result in zip(keys, results, strict=True):
             if key[:2] not in passes:
                 passes[key[:2]] = gradient_passes(wanted[key])
             asked = {**dict(zip(("setting", "row", "seed"), key, strict=True)), "set": options.set, "command": command}
             resolved = {"overrides": cell_overrides(table, key, options), "config": wanted[key].model_dump(mode="json")}
-            cells[key] = asked | resolved | measures(result) | {"gradient_passes": passes[key[:2]]}
+            done[key] = asked | resolved | measures(result) | {"gradient_passes": passes[key[:2]]}
+        save(done)
+        for key in done:
             say(key, "done")
-        save()
 
     to_run = {key: kept_in(options, table, key, config) for key, config in wanted.items()}
     for key, config in list(to_run.items()):

@@ -564,6 +564,19 @@ def test_a_stopped_call_keeps_its_finished_cells_and_goes_on(paper, fake, monkey
     assert sorted(path.name for path in tables.RESULTS.iterdir()) == ["toy_table1.json", "toy_table1.md"]
 
 
+def test_what_another_call_fills_in_meanwhile_is_kept(paper, fake, monkeypatch):
+    def during(config):
+        if config.method["name"] == "fedavg":
+            monkeypatch.setattr(tables, "run_configs", each_by(fake))
+            call(paper, "table1 --settings three --methods fedprox")
+        return fake(config)
+
+    monkeypatch.setattr(tables, "run_configs", each_by(during))
+    call(paper, "table1 --settings three --methods local,fedavg")
+    assert list(cells()) == [("three", "local", 0), ("three", "fedprox", 0), ("three", "fedavg", 0)]
+    assert all(rows(markdown(), label) for label in ("Local", "FedProx", "FedAvg"))
+
+
 def test_the_file_stays_as_it_was_when_writing_fails(paper, fake, monkeypatch):
     call(paper, "table1 --settings three --methods local")
     before = (tables.RESULTS / "toy_table1.json").read_bytes()
