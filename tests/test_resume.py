@@ -5,6 +5,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -183,6 +185,20 @@ def test_a_checkpoint_of_another_version_is_named(copy):
 def test_a_directory_that_cannot_be_written_is_named(copy):
     (copy / "clients.csv").mkdir()
     fails_untouched(copy, r"run\.out = '.*copy' is not usable: name a directory that can be written", config(copy))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
+def test_a_directory_in_which_another_process_runs_is_refused(whole, copy):
+    there = "import fcntl, sys; fcntl.lockf(file := open(sys.argv[1], 'a'), fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", there, str(copy / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        fails_untouched(copy, r"run\.out = '.*copy'.*or wait: another process is running in this one", config(copy))
+        with pytest.raises(ConfigError, match="another process"):
+            simulate(config(copy), overwrite=True)
+        other.kill()
+    assert_same(simulate(config(copy), resume=copy), whole[0], copy, whole[1])
+    assert not (copy / ".lock").exists()
 
 
 def test_checkpoints_need_a_run_directory():

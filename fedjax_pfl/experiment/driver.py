@@ -83,8 +83,8 @@ def simulate(
       Summary, history per evaluated round, per-client table, final state. The numbers depend on config and data alone.
 
     Raises:
-      ConfigError: config, data and method do not fit together, the run directory holds something, or there is no
-        matching checkpoint to resume from; raised before anything is compiled or written.
+      ConfigError: config, data and method do not fit together, the run directory holds something or another process
+        runs in it, or there is no matching checkpoint to resume from; raised before anything is compiled or written.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after the checkpoint is written.
     """
     began = time.perf_counter()
@@ -228,10 +228,16 @@ def drive(
 def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], list[Run] | None]:
     """What each run goes on from: the newest checkpoint that all of them have, with its arrays, or the beginning.
 
-    All is read before anything is written.
+    All is read, and every directory taken, before anything is written.
     """
     common = set.intersection(*(set(place.found()) for place in places))
     pairs = list(zip(places, program.manifests, strict=True))
+    found = []
+    if common:
+        like = program.one_run()
+        found = [place.read(max(common), manifest, like) for place, manifest in pairs]
+    for place in places:
+        place.take()
     if not common:
         for (place, manifest), holdings in zip(pairs, program.holdings, strict=True):
             place.begin(manifest, holdings)
@@ -240,8 +246,6 @@ def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], l
             for config, (_, manifest) in zip(program.configs, pairs, strict=True)
         ]
         return [Saved(0, [], 0.0, 0.0, *known, versions()) for known in hashes], None
-    like = program.one_run()
-    found = [place.read(max(common), manifest, like) for place, manifest in pairs]
     for place, (saved, _) in zip(places, found, strict=True):
         place.go_back(saved)
     done, states = zip(*found, strict=True)

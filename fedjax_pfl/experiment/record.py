@@ -4,6 +4,8 @@ import csv
 import json
 import os
 import shutil
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +41,7 @@ _AT_THE_END = ("summary.json", "clients.csv", "labels.csv", "export.npz", STATE)
 _FILES = ("config.toml", "partition.json", _PARTITION, "metrics.jsonl", _CLIENT_HISTORY, *_AT_THE_END)
 _CHECKPOINTS = "checkpoints"
 _EVENTS = "tensorboard"
+_LOCK = ".lock"
 
 
 class RunDirectory:
@@ -64,6 +67,7 @@ class RunDirectory:
         self.path = Path(path)
         self.checkpoints = self.path / _CHECKPOINTS
         self.events = self.path / _EVENTS
+        self._leave: Callable[[], object] | None = None
         with writable(self.path):
             is_file = any(at.is_file() for at in (self.path, *self.path.parents))
             holds_something = self.path.is_dir() and any(self.path.iterdir())
@@ -80,6 +84,28 @@ class RunDirectory:
     def complete(self) -> bool:
         """Whether a run has ended here."""
         return (self.path / "summary.json").exists()
+
+    def take(self) -> None:
+        """Keeps other processes from running here until this one has finished the run, or ends in any way.
+
+        Raises:
+          ConfigError: another process runs here, or the directory cannot be created.
+        """
+        if sys.platform == "win32":
+            return
+        import fcntl
+
+        with writable(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / _LOCK, os.O_WRONLY | os.O_CREAT)
+        self._leave = weakref.finalize(self, os.close, lock)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            allowed = "another directory, or wait: another process is running in this one"
+            raise ConfigError("run.out", str(self.path), allowed) from None
+        except OSError:
+            pass  # a file system without locks
 
     def begin(self, config: str, partition: dict[str, Any], holdings: Holdings) -> None:
         """Creates the directory and writes config and partition; an earlier run's files go.
@@ -181,6 +207,9 @@ class RunDirectory:
         if kept is not None:
             write_state(self.path / STATE, kept)
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        if self._leave is not None:
+            (self.path / _LOCK).unlink(missing_ok=True)
+            self._leave()
 
 
 @contextmanager

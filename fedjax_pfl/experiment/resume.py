@@ -98,6 +98,11 @@ class RunPlace:
             self.best = self.checkpoints.best(round, like.state)
         return saved, self.checkpoints.run(round, like)
 
+    def take(self) -> None:
+        """Keeps other processes out of the directory."""
+        if self._record is not None and is_first():
+            self._record.take()
+
     def begin(self, manifest: dict[str, Any], holdings: Holdings) -> None:
         """Writes what is known before the first round."""
         if self._record is not None and is_first():
