@@ -128,6 +128,10 @@ def deal(
     whole = None if natural else test_part
     pooled = np.sort(np.concatenate([rows.test for rows in splits])) if whole is None else whole
 
+    if options.get("overlap"):
+        trained = np.concatenate([rows.train for rows in splits])
+        note = f"clients overlap: together they train on {len(np.unique(trained))} different samples, of {len(trained)}"
+        dealt = dealt._replace(notes=(*dealt.notes, note))
     if new:
         note = f"clients {clients - new} to {clients - 1} are new: they never train"
         dealt = dealt._replace(notes=(*dealt.notes, note))

@@ -143,6 +143,8 @@ def test_overlapping_clients_share_training_rows_and_are_tested_on_rows_that_nob
     )
     trained, tested = flat(federation.train), flat(federation.test)
     assert len(trained) == 6000 > len(set(trained))
+    together = f"clients overlap: together they train on {len(set(trained))} different samples, of 6000"
+    assert manifest["notes"] == [together]
     assert max(trained) < 6000 <= min(tested)
     assert set(np.ravel(manifest["train_class_counts"])) == {0, 100}
     assert manifest["test_class_counts"] == (np.array(manifest["train_class_counts"]) // 5).tolist()
