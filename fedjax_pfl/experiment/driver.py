@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, Literal
 
 import jax
@@ -236,17 +236,22 @@ def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], l
     if common:
         like = program.one_run()
         found = [place.read(max(common), manifest, like) for place, manifest in pairs]
-    for place in places:
-        place.take()
-    if not common:
-        for (place, manifest), holdings in zip(pairs, program.holdings, strict=True):
-            place.begin(manifest, holdings)
-        hashes = [
-            (config.model_dump(mode="json"), manifest["hash"])
-            for config, (_, manifest) in zip(program.configs, pairs, strict=True)
-        ]
-        return [Saved(0, [], 0.0, 0.0, *known, versions()) for known in hashes], None
-    for place, (saved, _) in zip(places, found, strict=True):
-        place.go_back(saved)
-    done, states = zip(*found, strict=True)
-    return list(done), list(states)
+    with ExitStack() as given_back:
+        for place in places:
+            place.take()
+            given_back.callback(place.leave)
+        if common:
+            for place, (saved, _) in zip(places, found, strict=True):
+                place.go_back(saved)
+        else:
+            for (place, manifest), holdings in zip(pairs, program.holdings, strict=True):
+                place.begin(manifest, holdings)
+        given_back.pop_all()  # the runs begin, and keep them
+    if common:
+        done, states = zip(*found, strict=True)
+        return list(done), list(states)
+    hashes = [
+        (config.model_dump(mode="json"), manifest["hash"])
+        for config, (_, manifest) in zip(program.configs, pairs, strict=True)
+    ]
+    return [Saved(0, [], 0.0, 0.0, *known, versions()) for known in hashes], None

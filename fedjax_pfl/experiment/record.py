@@ -7,7 +7,7 @@ import shutil
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,14 +98,20 @@ class RunDirectory:
         with writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / _LOCK, os.O_WRONLY | os.O_CREAT)
-        self._leave = weakref.finalize(self, os.close, lock)
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
+            os.close(lock)
             allowed = "another directory, or wait: another process is running in this one"
             raise ConfigError("run.out", str(self.path), allowed) from None
         except OSError:
             pass  # a file system without locks
+        self._leave = weakref.finalize(self, _unlock, self.path / _LOCK, lock)
+
+    def leave(self) -> None:
+        """Lets other processes in again."""
+        if self._leave is not None:
+            self._leave()
 
     def begin(self, config: str, partition: dict[str, Any], holdings: Holdings) -> None:
         """Creates the directory and writes config and partition; an earlier run's files go.
@@ -207,9 +213,13 @@ class RunDirectory:
         if kept is not None:
             write_state(self.path / STATE, kept)
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
-        if self._leave is not None:
-            (self.path / _LOCK).unlink(missing_ok=True)
-            self._leave()
+        self.leave()
+
+
+def _unlock(path: Path, lock: int) -> None:
+    with suppress(OSError):
+        path.unlink()
+    os.close(lock)
 
 
 @contextmanager

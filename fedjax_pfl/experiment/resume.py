@@ -103,6 +103,11 @@ class RunPlace:
         if self._record is not None and is_first():
             self._record.take()
 
+    def leave(self) -> None:
+        """Lets them in again."""
+        if self._record is not None:
+            self._record.leave()
+
     def begin(self, manifest: dict[str, Any], holdings: Holdings) -> None:
         """Writes what is known before the first round."""
         if self._record is not None and is_first():
