@@ -51,7 +51,7 @@ from peers import case as exchange
 from fedjax_pfl import METHODS, Config
 from fedjax_pfl.data.dataset import Dataset, from_arrays
 from fedjax_pfl.data.federated import Clients, pack
-from fedjax_pfl.engine.round import round_keys
+from fedjax_pfl.engine.run import round_keys
 from fedjax_pfl.experiment.build import cores, divide, make_engine, prepare, shape_of
 from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.ops.training import permutation, phase_key

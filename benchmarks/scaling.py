@@ -40,7 +40,7 @@ import numpy as np
 
 from fedjax_pfl import Config
 from fedjax_pfl.data.dataset import Dataset, from_arrays
-from fedjax_pfl.engine.round import Run
+from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.traffic import size
 from fedjax_pfl.experiment.build import cores, prepare
 from fedjax_pfl.experiment.programs import Program, lay_out, traced

@@ -9,7 +9,8 @@ import numpy as np
 from fedjax_pfl.data.federated import Federation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.round import Engine, Run
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.method import Method, Update
 from tests.conftest import CLASSES

@@ -43,7 +43,7 @@ def cohorts(participation, placement=None, most_sorted=100):
     """Who is drawn over many rounds, as it is done of few clients or of many."""
     engine = Engine(Method(None, None, None, None, None), len(SIZES), participation, placement or Placement())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedjax_pfl.engine.round._MOST_SORTED", most_sorted)
+        patch.setattr("fedjax_pfl.engine.cohort._MOST_SORTED", most_sorted)
         return drawn(engine, KEY, SIZES, T)
 
 

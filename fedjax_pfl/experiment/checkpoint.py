@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from fedjax_pfl.engine.round import Run
+from fedjax_pfl.engine.run import Run
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.summary import Line
 from fedjax_pfl.method import State

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pfl.engine.round import Run
+from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Evaluation
 from fedjax_pfl.engine.traffic import Traffic, count
 from fedjax_pfl.experiment.callbacks import Callback, Running

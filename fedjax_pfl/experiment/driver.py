@@ -19,7 +19,7 @@ from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.metrics import Metric
-from fedjax_pfl.engine.round import Run
+from fedjax_pfl.engine.run import Run
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import prepare
 from fedjax_pfl.experiment.callbacks import Callback, check_callbacks

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Bool, Float, UInt32
 
 from fedjax_pfl.data.federated import Clients, Samples
-from fedjax_pfl.engine.round import Engine, Run
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.run import Run
 from fedjax_pfl.method import State
 
 

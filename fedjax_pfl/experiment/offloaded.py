@@ -13,7 +13,9 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Int, Key, PyTree
 
 from fedjax_pfl.data.federated import Federation
-from fedjax_pfl.engine.round import Engine, Group, Run
+from fedjax_pfl.engine.cohort import Group
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Evaluation, Scored
 from fedjax_pfl.experiment.inputs import Row, Shared, layout_of
 from fedjax_pfl.method import State

@@ -29,7 +29,8 @@ from fedjax_pfl.data.rows import Holdings
 from fedjax_pfl.engine.memory import Hardware, Memory, release_freed, survey, this_hardware
 from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.engine.placement import Placement, map_clients
-from fedjax_pfl.engine.round import UPDATE_COSINE, Engine, Run
+from fedjax_pfl.engine.round import UPDATE_COSINE, Engine
+from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Answers, Evaluation
 from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.errors import ConfigError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.data.rows import Holdings
-from fedjax_pfl.engine.round import Run
+from fedjax_pfl.engine.run import Run
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.callbacks import Callback, TensorBoard, check_tensorboard
 from fedjax_pfl.experiment.checkpoint import Best, Checkpoints, Saved

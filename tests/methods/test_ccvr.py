@@ -9,7 +9,8 @@ import pytest
 
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.placement import Placement
-from fedjax_pfl.engine.round import Engine, round_keys
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.run import round_keys
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods.ccvr import calibrated, ccvr
 from fedjax_pfl.methods.ccvr.gaussians import Gaussians, draw, pool

@@ -13,7 +13,8 @@ import pytest
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.round import Engine, Run, round_keys
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.run import Run, round_keys
 from fedjax_pfl.engine.traffic import count, traffic_of
 from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods.fedfcd import fedfcd

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.engine.round import Engine, round_keys
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.run import round_keys
 from fedjax_pfl.methods.fedfomo import fedfomo
 from fedjax_pfl.methods.fedfomo.candidates import choose, mix
 from fedjax_pfl.methods.local import local

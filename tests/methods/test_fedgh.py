@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.engine.round import Engine, round_keys
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.run import round_keys
 from fedjax_pfl.method import Cohort, PerClass
 from fedjax_pfl.methods.fedgh import fedgh
 from fedjax_pfl.ops.training import Trainer

@@ -14,7 +14,8 @@ import pytest
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.round import Engine, Run
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods.fedpac import fedpac
 from fedjax_pfl.methods.fedpac.collaboration import NEGLIGIBLE, head_weights

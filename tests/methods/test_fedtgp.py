@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.engine.round import round_keys
+from fedjax_pfl.engine.run import round_keys
 from fedjax_pfl.method import Cohort, PerClass
 from fedjax_pfl.methods.fedtgp import _margin, fedtgp
 from fedjax_pfl.methods.local import local

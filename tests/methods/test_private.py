@@ -17,7 +17,8 @@ from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
-from fedjax_pfl.engine.round import Engine, round_keys
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.run import round_keys
 from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.experiment.privacy import check_privacy, epsilon, spent, without_privacy

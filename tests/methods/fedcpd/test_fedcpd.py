@@ -16,7 +16,8 @@ from fedjax_pfl.data.augment import crop_flip
 from fedjax_pfl.data.federated import Augmentation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.round import Engine, Run
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.method import Cohort, TrainInfo
 from fedjax_pfl.methods.fedavg import fedavg

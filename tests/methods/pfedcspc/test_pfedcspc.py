@@ -17,7 +17,8 @@ from fedjax_pfl import method as contract
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
-from fedjax_pfl.engine.round import Engine, Run, round_keys
+from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.run import Run, round_keys
 from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.method import Cohort, PerClass

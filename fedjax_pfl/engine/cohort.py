@@ -1,0 +1,226 @@
+"""Who works, with which state and on which samples, and how the work of a client is mapped over many."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from fedjax_pfl.data.augment import Augment, add_copies, augment
+from fedjax_pfl.data.federated import ClientData, Clients, Federation, Samples, client_data
+from fedjax_pfl.engine.metrics import Metric
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.placement import SIDE_BY_SIDE, Placement, map_clients
+from fedjax_pfl.engine.run import round_keys
+from fedjax_pfl.method import Cohort, Method, Round, State, Update
+from fedjax_pfl.ops.training import phase_key
+from fedjax_pfl.ops.tree import take_rows
+
+# Clients up to which a cohort is the head of a permutation, which sorts all of them twice: 2 microseconds each.
+_MOST_SORTED = 20_000
+
+
+class Group(NamedTuple):
+    """Some clients with their states.
+
+    Attributes:
+      ids: in the order in which they work; N where a row is absent.
+      clients: every leaf [K, ...]: row k is the state of ids[k], anything where that is absent. With ``at``, the states
+        of M clients, among them these; every leaf [M, ...].
+      at: the row of each among the M; None where the rows are theirs alone.
+    """
+
+    ids: Int[Array, " K"]
+    clients: PyTree
+    at: Int[Array, " K"] | None = None
+
+
+@dataclass(frozen=True)
+class Cohorts:
+    """The clients of a method, and how their work is mapped: what `Evaluator` and the `Engine` build on.
+
+    Attributes:
+      method: what the clients and the server do.
+      clients: N.
+      participation: who takes part, of the clients that are not new.
+      placement: where clients run.
+      new: how many clients, the last ones, never take part and are only evaluated.
+      validate: whether the clients' validation samples are scored beside the test samples.
+      augment: what is done to the clients' training images, on top of the method's own copies.
+      augment_every: whether each epoch draws anew, or all passes of a round see the same images.
+      diagnostics: names of what is recorded of `Update.diagnostics`, and `UPDATE_COSINE` if it is wanted.
+      features: the model's, theta, x -> z, where `answers` shall have them.
+      metrics: name -> what models are scored with besides.
+      equal: whether all clients hold as many training samples as each other. Of a cohort of known size, side by side,
+        all then take the same number of steps, which the compiler knows.
+    """
+
+    method: Method
+    clients: int
+    participation: Participation = field(default_factory=Participation)
+    placement: Placement = field(default_factory=Placement)
+    new: int = 0
+    validate: bool = False
+    augment: Augment = "none"
+    augment_every: Literal["epoch", "round"] = "epoch"
+    diagnostics: tuple[str, ...] = ()
+    features: Callable[..., Float[Array, "batch dim"]] | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    equal: bool = False
+
+    @property
+    def trainers(self) -> int:
+        """The number of clients that may take part, the first ones."""
+        return self.clients - self.new
+
+    @property
+    def cohort_size(self) -> int:
+        """K, the largest number of clients in a round."""
+        return self.participation.cohort_size(self.trainers)
+
+    def select(
+        self, key: Key[Array, ""], t: Int[Array, ""], count: Int[Array, " N"]
+    ) -> tuple[Int[Array, " K"], Int[Array, ""]]:
+        """Draws the cohort of round t: its ids (N where absent), and how many were selected before any dropped out."""
+        who, size, keys = self.participation, self.cohort_size, round_keys(key, t)
+        key_order, key_ratio = jax.random.split(keys.select)
+        ratio: Any = who.high
+        if who.low < who.high:
+            ratio = jax.random.uniform(key_ratio, minval=who.low, maxval=who.high)
+        if who.low == 1.0:
+            ids = jnp.arange(size)
+        elif who.sampling == "poisson":
+            draws, ids = lax.top_k(-jax.random.uniform(key_order, (self.trainers,)), size)
+            ids = jnp.where(-draws < ratio, ids, self.clients)
+        elif self.trainers <= _MOST_SORTED:
+            ids = jax.random.permutation(key_order, self.trainers)[:size]
+        else:
+            ids = lax.top_k(jax.random.uniform(key_order, (self.trainers,)), size)[1]
+        if who.low < who.high and who.sampling == "fixed":
+            drawn = jnp.maximum(1, jnp.round(ratio * self.trainers).astype(jnp.int32))
+            ids = jnp.where(jnp.arange(size) < drawn, ids, self.clients)
+        selected = jnp.sum(ids < self.clients)
+        if who.dropout > 0.0:
+            luck = jax.vmap(lambda client_id: jax.random.uniform(jax.random.fold_in(keys.dropout, client_id)))(ids)
+            ids = jnp.where(luck >= who.dropout, ids, self.clients)
+        return self._order(ids, count), selected
+
+    def local(self, shared: tuple, row: tuple) -> Update:
+        """A participant's part in a round: what is mapped over the cohort.
+
+        Args:
+          shared: (key, t, view, x, y), the same for all.
+          row: (id, client, training samples, validation samples or None) of one participant.
+        """
+        (key, t, view, x, y), (client_id, client, train, validation) = shared, row
+        key = jax.random.fold_in(key, client_id)
+        return self.method.local(
+            Round(key, t), view, client, self._training_data(key, client_id, x, y, train, validation)
+        )
+
+    def _training_data(
+        self,
+        key: Key[Array, ""],
+        client_id: Int[Array, ""],
+        x: Samples,
+        y: Array,
+        train: Clients,
+        validation: Clients | None,
+    ) -> ClientData:
+        """What a client trains on in the round of this key."""
+        data = client_data(x, y, train, client_id, validation)
+        if self.equal and self.participation.known:
+            data = data._replace(count=np.int32(data.capacity), most=np.int32(data.capacity))
+        data = add_copies(phase_key(key, "augment"), data, self.method.copies)
+        return augment(phase_key(key, "base augmentation"), data, self.augment, every=self.augment_every)
+
+    def _map(self, fn: Callable, shared: PyTree, rows: PyTree, *, complete: bool = False) -> Any:
+        """`map_clients`; of clients side by side, each knows how many samples the largest has.
+
+        Args:
+          fn: (shared, row) -> result.
+          shared: what all clients see.
+          rows: every leaf [K, ...].
+          complete: whether the largest of all clients is among them.
+        """
+        side_by_side = self.placement.chunk
+        if side_by_side == 1:
+            return map_clients(fn, shared, rows, self.placement)
+        # All in one chunk run as long as the index table is wide, a number that the compiler knows.
+        known = complete and len(jax.tree.leaves(rows)[0]) == side_by_side * self.placement.devices
+
+        def aligned(node: Any) -> Any:
+            if not isinstance(node, Clients):
+                return node
+            most = np.int32(node.index.shape[-1]) if known else lax.pmax(node.count, SIDE_BY_SIDE)
+            return node._replace(most=most)
+
+        def one(shared: PyTree, row: PyTree) -> Any:
+            return fn(shared, jax.tree.map(aligned, row, is_leaf=lambda node: isinstance(node, Clients)))
+
+        return map_clients(one, shared, rows, self.placement)
+
+    def _map_group(self, fn: Callable, shared: PyTree, group: Group, rows: PyTree, *, complete: bool = False) -> Any:
+        """`_map` of ``fn(shared, client, row)`` over a group, with each client's state.
+
+        A state is read where it is as its client's turn comes: all of them, in the group's order, would be a copy.
+        """
+        if group.at is None:
+
+            def at_hand(shared: PyTree, row: tuple) -> Any:
+                return fn(shared, *row)
+
+            return self._map(at_hand, shared, (group.clients, rows), complete=complete)
+
+        def among_others(both: tuple, row: tuple) -> Any:
+            (shared, clients), (at, own) = both, row
+            client = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), clients)
+            return fn(shared, client, own)
+
+        return self._map(among_others, (shared, group.clients), (group.at, rows), complete=complete)
+
+    def _order(self, ids: Int[Array, " K"], count: Int[Array, " N"]) -> Int[Array, " rows"]:
+        """Ids by falling size, filled up to whole chunks with absent rows (id N), and spread over the devices."""
+        absent = len(count)
+        sizes = jnp.where(ids < absent, jnp.take(count, ids, mode="clip"), -1)
+        ids = ids[jnp.argsort(-sizes)]
+        rows = self.placement.padded(len(ids))
+        return jnp.pad(ids, (0, rows - len(ids)), constant_values=absent)[self.placement.balanced_order(rows)]
+
+    def _gather(self, ids: Int[Array, " K"], rows: PyTree) -> tuple[Bool[Array, " K"], PyTree]:
+        """Which rows are present, and the rows; an absent client has no samples, so that it does no work."""
+        present = ids < len(jax.tree.leaves(rows)[0])
+
+        def without_absent(node: Any) -> Any:
+            return node._replace(count=jnp.where(present, node.count, 0)) if isinstance(node, Clients) else node
+
+        taken = take_rows(rows, ids)
+        return present, jax.tree.map(without_absent, taken, is_leaf=lambda node: isinstance(node, Clients))
+
+    def _group(self, ids: Int[Array, " K"], state: State, data: Federation) -> Group:
+        """Clients in the engine's order, whose states stay where they are."""
+        ids = self._order(ids, data.train.count)
+        return Group(ids, state.clients, jnp.minimum(ids, self.clients - 1))
+
+    def _dispatch(
+        self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, clients: PyTree, cohort: Cohort
+    ) -> PyTree:
+        """The clients with what the server writes to each of them before they work."""
+        if self.method.dispatch is None:
+            return clients
+        now = Round(phase_key(key, "dispatch"), t)
+        return clients._replace(inbox=self.method.dispatch(now, server, clients, cohort))
+
+    def _told(
+        self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, count: Int[Array, " K"]
+    ) -> Group:
+        """The group with what the server writes to each of its clients before they work."""
+        if self.method.dispatch is None:
+            return group
+        ids, clients, at = group
+        cohort = Cohort(ids, count.astype(jnp.float32), self.clients, self.trainers)
+        return Group(ids, self._dispatch(key, t, server, clients if at is None else take_rows(clients, at), cohort))

@@ -1,0 +1,314 @@
+"""The scores of models: PRE, POST, of the global model, and of clients that never took part."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from fedjax_pfl.data.federated import ClientData, Clients, Federation, Samples, client_data
+from fedjax_pfl.engine.cohort import Cohorts, Group
+from fedjax_pfl.engine.metrics import measure
+from fedjax_pfl.engine.run import Run, round_keys
+from fedjax_pfl.engine.scoring import BATCH, Answers, Evaluation, Scored, Scores, Tally, scores_of, tally
+from fedjax_pfl.method import Cohort, Diagnostics, Personalize, Round, State, personalize_nothing
+from fedjax_pfl.ops.training import phase_key
+from fedjax_pfl.ops.tree import put_rows, where_rows
+
+
+@dataclass(frozen=True)
+class Evaluator(Cohorts):
+    """Scores the models that the last round left."""
+
+    def score(self, key: Key[Array, ""], t: Int[Array, ""], run: Run, data: Federation) -> Evaluation:
+        """All scores after t rounds; nothing of what it computes is kept.
+
+        Args:
+          key: the randomness of the whole run.
+          t: rounds done.
+          run: what they left.
+          data: the federation.
+        """
+        run = run._replace(state=self.calibrated(key, t, run.state, data))
+        pre, post = self.pre(key, t, run.state, data), self.post(key, t, run, data)
+        return Evaluation(pre, post, *self.of_server(run, data))
+
+    def of_server(self, run: Run, data: Federation) -> tuple[Scores | None, Diagnostics, dict[str, Float[Array, ""]]]:
+        """What an `Evaluation` says beside the clients' scores: of the global model, and of the method's parts.
+
+        Args:
+          run: with the server's state `calibrated`; its clients are not looked at.
+          data: the federation.
+        """
+        shared, own, server = None, {}, run.state.server
+        if self.method.global_predict is not None:
+            shared, own = self.global_scores(server, data), self.global_measures(server, data)
+        return shared, {**run.diagnostics, **self.method.diagnose(server)}, own
+
+    def calibrated(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> State:
+        """The state whose models are scored, for a method that does not score what it broadcasts."""
+        if self.method.calibrate is None:
+            return state
+        group = self._group(jnp.arange(self.trainers), state, data)
+        uploads = self.calibration_of(key, t, state.server, group, data)
+        return state._replace(server=self.calibrate(key, t, state.server, group.ids, uploads, data))
+
+    def calibration_of(
+        self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, data: Federation
+    ) -> PyTree:
+        """What some clients upload for the calibration, zeros where absent; arguments as in `pre_of`."""
+        calibrate = self.method.calibrate
+        assert calibrate is not None
+        present, (train, validation) = self._gather(group.ids, (data.train, data.validation))
+
+        def one(shared: tuple, client: PyTree, row: tuple) -> PyTree:
+            (key, t, view, x, y), (client_id, train, validation) = shared, row
+            key = phase_key(jax.random.fold_in(key, client_id), "calibrate")
+            return calibrate.local(Round(key, t), view, client, client_data(x, y, train, client_id, validation))
+
+        shared = round_keys(key, t).clients, t, self.method.broadcast(server), data.x, data.y
+        complete = len(group.ids) >= self.trainers
+        uploads = self._map_group(one, shared, group, (group.ids, train, validation), complete=complete)
+        return where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
+
+    def calibrate(
+        self,
+        key: Key[Array, ""],
+        t: Int[Array, ""],
+        server: PyTree,
+        ids: Int[Array, " K"],
+        uploads: PyTree,
+        data: Federation,
+    ) -> PyTree:
+        """The server's state that is scored, from the uploads of all clients that may take part."""
+        calibrate = self.method.calibrate
+        assert calibrate is not None
+        _, train = self._gather(ids, data.train)
+        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
+        now = Round(phase_key(round_keys(key, t).aggregate, "calibrate"), t)
+        return calibrate.server(now, server, self.placement.gather_small(uploads), cohort)
+
+    def pre(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> Scored:
+        """PRE scores of all clients after t rounds: the newest shared parameters, personalised; every leaf [N]."""
+        return self._of_everyone(functools.partial(self.pre_of, key, t), state, data)
+
+    def pre_of(self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
+        """PRE scores of some clients after t rounds; every leaf [K].
+
+        Args:
+          key: the randomness of the whole run.
+          t: rounds done.
+          server: what they left, `calibrated`.
+          group: the clients.
+          data: the federation.
+        """
+        keys = round_keys(key, t)
+        shared = keys.clients, keys.aggregate, t, server
+        return self._of_models(self._score_model, self.method.personalize, *shared, group, data)
+
+    def initial_of(self, key: Key[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
+        """Scores of some clients' initial models, which one that is never selected keeps; every leaf [K]."""
+        key_score = jax.random.split(key, 3)[2]
+        shared = key_score, key_score, jnp.zeros((), jnp.int32), server
+        return self._of_models(self._score_model, personalize_nothing, *shared, group, data)
+
+    def post(self, key: Key[Array, ""], t: Int[Array, ""], run: Run, data: Federation) -> Scored:
+        """POST scores of all clients after t rounds; every leaf [N].
+
+        A new client gets those of one call of ``local`` from its initial state, of which nothing is kept.
+        """
+        if not self.new:
+            return run.post
+        group = self._group(jnp.arange(self.trainers, self.clients), run.state, data)
+        return put_rows(run.post, group.ids, self.post_of(key, t, run.state.server, group, data))
+
+    def post_of(self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
+        """POST scores of some new clients after t rounds; arguments as in `pre_of`."""
+        _, (train, validation, scored) = self._gather(group.ids, (data.train, data.validation, self._scored(data)))
+        keys = round_keys(key, t)
+        group = self._told(keys.aggregate, t, server, group, train.count)
+
+        def one(shared: tuple, client: PyTree, row: tuple) -> Scored:
+            (client_id, *own, scored), (*_, x, y) = row, shared
+            return self._score_model(*self.local(shared, (client_id, client, *own)).trained, x, y, scored)
+
+        shared = keys.clients, t, self.method.broadcast(server), data.x, data.y
+        found: Scored = self._map_group(one, shared, group, (group.ids, train, validation, scored))
+        return found
+
+    def global_scores(self, server: PyTree, data: Federation) -> Scores:
+        """Scores of the global model, for methods that have one, on the pooled test set as a whole."""
+        predict = self.method.global_predict
+        assert predict is not None
+        ids = self._order(jnp.arange(len(data.pooled.count)), data.pooled.count)
+        _, blocks = self._gather(ids, data.pooled)
+
+        def one(shared: tuple, block: Clients) -> Tally:
+            server, x, y = shared
+            return tally(lambda images: predict(server, images), client_data(x, y, block))
+
+        tallies = self._map(one, (server, data.x, data.y), blocks, complete=True)
+        total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tallies)
+        return scores_of(total, jnp.sum(data.pooled.class_counts, axis=0))
+
+    def global_measures(self, server: PyTree, data: Federation) -> dict[str, Float[Array, ""]]:
+        """Likewise, what the config's metrics make of its answers."""
+        predict = self.method.global_predict
+        assert predict is not None
+        if not self.metrics:
+            return {}
+        ids = self._order(jnp.arange(len(data.pooled.count)), data.pooled.count)
+        _, blocks = self._gather(ids, data.pooled)
+
+        def one(shared: tuple, block: Clients) -> tuple[Array, Array, Array]:
+            server, x, y = shared
+            samples = client_data(x, y, block)
+            logits = samples.map(lambda images, _: predict(server, images), batch_size=BATCH)
+            return logits, samples.labels, samples.valid
+
+        found = self._map(one, (server, data.x, data.y), blocks, complete=True)
+        return measure(self.metrics, *jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found))
+
+    def answers(
+        self,
+        key: Key[Array, ""],
+        t: Int[Array, ""],
+        server: PyTree,
+        who: Sequence[int],
+        clients: PyTree,
+        data: Federation,
+    ) -> Answers:
+        """What some clients' PRE models after t rounds make of the samples that they are scored on.
+
+        Args:
+          key: the randomness of the whole run.
+          t: rounds done.
+          server: what they left, `calibrated`.
+          who: the clients, in ascending order; the rows of the result.
+          clients: their states, likewise.
+          data: the federation.
+        """
+
+        def of(view: PyTree, client: PyTree, x: Samples, y: Array, scored: tuple[Clients, Clients | None]) -> Answers:
+            params, samples = self.method.personal(view, client), client_data(x, y, scored[0])
+            logits = samples.map(lambda x, _: self.method.predict(params, x), batch_size=BATCH)
+            if (features := self.features) is None:
+                return Answers(logits, None)
+            return Answers(logits, samples.map(lambda x, _: features(params["extractor"], x), batch_size=BATCH))
+
+        keys, known = round_keys(key, t), jnp.asarray(who, jnp.int32)
+        ids = self._order(known, data.train.count)
+        group = Group(ids, clients, jnp.minimum(jnp.searchsorted(known, ids), len(who) - 1))
+        shared = keys.clients, keys.aggregate, t, server
+        found = self._of_models(of, self.method.personalize, *shared, group, data)
+        rows = jnp.argsort(ids)[: len(who)]
+        return jax.tree.map(lambda leaf: leaf[rows], found)
+
+    def model(self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, x: Samples, y: Array, row: tuple) -> PyTree:
+        """The parameters of one client's PRE model after t rounds.
+
+        Args:
+          key: the randomness of the whole run.
+          t: rounds done.
+          server: what they left, `calibrated`.
+          x: the samples that the tables of the row point into.
+          y: their labels.
+          row: as in `local`.
+        """
+        client_id, client, train, validation = row
+        keys = round_keys(key, t)
+        cohort = Cohort(client_id[None], train.count.astype(jnp.float32)[None], self.clients, self.trainers)
+        told = self._dispatch(keys.aggregate, t, server, jax.tree.map(lambda leaf: leaf[None], client), cohort)
+        shared = keys.clients, t, self.method.broadcast(server), x, y
+        row = client_id, jax.tree.map(lambda leaf: leaf[0], told), train, validation
+        return self.method.personal(*self._personalized(self.method.personalize, shared, row))
+
+    def newcomer(
+        self,
+        keys: Key[Array, " 2"],
+        t: Int[Array, ""],
+        server: PyTree,
+        x: Samples,
+        y: Array,
+        client_id: Int[Array, ""],
+        train: Clients,
+    ) -> PyTree:
+        """The parameters of the POST model of a client that never took part: what one call of ``local`` makes.
+
+        Args:
+          keys: of the initial state and of the rounds.
+          t: rounds done.
+          server: what they left, `calibrated`.
+          x: the samples that the table points into.
+          y: their labels.
+          client_id: the number that the client goes by.
+          train: what it trains on.
+        """
+        _, client = self.method.init(jax.random.split(keys[0], 3)[0], self.clients)
+        shared = round_keys(keys[1], t).clients, t, self.method.broadcast(server), x, y
+        return self.method.personal(*self.local(shared, (client_id, client, train, None)).trained)
+
+    def _scored(self, data: Federation) -> tuple[Clients, Clients | None]:
+        """The samples that models are scored on: what `Scored` holds the scores of."""
+        return data.test, data.validation if self.validate else None
+
+    def _score_model(
+        self, view: PyTree, client: PyTree, x: Samples, y: Array, scored: tuple[Clients, Clients | None]
+    ) -> Scored:
+        """Scores one client's model on its rows of `_scored`."""
+
+        params = self.method.personal(view, client)
+
+        def on(samples: Clients) -> tuple[Scores, Tally]:
+            data = client_data(x, y, samples)
+            counted = tally(lambda images: self.method.predict(params, images), data)
+            return scores_of(counted, data.class_counts), counted
+
+        def measured(data: ClientData) -> dict[str, Float[Array, ""]]:
+            if not self.metrics:
+                return {}
+            logits = data.map(lambda images, _: self.method.predict(params, images), batch_size=BATCH)
+            return measure(self.metrics, logits, data.labels, data.valid)
+
+        (test, counted), validation = on(scored[0]), scored[1]
+        own = measured(client_data(x, y, scored[0]))
+        return Scored(test, None if validation is None else on(validation)[0], counted.hits, own)
+
+    def _of_everyone(self, scores_of: Callable[..., Scored], state: State, data: Federation) -> Scored:
+        """``scores_of(server, group, data)`` of all clients; every leaf [N]."""
+        group = self._group(jnp.arange(self.clients), state, data)
+        scores = scores_of(state.server, group, data)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros((self.clients, *leaf.shape[1:]), leaf.dtype), scores)
+        return put_rows(nothing, group.ids, scores)
+
+    def _of_models(
+        self,
+        what: Callable[..., Any],
+        personalize: Personalize,
+        key: Key[Array, ""],
+        key_server: Key[Array, ""],
+        t: Int[Array, ""],
+        server: PyTree,
+        group: Group,
+        data: Federation,
+    ) -> Any:
+        """``what(view, client, x, y, samples)`` of each client with the pair that ``personalize`` gives."""
+        _, (train, validation, scored) = self._gather(group.ids, (data.train, data.validation, self._scored(data)))
+        group = self._told(key_server, t, server, group, train.count)
+
+        def one(shared: tuple, client: PyTree, row: tuple) -> Any:
+            (*_, x, y), (client_id, *own, scored) = shared, row
+            return what(*self._personalized(personalize, shared, (client_id, client, *own)), x, y, scored)
+
+        shared = key, t, self.method.broadcast(server), data.x, data.y
+        complete = len(group.ids) >= self.clients
+        return self._map_group(one, shared, group, (group.ids, train, validation, scored), complete=complete)
+
+    def _personalized(self, personalize: Personalize, shared: tuple, row: tuple) -> tuple[PyTree, PyTree]:
+        """The pair that ``personalize`` gives for one client; shared and row as in `local`."""
+        (key, t, view, x, y), (client_id, client, train, validation) = shared, row
+        key = jax.random.fold_in(key, client_id)
+        return personalize(Round(key, t), view, client, self._training_data(key, client_id, x, y, train, validation))

@@ -1,0 +1,42 @@
+"""What a run carries from round to round, and the randomness of a round."""
+
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Int, Key
+
+from fedjax_pfl.engine.scoring import Scored
+from fedjax_pfl.engine.traffic import Traffic
+from fedjax_pfl.method import Diagnostics, State
+
+
+class Run(NamedTuple):
+    """What is carried from round to round.
+
+    Attributes:
+      state: server and clients.
+      post: each client's POST scores, from its last participation that was evaluated; every leaf [N].
+      loss: mean training loss over the participants of the last round that had any; NaN before the first.
+      traffic: communication so far.
+      diagnostics: mean over the same participants of what each says of the method's parts; NaN before the first.
+    """
+
+    state: State
+    post: Scored
+    loss: Float[Array, ""]
+    traffic: Traffic
+    diagnostics: Diagnostics
+
+
+class RoundKeys(NamedTuple):
+    """The randomness of a round; a client's is ``fold_in(clients, id)`` (rule R12)."""
+
+    select: Key[Array, ""]
+    dropout: Key[Array, ""]
+    aggregate: Key[Array, ""]
+    clients: Key[Array, ""]
+
+
+def round_keys(key: Key[Array, ""], t: Int[Array, ""]) -> RoundKeys:
+    """Keys of round t; they depend on nothing but the seed and t."""
+    return RoundKeys(*jax.random.split(jax.random.fold_in(key, t), 4))
