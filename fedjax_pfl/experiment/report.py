@@ -170,17 +170,17 @@ def _runs(runs: _Runs) -> str:
     fields = dict.fromkeys(itertools.chain(*runs.values))
     # What a part has options for is its own affair.
     apart = [name.rpartition(".")[0] for name in OPTIONS_OF if name in fields]
-    rows = []
+    rows, options = [], []
     for run, values in zip(runs.begun, runs.values, strict=True):
         config = flat(run.config.model_dump(mode="json"))
         own = [field for field in config if field.startswith(tuple(f"{part}." for part in apart))]
-        options = "; ".join(f"{field} = {json.dumps(config[field])}" for field in own if field not in fields)
+        said = "; ".join(f"{field} = {json.dumps(config[field])}" for field in own if field not in fields)
+        options += [f"**{', '.join(config[name] for name in OPTIONS_OF if name in fields)}**: {said}"] if said else []
         known = [*(_value(values.get(field)) for field in fields), *(_percent(run, point) for point in POINTS)]
-        known += [_state(run), *([options or NONE] if apart else []), str(run.path)]
-        rows.append(cells_html(map(escape, known), numbers=False))
-    headings = [*fields, *(f"{point.upper()} %" for point in POINTS), "state", *(["options"] if apart else [])]
-    without = {*apart, *fields, *WITHOUT_EFFECT}
-    return table_html([*headings, "directory"], rows, numbers=False) + _config(first, without)
+        rows.append(cells_html(map(escape, [*known, _state(run), str(run.path)]), numbers=False))
+    headings = [*fields, *(f"{point.upper()} %" for point in POINTS), "state", "directory"]
+    table = table_html(headings, rows, numbers=False) + notes_html(dict.fromkeys(options))
+    return table + _config(first, {*apart, *fields, *WITHOUT_EFFECT})
 
 
 def _config(config: Config, without: Collection[str]) -> str:
