@@ -2,7 +2,8 @@
 
     python benchmarks/fedecouple_tables.py table2 --settings cifar10_s20 --seeds 0,1,2
 
-``papers/<paper>.toml`` holds a paper's tables: settings, rows (methods, or the variants of an ablation) and figures;
+``papers/<paper>.toml`` holds a paper's tables: settings, rows (methods, or the variants of an ablation), of which the
+controls stand in every table, and figures;
 ``headline`` says whether these are of the last round or of the best, ``columns`` what they measure (see `COLUMNS`; by
 default the accuracy of the personal models). A cell is one run: a row in a setting with a seed.
 ``results/<name>.json`` is rewritten after every program (the seeds of a row), and a cell in it is run again only if its
@@ -245,7 +246,10 @@ def read_table(path: Path, name: str) -> Table:
     columns = fields.pop("columns", "accuracy")
     allow(f"{name}.columns", [columns], COLUMNS)
     names = COLUMNS[columns].figures
-    rows = {key: Row(**row) for key, row in fields.pop("rows", paper.get("methods", {})).items()}
+    own, controls = fields.pop("rows", paper.get("methods", {})), paper.get("controls", {})
+    wanted = fields.pop("controls", list(controls))
+    allow(f"{name}.controls", wanted, controls)
+    rows = {key: Row(**row) for key, row in ({key: controls[key] for key in wanted if key not in own} | own).items()}
     reference = fields.pop("reference", paper.get("reference", list(rows)[-1]))
     allow(f"{name}.reference", [reference], rows)
     settings = {key: Setting(**setting) for key, setting in fields.pop("settings").items()}

@@ -384,6 +384,58 @@ def test_a_table_may_have_rows_of_its_own(paper, fake):
     assert rows(markdown("mine"), "mild")[0][1:3] == ["—", "**65.00**"]
 
 
+CONTROLS = """
+[controls.local]
+label = "on its own"
+point = "pre"
+overrides = ["method.name=local"]
+[controls.fedavg]
+label = "FedAvg, before training"
+point = "pre"
+overrides = ["method.name=fedavg"]
+"""
+
+
+def test_controls_come_before_the_rows_of_every_table_but_where_it_has_them_itself(paper):
+    own = {name: list(tables.read_table(paper, name).rows) for name in ("table1", "table2")}
+    with paper.open("a") as file:
+        file.write(CONTROLS)
+    assert list(tables.read_table(paper, "table2").rows) == ["local", "fedavg", *own["table2"]]
+    table = tables.read_table(paper, "table1")
+    assert list(table.rows) == own["table1"]
+    assert table.rows["local"].label != "on its own"
+    assert table.reference == own["table1"][-1]
+
+
+def test_a_table_may_choose_its_controls(paper):
+    title = 'title = "Table II: rows of its own"\n'
+    text = paper.read_text() + CONTROLS
+    for chosen in (["fedavg"], []):
+        paper.write_text(text.replace(title, f"{title}controls = {json.dumps(chosen)}\n"))
+        assert list(tables.read_table(paper, "table2").rows) == [*chosen, "mild"]
+    paper.write_text(text.replace(title, f'{title}controls = ["ditto"]\n'))
+    with pytest.raises(ConfigError, match=r"table2\.controls.*ditto.*local, fedavg"):
+        tables.read_table(paper, "table2")
+
+
+SYSTEMS = ("fedecouple", "fedfcd", "pgfedsplit", "fedcpd", "pfedcspc")
+
+
+@pytest.mark.parametrize("path", [path for path in PAPERS if path.stem in SYSTEMS], ids=lambda path: path.stem)
+def test_personal_models_stand_beside_local_fine_tuning_and_the_method_without_collaboration(path):
+    seen = set()
+    for name, fields in tomllib.loads(path.read_text(encoding="utf-8"))["tables"].items():
+        table = tables.read_table(path, name)
+        overrides = [row.overrides for row in table.rows.values()]
+        wanted = "method.name=local", "method.name=fedavg_ft", "participation.collaborate=false"
+        found = [any(value in given for given in overrides) for value in wanted]
+        assert all(found) or fields.get("controls") == [], name
+        # Only a search on validation samples, or of a global model, which Local does not have, goes without.
+        assert fields.get("controls") != [] or name == "tuning" or table.columns == "global", name
+        seen.add(all(found))
+    assert True in seen
+
+
 def test_a_setting_may_change_a_row(paper, fake):
     label = 'label = "3 clients"\n'
     paper.write_text(paper.read_text().replace(label, label + 'row_overrides.fedprox = ["method.mu=0.7"]\n'))
@@ -654,8 +706,8 @@ def test_what_belongs_to_no_row_is_an_error(paper, what):
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
 def test_every_cell_of_every_paper_has_a_config_of_its_own(path):
-    used = set()
-    for name in tomllib.loads(path.read_text(encoding="utf-8"))["tables"]:
+    used, paper = set(), tomllib.loads(path.read_text(encoding="utf-8"))
+    for name in paper["tables"]:
         table = tables.read_table(path, name)
         used.add(tables.ROOT / table.config)
         assert {row.point for row in table.rows.values()} <= {"pre", "post"}, name
@@ -665,8 +717,10 @@ def test_every_cell_of_every_paper_has_a_config_of_its_own(path):
             config = load_config(tables.ROOT / table.config, tables.cell_overrides(table, cell, options))
             # One run may stand for two rows at two points: pFedCSPC's FedAvg with and without local adaptation.
             twin = cells.setdefault((config.model_dump_json(), table.rows[cell[1]].point), cell)
-            # Rows of FedeCouple's Table IX are the same run by our reading, as its comment says.
-            assert twin == cell or (path.stem, name) == ("fedecouple", "table9"), (name, twin, cell)
+            # Rows of FedeCouple's Table IX are the same run by our reading, as its comment says. A control is one run
+            # for settings that differ in the method's options.
+            same = twin == cell or (path.stem, name) == ("fedecouple", "table9")
+            assert same or twin[1] == cell[1] in paper.get("controls", {}), (name, twin, cell)
     # A config per experiment: none is left over.
     assert used >= set((tables.ROOT / "configs" / path.stem).glob("*.toml"))
 
