@@ -2,15 +2,14 @@
 
     python benchmarks/fedecouple_tables.py table2 --settings cifar10_s20 --seeds 0,1,2
 
-``papers/<paper>.toml`` holds a paper's tables: settings, rows (methods, or the variants of an ablation), of which the
-controls stand in every table, and figures;
-``headline`` says whether these are of the last round or of the best, ``columns`` what they measure (see `COLUMNS`; by
-default the accuracy of the personal models). A cell is one run: a row in a setting with a seed.
-``results/<name>.json`` is rewritten after every program (the seeds of a row), and a cell in it is run again only if its
-resolved config has changed: a table can be filled by several calls, one after the other or, with other rows, side by
-side. With ``--work FOLDER``, runs leave checkpoints there, and a call that was stopped goes on in the midst of its
-runs, to the bit. A change of the code goes unnoticed; take another ``--name`` after one. ``results/<name>.md`` shows
-all cells that there are.
+``papers/<paper>.toml`` holds a paper's tables: settings, rows (methods, or the variants of an ablation) and figures.
+``[controls]`` are rows of every table, or those that its ``controls`` name. ``headline`` says whether figures are of
+the last round or of the best, ``columns`` what they measure (see `COLUMNS`; by default the accuracy of the personal
+models). A cell is one run: a row in a setting with a seed. ``results/<name>.json`` is rewritten after every program
+(the seeds of a row), and a cell in it is run again only if its resolved config has changed: a table can be filled by
+several calls, one after the other or, with other rows, side by side. With ``--work FOLDER``, runs leave checkpoints
+there, and a call that was stopped goes on in the midst of its runs, to the bit. A change of the code goes unnoticed;
+take another ``--name`` after one. ``results/<name>.md`` shows all cells that there are.
 """
 
 import argparse
