@@ -180,6 +180,10 @@ CASES += [
     *(Case("fedecouple", "cnn3", precision=name, overrides=_FIVE) for name in _FLOPS if name != "float32"),
     *(Case("fedrep", "mlp", runs=runs) for runs in (1, 24)),
     Case("fedavg", "cnn2", runs=24),
+    # What a GPU multiplies in by default.
+    *(Case(method, "cnn2", precision="tensorfloat32") for method in _ALL.split() if method != "fedavg"),
+    Case("pfedcspc", "cnn_proj", precision="tensorfloat32"),
+    Case("fedecouple", "cnn3", precision="tensorfloat32", runs=24, overrides=_FIVE),
 ]
 
 
@@ -294,9 +298,13 @@ def main() -> None:
     rows: dict[str, Any] = {}
     if options.json and options.json.exists():
         rows = json.loads(options.json.read_text(encoding="utf-8"))["rows"]
+    # A TPU has no tensorfloat32.
+    gpus = [name for name in targets if TARGETS[name].backend == "gpu"]
     names = [str(options.config)] if options.config else options.cases.split(",") if options.cases else list(by_name)
     failed = False
     for name, target, part in itertools.product(names, targets, parts):
+        if name in by_name and by_name[name].precision == "tensorfloat32" and target not in gpus:
+            continue
         label = f"{name} {target} {part}"
         if label not in rows or options.again:
             what = (

@@ -125,8 +125,33 @@ class ClientData(NamedTuple):
     def take(self, positions: Int[Array, " batch"], valid: Bool[Array, " batch"]) -> Batch:
         """The samples at the given positions of this client's list; where not valid, padding."""
         rows = self.index[jnp.where(valid, positions, 0)]
-        x = self.x[rows] if self.augmentation is None else self.augmentation(self.x[rows], positions)
-        return Batch(x, self.y[rows], valid.astype(jnp.float32))
+        return Batch(self._read(rows, positions), self.y[rows], valid.astype(jnp.float32))
+
+    def _read(self, rows: Int[Array, " batch"], positions: Int[Array, " batch"]) -> Shaped[Array, "batch ..."]:
+        return self.x[rows] if self.augmentation is None else self.augmentation(self.x[rows], positions)
+
+    def batches(self, order: Int[Array, " capacity"], batch_size: int) -> Callable[[Int[Array, ""]], Batch]:
+        """Number of a batch -> so many of the client's samples in a row, in this order; where they end, padding.
+
+        What the batches of an epoch are is looked up once for all, and not with a kernel in every step.
+
+        Args:
+          order: positions of this client's list; the first ``count`` of them mean anything.
+          batch_size: samples per batch, at most the capacity.
+        """
+        slots = jnp.arange(math.ceil(self.capacity / batch_size) * batch_size)
+        valid = slots < self.count
+        positions = order[jnp.where(valid, slots, 0)]
+        rows = self.index[jnp.where(valid, positions, 0)]
+        listed = rows, positions, self.y[rows]
+
+        def batch(number: Int[Array, ""]) -> Batch:
+            begin = number * batch_size
+            rows, positions, y = (lax.dynamic_slice_in_dim(column, begin, batch_size) for column in listed)
+            mask = (begin + jnp.arange(batch_size) < self.count).astype(jnp.float32)
+            return Batch(self._read(rows, positions), y, mask)
+
+        return batch
 
     def in_epoch(self, key: Key[Array, ""]) -> "ClientData":
         """The client as an epoch of training with this key sees it."""

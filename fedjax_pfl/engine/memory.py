@@ -26,6 +26,8 @@ _COMPILER_BYTES_PER_OPERATION = 150_000
 # What compilers plan for a client, of what a trace keeps alive (fitted to `benchmarks/results/accelerators.json`; a
 # CPU's is taken to be as a GPU's).
 _PLANNED = {"cpu": 1.4, "gpu": 1.4, "tpu": 1.6}
+# On a GPU whose products are faster than in float32, where patches are for several columns (`models/conv.py`).
+_PLANNED_WIDE = 1.05
 # Operations from element to element, or to another order of them, whose result may take the place of an operand.
 _IN_PLACE = {"add", "add_any", "div", "integer_pow", "max", "min", "mul", "neg", "select_n", "square", "sub"}
 _IN_PLACE |= {"abs", "clamp", "exp", "log", "logistic", "pow", "rsqrt", "sign", "sqrt", "tanh"}
@@ -124,7 +126,13 @@ class Memory(NamedTuple):
 
 
 def survey(
-    engine: Engine, key: Key[Array, ""], data: Federation, backend: str | None = None, *, on_host: bool = False
+    engine: Engine,
+    key: Key[Array, ""],
+    data: Federation,
+    backend: str | None = None,
+    *,
+    precision: str = "float32",
+    on_host: bool = False,
 ) -> tuple[Memory, Exchange]:
     """What a run will hold and exchange, from one trace of a client's part in a round (no compilation).
 
@@ -133,6 +141,7 @@ def survey(
       key: any.
       data: the federation.
       backend: what the run is for; this process's own unless given.
+      precision: of its products.
       on_host: whether the states of clients are held by the host, and only those of who works by a device.
     """
     method = engine.method
@@ -159,9 +168,10 @@ def survey(
     mailed = states if method.dispatch is not None else 0
     scored = 2 * engine.cohort_size * size(client) if on_host else mailed
     held = 0 if on_host and backend != "cpu" else states
+    planned = _PLANNED_WIDE if backend == "gpu" and precision != "float32" else _PLANNED.get(backend, 1.0)
     memory = Memory(
         resident=samples + size(server) + held,
-        per_client=round(_PLANNED.get(backend, 1.0) * max(training, scoring + size(client))),
+        per_client=round(planned * max(training, scoring + size(client))),
         participants=engine.cohort_size,
         exchanged=exchanged,
         scored=scored,

@@ -349,7 +349,10 @@ def lay_out(
         _check_offloaded(engine)
     # As it is compiled: a coefficient that is 0 in some of the runs has its term, with what that says, in all of them.
     surveyed = make_engine(first, data, rows[0].inputs)
-    memory, exchange = survey(surveyed, jax.random.key(0), federations[0], hardware.backend, on_host=on_host)
+    precision = precision_of(first, hardware.backend)
+    memory, exchange = survey(
+        surveyed, jax.random.key(0), federations[0], hardware.backend, precision=precision, on_host=on_host
+    )
     names = exchange.diagnostics
     if first.run.diagnostics and exchange.comes_back:
         names += (UPDATE_COSINE,)
@@ -382,7 +385,6 @@ def lay_out(
                 row._replace(clients=jax.tree.map(lambda leaf, at=at: leaf[at], tables)) for at, row in enumerate(rows)
             ]
         rows, samples = _replicate((rows, samples), engine.placement)
-    precision = precision_of(first, hardware.backend)
     return Program(
         configs, data, engine, over, runs_on, manifests, holdings, memory, exchange, samples, rows, order, precision
     )

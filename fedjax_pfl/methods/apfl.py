@@ -81,7 +81,7 @@ def apfl(
         start = (view, optimizer.init(view)), (v, optimizer.init(v)), a, Progress.none()
         (w, _), (v, _), a, progress = train.over_batches(now, step, start, data)
         own = Client(v, a if adaptive else None)
-        return Update(own, w, progress.info, diagnostics={"alpha": a} if adaptive else None)
+        return Update(own, w, train.info(progress, data), diagnostics={"alpha": a} if adaptive else None)
 
     def share(client: Client) -> Float[Array, ""]:
         return jnp.asarray(alpha, jnp.float32) if client.alpha is None else client.alpha

@@ -52,7 +52,7 @@ def ditto(
             return ce if is_off(lam) else ce + proximal(params, view, lam)
 
         branch = base.local(now, view, (), data)
-        personal, _ = train(now, loss, client, data, epochs=personal_epochs)
+        personal, _ = train(now, loss, client, data, epochs=personal_epochs, record=False)
         return branch._replace(client=personal)
 
     def personal(view: Params, client: Params) -> Params:

@@ -87,7 +87,7 @@ def fedcrl_approx(
         optimizer = train.optimizer(now.t, params)
         start = params, optimizer.init(params), (Progress.none(),) * 3
         params, _, progress = train.over_batches(now, step, start, data)
-        info, (ce, _), (contrast, _) = (each.info for each in progress)
+        info, (ce, _), (contrast, _) = (train.info(each, data) for each in progress)
         contrasted = jnp.any(prototypes.valid & (data.class_counts > 0))
         share = jnp.where(contrasted, contrast / (contrast + ce + 1e-12), client.share)
         own = Client(params, share if weigh_by_loss else client.share)

@@ -81,7 +81,7 @@ def pfedme(
         begin = view, view, optimizer.init(view), Progress.none()
         w, theta, _, progress = train.over_batches(now, step, begin, data, steps=local_steps)
         own = jax.tree.map(lambda new, old: jnp.where(progress.steps > 0, new, old), theta, client)
-        return Update(own, w, progress.info)
+        return Update(own, w, train.info(progress, data))
 
     def aggregate(
         now: Round, server: Params, clients: Params, uploads: Params, cohort: Cohort

@@ -18,10 +18,12 @@ contraction is a channel-last convolution or a matrix product:
   directions take :class:`FourierConv`'s way on a CPU, with a quarter to a seventh of the multiplications.
 
 Under ``vmap`` with one kernel per client the convolutions would become grouped convolutions, slow on a CPU; there and
-on a GPU they turn into patches and one batched matrix product instead. On a TPU, patches would be padded from a few
-channels to 128 lanes: its compiler favours the grouped convolutions, by 4 to 48 times, in all three directions. A
-kernel shared by all clients stays one large convolution. `benchmarks/conv.py` measures all of this against autodiff of
-``lax.conv``, `benchmarks/lowerings.py` has the compilers' estimates.
+on a GPU they turn into patches and one batched matrix product instead. A GPU whose products are faster than its memory
+takes one patch for several output columns, with the kernels of all of them side by side: 2.5 times fewer bytes for four
+columns under a 5x5 kernel. On a TPU, patches would be padded from a few channels to 128 lanes: its compiler favours the
+grouped convolutions, by 4 to 48 times, in all three directions. A kernel shared by all clients stays one large
+convolution. `benchmarks/conv.py` measures all of this against autodiff of ``lax.conv``, `benchmarks/lowerings.py` has
+the compilers' estimates.
 """
 
 import functools
@@ -54,6 +56,9 @@ _LANES = 16
 _BLOCK = 4
 # Images times outputs from which on these blocks are faster than the convolution (measured).
 _FASTER_BY_BLOCKS = 300
+# What a GPU does in the time in which it reads a number, or between two launches, by the figures of an H200.
+_PRODUCTS_PER_NUMBER = 120  # multiplications and additions in tensorfloat32
+_LAUNCH = 4_000_000  # numbers read
 
 
 def conv2d(x: Images, kernel: Kernel, *, strides: tuple[int, int] = (1, 1), padding: Padding = "VALID") -> Maps:
@@ -245,6 +250,79 @@ def _kernel_gradient_by_patches(
     return jnp.einsum("bhwt,bhwo->to", patches, dy).reshape(*size, x.shape[-1], dy.shape[-1])
 
 
+def _columns(rows: int, width: int, kernel: tuple[int, ...], strides: tuple[int, int]) -> int:
+    """How many output columns a GPU computes from one patch: what takes the least time, by estimate.
+
+    A patch under several columns is written and read once for all of them; products with the zeros of the wider kernel
+    are the price. In float32, where products take longer than reading, it is not worth it.
+
+    Args:
+      rows: of all images of all clients, after the convolution.
+      width: columns of each.
+      kernel: kh, kw, inputs, outputs.
+      strides: vertical and horizontal step.
+    """
+    kh, kw, inputs, outputs = kernel
+    # JAX adds the attribute when it starts.
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if strides[1] > 1 or precision in ("float32", "highest"):
+        return 1
+
+    def cost(columns: int) -> float:
+        """In numbers that are read meanwhile: the patches, their three products, and making the wider kernel."""
+        patch = kh * (columns + kw - 1) * inputs
+        patches = rows * width // columns * patch
+        product = max(patches + rows * width * outputs, patches * columns * outputs / _PRODUCTS_PER_NUMBER)
+        making = 2 * _LAUNCH if columns > 1 else 0
+        return float(max(patches, _LAUNCH) + 3 * max(product, _LAUNCH) + making)
+
+    return min((columns for columns in range(1, width + 1) if width % columns == 0), key=cost)
+
+
+def _wide(kernel: Kernel, columns: int) -> Float[Array, "kh reach inputs columns_outputs"]:
+    """The kernel of as many neighbouring output columns, each of which has channels of its own."""
+    zero, outputs = jnp.zeros((), kernel.dtype), kernel.shape[3]
+
+    def placed(column: int) -> Array:
+        right = columns - 1 - column
+        return lax.pad(kernel, zero, ((0, 0, 0), (column, right, 0), (0, 0, 0), (column * outputs, right * outputs, 0)))
+
+    # A sum, and not a concatenation, is one kernel.
+    return functools.reduce(jnp.add, map(placed, range(columns)))
+
+
+def _blocks(dy: Maps, columns: int) -> Float[Array, "batch height blocks columns_outputs"]:
+    """As many neighbouring columns as one, with channels of their own."""
+    return dy.reshape(*dy.shape[:2], dy.shape[2] // columns, -1)
+
+
+def _output_by_wide_patches(clients: int, x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads) -> Maps:
+    left = (pixels + sum(pad) - size for pixels, pad, size in zip(x.shape[1:3], pads, kernel.shape[:2], strict=True))
+    height, width = (pixels // stride + 1 for pixels, stride in zip(left, strides, strict=True))
+    columns = _columns(clients * len(x) * height, width, kernel.shape, strides)
+    y = _output_by_patches(x, _wide(kernel, columns), (strides[0], columns * strides[1]), pads)
+    return y.reshape(len(x), height, width, -1)
+
+
+def _kernel_gradient_by_wide_patches(
+    clients: int, x: Images, dy: Maps, strides: tuple[int, int], pads: Pads, size: tuple[int, int]
+) -> Kernel:
+    (batch, height, width, outputs), (kh, kw) = dy.shape, size
+    columns = _columns(clients * batch * height, width, (kh, kw, x.shape[-1], outputs), strides)
+    by = strides[0], columns * strides[1]
+    wide = _kernel_gradient_by_patches(x, _blocks(dy, columns), by, pads, (kh, kw + columns - 1))
+    parts = (wide[:, i : i + kw, :, i * outputs : (i + 1) * outputs] for i in range(columns))
+    return functools.reduce(jnp.add, parts)
+
+
+def _input_gradient_by_wide_patches(
+    clients: int, dy: Maps, kernel: Kernel, pixels: tuple[int, int], strides: tuple[int, int], pads: Pads
+) -> Images:
+    batch, height, width, _ = dy.shape
+    columns = _columns(clients * batch * height, width, kernel.shape, strides)
+    return _overlap_add(_blocks(dy, columns), _wide(kernel, columns), pixels, (strides[0], columns * strides[1]), pads)
+
+
 def _kernel_gradient_by_blocks(x: Images, dy: Maps, pads: Pads, size: tuple[int, int]) -> Kernel:
     """Image by image, blocks of output columns times the input columns under them.
 
@@ -290,16 +368,18 @@ def _output_op(strides: tuple[int, int], pads: Pads) -> Callable[[Images, Kernel
     batched = custom_vmap(one_client)
 
     @batched.def_vmap
-    def over_clients(size: int, is_batched: list[bool], x: Array, kernel: Array) -> tuple[Array, bool]:
+    def over_clients(clients: int, is_batched: list[bool], x: Array, kernel: Array) -> tuple[Array, bool]:
         if not is_batched[1]:  # one kernel for all: the clients' images are one large batch
             y = conv2d(x.reshape(-1, *x.shape[2:]), kernel, strides=strides, padding=pads)
-            return y.reshape(size, -1, *y.shape[1:]), True
+            return y.reshape(clients, -1, *y.shape[1:]), True
         axes = (0 if is_batched[0] else None, 0)
 
         def by(way: Callable[..., Maps]) -> Callable[[Array, Array], Array]:
             return jax.vmap(lambda x, kernel: way(x, kernel, strides, pads), axes)
 
-        return lax.platform_dependent(x, kernel, tpu=by(_direct), default=by(_output_by_patches)), True
+        wide = functools.partial(_output_by_wide_patches, clients)
+        by_platform = {"cpu": by(_output_by_patches), "tpu": by(_direct), "default": by(wide)}
+        return lax.platform_dependent(x, kernel, **by_platform), True
 
     return batched
 
@@ -328,7 +408,7 @@ def _kernel_gradient_op(
     batched = custom_vmap(one_client)
 
     @batched.def_vmap
-    def over_clients(_: int, is_batched: list[bool], x: Array, dy: Array) -> tuple[Array, bool]:
+    def over_clients(clients: int, is_batched: list[bool], x: Array, dy: Array) -> tuple[Array, bool]:
         axes = tuple(0 if flag else None for flag in is_batched)
 
         def direct(x: Images, dy: Maps) -> Kernel:
@@ -338,7 +418,11 @@ def _kernel_gradient_op(
         def by_patches(x: Images, dy: Maps) -> Kernel:
             return _kernel_gradient_by_patches(x, dy, strides, pads, size)
 
-        by_platform = {"tpu": jax.vmap(direct, axes), "default": jax.vmap(by_patches, axes)}
+        def by_wide_patches(x: Images, dy: Maps) -> Kernel:
+            return _kernel_gradient_by_wide_patches(clients, x, dy, strides, pads, size)
+
+        ways = {"cpu": by_patches, "tpu": direct, "default": by_wide_patches}
+        by_platform = {platform: jax.vmap(way, axes) for platform, way in ways.items()}
         return lax.platform_dependent(x, dy, **by_platform), True
 
     return batched
@@ -358,14 +442,19 @@ def _input_gradient_op(
     batched = custom_vmap(one_client)
 
     @batched.def_vmap
-    def over_clients(_: int, is_batched: list[bool], dy: Array, kernel: Array) -> tuple[Array, bool]:
+    def over_clients(clients: int, is_batched: list[bool], dy: Array, kernel: Array) -> tuple[Array, bool]:
         axes = tuple(0 if flag else None for flag in is_batched)
 
         def direct(dy: Maps, kernel: Kernel) -> Images:
             x = jax.ShapeDtypeStruct((len(dy), *pixels, kernel.shape[2]), dy.dtype)
             return jax.linear_transpose(lambda x: _direct(x, kernel, strides, pads), x)(dy)[0]
 
-        return lax.platform_dependent(dy, kernel, tpu=jax.vmap(direct, axes), default=jax.vmap(spatial, axes)), True
+        def wide(dy: Maps, kernel: Kernel) -> Images:
+            return _input_gradient_by_wide_patches(clients, dy, kernel, pixels, strides, pads)
+
+        ways = {"cpu": spatial, "tpu": direct, "default": wide}
+        by_platform = {platform: jax.vmap(way, axes) for platform, way in ways.items()}
+        return lax.platform_dependent(dy, kernel, **by_platform), True
 
     return batched
 

@@ -51,6 +51,8 @@ def finetune(
         head = train_head(now, model, train, params["head"], cached, phase="finetune", epochs=epochs, lr=lr)
         return {**params, "head": head}
     if scope == "extractor":
-        theta, _ = train(now, extractor_loss, params["extractor"], data, phase="finetune", epochs=epochs, lr=lr)
+        theta, _ = train(
+            now, extractor_loss, params["extractor"], data, phase="finetune", epochs=epochs, lr=lr, record=False
+        )
         return {**params, "extractor": theta}
-    return train(now, full_loss, params, data, phase="finetune", epochs=epochs, lr=lr)[0]
+    return train(now, full_loss, params, data, phase="finetune", epochs=epochs, lr=lr, record=False)[0]

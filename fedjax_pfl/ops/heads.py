@@ -37,4 +37,4 @@ def train_head(
         del key
         return cross_entropy(model.classify(phi, batch.x), batch.y, batch.mask)
 
-    return train(now, loss, head, features, phase=phase, epochs=epochs, lr=lr)[0]
+    return train(now, loss, head, features, phase=phase, epochs=epochs, lr=lr, record=False)[0]

@@ -43,6 +43,11 @@ def permutation(key: Key[Array, ""], count: Count, capacity: int) -> Int[Array, 
     return jnp.argsort(jnp.where(jnp.arange(capacity) < count, draws, jnp.inf))
 
 
+def _batches(samples: Count, batch_size: int, width: int, drop_last: bool) -> Count:
+    """The number of batches in an epoch over so many samples."""
+    return samples // batch_size if drop_last else (samples + width - 1) // width
+
+
 def scan_batches(
     key: Key[Array, ""],
     step: Callable[[Carry, Batch, Key[Array, ""]], Carry],
@@ -71,10 +76,7 @@ def scan_batches(
     assert (epochs is None) != (steps is None), "either epochs or steps"
     width = min(batch_size, data.capacity)
 
-    def batches(samples: Count) -> Count:
-        return samples // batch_size if drop_last else (samples + width - 1) // width
-
-    in_epoch = batches(data.count)
+    in_epoch = _batches(data.count, batch_size, width, drop_last)
     # With a bound of its own, each of several clients side by side would make the loop carry all of them through a
     # choice in every pass, and hide the number of passes from the compiler.
     side_by_side = data.most is not None and steps is None
@@ -87,11 +89,10 @@ def scan_batches(
         key_order, key_steps = jax.random.split(key_epoch)
         seen = data.in_epoch(phase_key(key_epoch, "augment"))
         order = permutation(key_order, data.count, data.capacity)
+        batch_at = seen.batches(order, width)
 
         def batch_step(number: Int[Array, ""], carry: Carry) -> Carry:
-            slots = number * width + jnp.arange(width)
-            valid = slots < data.count
-            batch = seen.take(order[jnp.where(valid, slots, 0)], valid)
+            batch = batch_at(number)
             key_step = jax.random.fold_in(key_steps, number)
             with within_step(lambda: phase_key(key_step, "dropout")):
                 new = step(carry, batch, key_step)
@@ -99,39 +100,32 @@ def scan_batches(
                 return new
             return jax.tree.map(lambda new, old: jnp.where(number < in_epoch, new, old), new, carry)
 
+        longest = _batches(data.longest, batch_size, width, drop_last)
         left = in_epoch if steps is None else jnp.minimum(in_epoch, steps - number * in_epoch)
-        return lax.fori_loop(0, batches(data.longest) if side_by_side else left, batch_step, carry)
+        return lax.fori_loop(0, longest if side_by_side else left, batch_step, carry)
 
     return lax.fori_loop(0, epochs, epoch, carry)
 
 
 class Progress(NamedTuple):
-    """What a fold over mini-batches has gone through so far: what `TrainInfo` is made of.
+    """What a fold over mini-batches has gone through so far; `Trainer.info` says what that was on average.
 
     Attributes:
       total: sum of the losses, each times the samples of its batch.
-      samples: number of these samples.
       steps: number of batches.
     """
 
     total: Float[Array, ""]
-    samples: Float[Array, ""]
     steps: Int[Array, ""]
 
     @classmethod
     def none(cls) -> "Progress":
         """Before the first batch."""
-        return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
+        return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
     def after(self, loss: Float[Array, ""], batch: Batch) -> "Progress":
         """With one more batch, of this mean loss."""
-        size = jnp.sum(batch.mask)
-        return Progress(self.total + size * loss, self.samples + size, self.steps + 1)
-
-    @property
-    def info(self) -> TrainInfo:
-        """Mean loss and number of steps; 0 without samples."""
-        return TrainInfo(self.total / jnp.maximum(self.samples, 1.0), self.steps)
+        return Progress(self.total + jnp.sum(batch.mask) * loss, self.steps + 1)
 
 
 @dataclass(frozen=True)
@@ -175,6 +169,7 @@ class Trainer:
         epochs: int | Int[Array, ""] | None = None,
         steps: int | Int[Array, ""] | None = None,
         lr: Scalar | None = None,
+        record: bool = True,
     ) -> tuple[Params, TrainInfo]:
         """Trains ``params`` on one client's samples.
 
@@ -187,9 +182,12 @@ class Trainer:
           epochs: instead of the configured number.
           steps: a number of steps instead, through as many epochs as they take.
           lr: instead of the configured rate; decays alike.
+          record: whether the loss is recorded. What nobody reads would still take kernels in every step on an
+            accelerator.
 
         Returns:
-          The trained params, and the mean loss and number of steps. A client without samples returns its input.
+          The trained params, and the mean loss (nan where it is not recorded) and number of steps. A client without
+          samples returns its input.
         """
         optimizer = self.optimizer(now.t, params, lr=lr)
 
@@ -197,11 +195,22 @@ class Trainer:
             params, opt_state, progress = carry
             value, gradient = jax.value_and_grad(loss)(params, batch, key)
             updates, opt_state = optimizer.update(gradient, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, progress.after(value, batch)
+            progress = progress.after(value, batch) if record else progress._replace(steps=progress.steps + 1)
+            return optax.apply_updates(params, updates), opt_state, progress
 
         start = params, optimizer.init(params), Progress.none()
         params, _, progress = self.over_batches(now, step, start, data, phase=phase, epochs=epochs, steps=steps)
-        return params, progress.info
+        info = self.info(progress, data)
+        return params, info if record else info._replace(loss=jnp.nan * info.loss)
+
+    def info(self, progress: Progress, data: ClientData) -> TrainInfo:
+        """What so many steps over a client's mini-batches were on average: mean loss, 0 without samples, and steps."""
+        width = min(self.batch_size, data.capacity)
+        in_epoch = _batches(data.count, self.batch_size, width, self.drop_last)
+        samples_in_epoch = in_epoch * width if self.drop_last else data.count
+        epochs, left = jnp.divmod(progress.steps, jnp.maximum(in_epoch, 1))
+        samples = epochs * samples_in_epoch + jnp.minimum(left * width, samples_in_epoch)
+        return TrainInfo(progress.total / jnp.maximum(samples.astype(jnp.float32), 1.0), progress.steps)
 
     def over_batches(
         self,

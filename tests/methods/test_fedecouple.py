@@ -344,10 +344,14 @@ def test_heads_on_cached_features_are_those_on_features_computed_for_every_batch
 
     def uncached(features, data, **options):
         class Uncached(type(data)):
-            def take(self, positions, valid):
-                calls.append(positions)
-                batch = data.take(positions, valid)
-                return batch._replace(x=features(batch.x))
+            def batches(self, order, batch_size):
+                calls.append(order)
+                stored = data.batches(order, batch_size)
+
+                def batch(number):
+                    return stored(number)._replace(x=features(stored(number).x))
+
+                return batch
 
         return Uncached(*cache_features(features, data, **options))
 

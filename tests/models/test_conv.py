@@ -179,6 +179,51 @@ def test_the_same_inside_a_loop_side_by_side():
     assert not np.allclose(both(x, start)[0], start, rtol=1e-3)
 
 
+# --- What a GPU takes in the place of a patch for each output column -------------------------------------------------
+
+
+@pytest.fixture
+def columns_on_a_gpu(monkeypatch):
+    """Makes this CPU run what is chosen for a GPU, small as it is, and lists how many columns a patch is for."""
+    chosen, choose = [], conv._columns
+    monkeypatch.setattr(conv, "_LAUNCH", 0)
+    monkeypatch.setattr(conv, "_columns", lambda *shapes: chosen.append(choose(*shapes)) or chosen[-1])
+    monkeypatch.setattr(lax, "platform_dependent", lambda *operands, default, **_: default(*operands))
+    return chosen
+
+
+@pytest.mark.parametrize(("image", "size", "strides", "padding"), CASES)
+def test_a_gpus_wide_patches_are_the_same(image, size, strides, padding, columns_on_a_gpu):
+    settings = {"strides": strides, "padding": padding}
+    x, kernel = draw(3, 2, *image), draw(3, *size, image[-1], 7, seed=1)
+    ways = [jax.vmap(functools.partial(way, **settings)) for way in (conv2d, reference)]
+    weight = draw(*jax.eval_shape(ways[1], x, kernel).shape, seed=2)
+    near(*jax.jit(lambda *operands: [value_and_gradients(way, *operands) for way in ways])(x, kernel, weight))
+    assert len(set(columns_on_a_gpu)) == 1, "forward and backward share their patches"
+    assert (columns_on_a_gpu[0] > 1) == (strides[1] == 1 and size[1] > 1)
+    assert weight.shape[3] % columns_on_a_gpu[0] == 0
+
+
+@pytest.mark.parametrize(("precision", "platform", "patch"), [
+    ("tensorfloat32", "cuda", 5 * (7 + 4) * 3),
+    ("bfloat16", "cuda", 5 * (7 + 4) * 3),
+    ("float32", "cuda", 5 * 5 * 3),
+    ("tensorfloat32", "cpu", 5 * 5 * 3),
+])  # fmt: skip
+def test_patches_are_wide_where_a_gpus_products_are_fast(precision, platform, patch):
+    """The first layer of `cnn2`, 20 clients with batches of 10."""
+    x, kernel = jnp.zeros((20, 10, 32, 32, 3)), jnp.zeros((20, 5, 5, 3, 32))
+    with jax.default_matmul_precision(precision):
+        lowered = jax.jit(jax.vmap(conv2d)).trace(x, kernel).lower(lowering_platforms=(platform,))
+    assert f"x{patch}xf32" in lowered.as_text()
+
+
+def test_patches_are_narrow_where_a_launch_takes_longer_than_they_do():
+    shape = 28, (5, 5, 3, 16), (1, 1)
+    assert conv._columns(20 * 10 * 28, *shape) > 1
+    assert conv._columns(28, *shape) == 1
+
+
 # --- What a TPU takes in the place of patches and slices -------------------------------------------------------------
 
 

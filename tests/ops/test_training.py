@@ -12,7 +12,7 @@ import pytest
 from fedjax_pfl.data.federated import client_data, pack
 from fedjax_pfl.method import Round
 from fedjax_pfl.ops.losses import cross_entropy, masked_mean
-from fedjax_pfl.ops.training import Trainer, cache_features, permutation, phase_key, scan_batches
+from fedjax_pfl.ops.training import Progress, Trainer, cache_features, permutation, phase_key, scan_batches
 from tests import generator
 from tests.reference import batches, held, sgd
 
@@ -224,6 +224,43 @@ def test_the_reported_loss_is_the_mean_over_samples_before_each_step():
     _, info = train_static(0, T0, {"lr": 0.05})
     assert len(losses) == 33
     assert float(info.loss) == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_mean_is_over_the_samples_that_so_many_steps_have_seen(count, drop_last):
+    trainer, data = Trainer(batch_size=BATCH, drop_last=drop_last), numbered(count, 10)
+
+    def step(carry, batch, key):
+        progress, total, samples = carry
+        loss = jax.random.uniform(key)
+        size = jnp.sum(batch.mask)
+        return progress.after(loss, batch), total + size * loss, samples + size
+
+    @jax.jit
+    def both(steps):
+        begin = Progress.none(), jnp.zeros(()), jnp.zeros(())
+        progress, total, samples = trainer.over_batches(Round(KEY, T0), step, begin, data, steps=steps)
+        return trainer.info(progress, data), total / jnp.maximum(samples, 1.0)
+
+    for steps in (0, 1, 2, 3, 4, 7):
+        info, expected = both(jnp.int32(steps))
+        assert float(info.loss) == float(expected)
+        in_epoch = count // BATCH if drop_last else -(-count // BATCH)
+        assert int(info.steps) == (steps if in_epoch else 0)
+
+
+def test_training_without_a_record_is_the_same_and_says_nothing_of_the_loss():
+    trainer = Trainer(epochs=3, batch_size=4, lr=0.05)
+
+    def trained(record):
+        return jax.jit(lambda: trainer(Round(KEY, T0), squared_error, start(), data_of(0), record=record))()
+
+    (params, info), (expected, recorded) = trained(False), trained(True)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), params, expected)
+    assert int(info.steps) == int(recorded.steps) == 9
+    assert np.isnan(info.loss)
+    assert np.isfinite(recorded.loss)
 
 
 def test_clients_of_one_and_of_no_samples():

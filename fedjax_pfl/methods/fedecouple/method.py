@@ -120,7 +120,9 @@ def fedecouple(
         extractor = (view if global_extractor else mine)["extractor"]
         if frozen_head_epochs > 0:
             frozen = loss_under(view["head"])
-            extractor, _ = train(now, frozen, extractor, data, phase="frozen head", epochs=frozen_head_epochs)
+            extractor, _ = train(
+                now, frozen, extractor, data, phase="frozen head", epochs=frozen_head_epochs, record=False
+            )
         extractor, info = train(now, loss_under(head), extractor, data)
         terms = {} if is_off(mu) else {"anchors": part(1)}
         said |= train.gradient_ratios(now, part(0), terms, extractor, data)

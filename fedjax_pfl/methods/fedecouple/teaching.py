@@ -68,9 +68,11 @@ class Teaching(NamedTuple):
             return loss(Heads(personal, heads.teacher), batch, key)
 
         if self.teacher == "adapted":
-            heads, _ = train(now, loss, heads, features, phase="head", epochs=self.epochs)
+            heads, _ = train(now, loss, heads, features, phase="head", epochs=self.epochs, record=False)
         else:
-            head, _ = train(now, fixed_teacher_loss, heads.personal, features, phase="head", epochs=self.epochs)
+            head, _ = train(
+                now, fixed_teacher_loss, heads.personal, features, phase="head", epochs=self.epochs, record=False
+            )
             heads = heads._replace(personal=head)
 
         def part(number: int) -> Loss[Params]:

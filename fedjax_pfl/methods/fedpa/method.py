@@ -124,7 +124,7 @@ def fedpa(
         start = view.params, optimizer.init(view.params), Progress.none(), *nothing
         params, _, progress, sums, counts = train.over_batches(now, step, start, data, steps=steps)
         upload = Upload(params, PerClass(counts, class_means(sums, counts).mean))
-        return Update(client, upload, progress.info, post=(view._replace(params=params), client))
+        return Update(client, upload, train.info(progress, data), post=(view._replace(params=params), client))
 
     def aggregate(
         now: Round, server: Server, clients: PyTree, uploads: Upload, cohort: Cohort
