@@ -72,6 +72,15 @@ def test_only_where_devices_share_the_hosts_memory_does_the_process_count(model,
     assert on_gpu.total(chunk=5) == on_gpu.resident + 5 * on_gpu.per_client + on_gpu.exchanged
 
 
+def test_patches_for_several_columns_are_announced_smaller(model, trainer, federation):
+    engine, key = Engine(METHODS["fedrep"](model, trainer), 7), jax.random.key(0)
+    exact, fast = (
+        survey(engine, key, federation, "gpu", precision=precision)[0] for precision in ("float32", "tensorfloat32")
+    )
+    assert fast.per_client == pytest.approx(0.75 * exact.per_client, rel=1e-3)
+    assert fast._replace(per_client=exact.per_client) == exact
+
+
 def test_blocks_of_features_are_half_as_large_where_clients_run_side_by_side(model, trainer):
     x, y = np.zeros((600, 4, 4, 1), np.uint8), np.zeros(600, np.int32)
     tables = pack([np.arange(300), np.arange(300, 600)], y, 3)
