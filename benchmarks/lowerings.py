@@ -27,7 +27,7 @@ from hlo import estimate, parse
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from fedjax_pfl.models import conv
+from fedjax_pfl.models import patches
 
 CLIENTS = 20
 Ways = dict[str, dict[str, Callable]]
@@ -46,7 +46,7 @@ def ways(layer: Layer) -> Ways:
 
     def back(x: jax.Array, kernel: jax.Array, dy: jax.Array) -> jax.Array:
         del x
-        return conv._overlap_add(dy, kernel, pixels, (1, 1), pads)
+        return patches.input_gradient(dy, kernel, pixels, (1, 1), pads)
 
     def dilated(x: jax.Array) -> jax.Array:
         highest = lax.Precision.HIGHEST  # a sum of one pixel and zeros
@@ -65,12 +65,12 @@ def ways(layer: Layer) -> Ways:
 
     return {
         "output": {
-            "slices": lambda x, kernel, dy: conv._output_by_patches(x, kernel, (1, 1), pads),
+            "slices": lambda x, kernel, dy: patches.output(x, kernel, (1, 1), pads),
             "patches": output_by_dilated,
             "grouped": lambda x, kernel, dy: direct(x, kernel, padding=pads),
         },
         "kernel gradient": {
-            "slices": lambda x, kernel, dy: conv._kernel_gradient_by_patches(x, dy, (1, 1), pads, size),
+            "slices": lambda x, kernel, dy: patches.kernel_gradient(x, dy, (1, 1), pads, size),
             "patches": kernel_by_dilated,
             "grouped": pull(1),
         },

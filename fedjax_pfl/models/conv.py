@@ -27,6 +27,7 @@ the compilers' estimates.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -36,13 +37,11 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
+from fedjax_pfl.models import patches
 from fedjax_pfl.models.fourier_conv import FourierConv, is_faster_than_direct
+from fedjax_pfl.models.patches import Images, Kernel, Maps, Pads, pad
 
 Padding = Literal["SAME", "VALID"] | Sequence[tuple[int, int]]
-Pads = tuple[tuple[int, int], tuple[int, int]]
-Images = Float[Array, "batch height width inputs"]
-Maps = Float[Array, "batch height2 width2 outputs"]
-Kernel = Float[Array, "kh kw inputs outputs"]
 Pooled = Float[Array, "batch height2 width2 inputs"]
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
@@ -56,9 +55,6 @@ _LANES = 16
 _BLOCK = 4
 # Images times outputs from which on these blocks are faster than the convolution (measured).
 _FASTER_BY_BLOCKS = 300
-# What a GPU does in the time in which it reads a number, or between two launches, by the figures of an H200.
-_PRODUCTS_PER_NUMBER = 120  # multiplications and additions in tensorfloat32
-_LAUNCH = 4_000_000  # numbers read
 
 
 def conv2d(x: Images, kernel: Kernel, *, strides: tuple[int, int] = (1, 1), padding: Padding = "VALID") -> Maps:
@@ -181,25 +177,6 @@ def _input_gradient_backward(
 _input_gradient.defvjp(_input_gradient_forward, _input_gradient_backward)
 
 
-def _pad(x: Images, pads: Pads) -> Float[Array, "batch padded_height padded_width inputs"]:
-    return jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(sum(pads, ())) else x
-
-
-def _patches(x: Images, size: tuple[int, int], strides: tuple[int, int], pads: Pads) -> Float[Array, "batch h w taps"]:
-    """The receptive field of every output pixel, its kh x kw x inputs values in the kernel's order."""
-    x = _pad(x, pads)
-    height = x.shape[1] - size[0] + 1
-    width = x.shape[2] - size[1] + 1
-    taps = [
-        x[:, i : i + height : strides[0], j : j + width : strides[1]] for i in range(size[0]) for j in range(size[1])
-    ]
-    patches = jnp.concatenate(taps, axis=-1)
-    if size == (1, 1) and strides != (1, 1):
-        # XLA's fusion of products aborts on a strided slice within a GPU's (openxla/xla issue 47381).
-        patches = lax.platform_dependent(patches, cpu=lambda x: x, default=lax.optimization_barrier)
-    return patches
-
-
 @functools.cache
 def _fourier(
     x: tuple[int, ...], kernel: tuple[int, ...], dtype: jnp.dtype, strides: tuple[int, int], pads: Pads
@@ -225,10 +202,19 @@ def _on_cpu(special: Callable | None, general: Callable, *operands: Array) -> Ar
     return lax.platform_dependent(*operands, cpu=special, default=general)
 
 
+def _side_by_side(
+    axes: tuple[int | None, ...], operands: tuple[Array, Array], cpu: Callable, tpu: Callable, gpu: Callable
+) -> Array:
+    """The clients' results, each as its platform favours; ``axes`` say which operands differ between clients."""
+    ways = {"cpu": cpu, "tpu": tpu, "default": gpu}
+    by_platform: dict[str, Callable] = {platform: jax.vmap(way, axes) for platform, way in ways.items()}
+    return lax.platform_dependent(*operands, **by_platform)
+
+
 def _output_by_rows(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads) -> Maps:
     """Convolves with a kernel of one row, whose input channels are the kh rows of the original."""
     kh, kw, inputs, outputs = kernel.shape
-    x = _pad(x, pads)
+    x = pad(x, pads)
     height = x.shape[1] - kh + 1
     rows = jnp.concatenate([x[:, i : i + height : strides[0]] for i in range(kh)], axis=-1)
     kernel = kernel.transpose(1, 0, 2, 3).reshape(1, kw, kh * inputs, outputs)
@@ -236,91 +222,6 @@ def _output_by_rows(x: Images, kernel: Kernel, strides: tuple[int, int], pads: P
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, fill)))
     kernel = jnp.pad(kernel, ((0, 0), (0, 0), (0, fill), (0, 0)))
     return lax.conv_general_dilated(rows, kernel, (1, strides[1]), "VALID", dimension_numbers=_LAYOUT)
-
-
-def _output_by_patches(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads) -> Maps:
-    kh, kw = kernel.shape[:2]
-    return _patches(x, (kh, kw), strides, pads) @ kernel.reshape(-1, kernel.shape[-1])
-
-
-def _kernel_gradient_by_patches(
-    x: Images, dy: Maps, strides: tuple[int, int], pads: Pads, size: tuple[int, int]
-) -> Kernel:
-    patches = _patches(x, size, strides, pads)
-    return jnp.einsum("bhwt,bhwo->to", patches, dy).reshape(*size, x.shape[-1], dy.shape[-1])
-
-
-def _columns(rows: int, width: int, kernel: tuple[int, ...], strides: tuple[int, int]) -> int:
-    """How many output columns a GPU computes from one patch: what takes the least time, by estimate.
-
-    A patch under several columns is written and read once for all of them; products with the zeros of the wider kernel
-    are the price. In float32, where products take longer than reading, it is not worth it.
-
-    Args:
-      rows: of all images of all clients, after the convolution.
-      width: columns of each.
-      kernel: kh, kw, inputs, outputs.
-      strides: vertical and horizontal step.
-    """
-    kh, kw, inputs, outputs = kernel
-    # JAX adds the attribute when it starts.
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if strides[1] > 1 or precision in ("float32", "highest"):
-        return 1
-
-    def cost(columns: int) -> float:
-        """In numbers that are read meanwhile: the patches, their three products, and making the wider kernel."""
-        patch = kh * (columns + kw - 1) * inputs
-        patches = rows * width // columns * patch
-        product = max(patches + rows * width * outputs, patches * columns * outputs / _PRODUCTS_PER_NUMBER)
-        making = 2 * _LAUNCH if columns > 1 else 0
-        return float(max(patches, _LAUNCH) + 3 * max(product, _LAUNCH) + making)
-
-    return min((columns for columns in range(1, width + 1) if width % columns == 0), key=cost)
-
-
-def _wide(kernel: Kernel, columns: int) -> Float[Array, "kh reach inputs columns_outputs"]:
-    """The kernel of as many neighbouring output columns, each of which has channels of its own."""
-    zero, outputs = jnp.zeros((), kernel.dtype), kernel.shape[3]
-
-    def placed(column: int) -> Array:
-        right = columns - 1 - column
-        return lax.pad(kernel, zero, ((0, 0, 0), (column, right, 0), (0, 0, 0), (column * outputs, right * outputs, 0)))
-
-    # A sum, and not a concatenation, is one kernel.
-    return functools.reduce(jnp.add, map(placed, range(columns)))
-
-
-def _blocks(dy: Maps, columns: int) -> Float[Array, "batch height blocks columns_outputs"]:
-    """As many neighbouring columns as one, with channels of their own."""
-    return dy.reshape(*dy.shape[:2], dy.shape[2] // columns, -1)
-
-
-def _output_by_wide_patches(clients: int, x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads) -> Maps:
-    left = (pixels + sum(pad) - size for pixels, pad, size in zip(x.shape[1:3], pads, kernel.shape[:2], strict=True))
-    height, width = (pixels // stride + 1 for pixels, stride in zip(left, strides, strict=True))
-    columns = _columns(clients * len(x) * height, width, kernel.shape, strides)
-    y = _output_by_patches(x, _wide(kernel, columns), (strides[0], columns * strides[1]), pads)
-    return y.reshape(len(x), height, width, -1)
-
-
-def _kernel_gradient_by_wide_patches(
-    clients: int, x: Images, dy: Maps, strides: tuple[int, int], pads: Pads, size: tuple[int, int]
-) -> Kernel:
-    (batch, height, width, outputs), (kh, kw) = dy.shape, size
-    columns = _columns(clients * batch * height, width, (kh, kw, x.shape[-1], outputs), strides)
-    by = strides[0], columns * strides[1]
-    wide = _kernel_gradient_by_patches(x, _blocks(dy, columns), by, pads, (kh, kw + columns - 1))
-    parts = (wide[:, i : i + kw, :, i * outputs : (i + 1) * outputs] for i in range(columns))
-    return functools.reduce(jnp.add, parts)
-
-
-def _input_gradient_by_wide_patches(
-    clients: int, dy: Maps, kernel: Kernel, pixels: tuple[int, int], strides: tuple[int, int], pads: Pads
-) -> Images:
-    batch, height, width, _ = dy.shape
-    columns = _columns(clients * batch * height, width, kernel.shape, strides)
-    return _overlap_add(_blocks(dy, columns), _wide(kernel, columns), pixels, (strides[0], columns * strides[1]), pads)
 
 
 def _kernel_gradient_by_blocks(x: Images, dy: Maps, pads: Pads, size: tuple[int, int]) -> Kernel:
@@ -335,7 +236,7 @@ def _kernel_gradient_by_blocks(x: Images, dy: Maps, pads: Pads, size: tuple[int,
     # The columns under a block begin with its own and reach into the next ones.
     reach = _BLOCK + kw - 1
     parts = -(-reach // _BLOCK)
-    x = _pad(x, pads)
+    x = pad(x, pads)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, (blocks + parts - 1) * _BLOCK - x.shape[2]), (0, 0)))
 
     def add(pairs: Array, image: tuple[Array, Array]) -> tuple[Array, None]:
@@ -356,7 +257,7 @@ def _kernel_gradient_by_blocks(x: Images, dy: Maps, pads: Pads, size: tuple[int,
 def _output_op(strides: tuple[int, int], pads: Pads) -> Callable[[Images, Kernel], Maps]:
     def spatial(x: Images, kernel: Kernel) -> Maps:
         if kernel.shape[:2] == (1, 1):
-            return _output_by_patches(x, kernel, strides, pads)
+            return patches.output(x, kernel, strides, pads)
         if kernel.shape[2] <= _FEW_CHANNELS:
             return _output_by_rows(x, kernel, strides, pads)
         return _direct(x, kernel, strides, pads)
@@ -374,12 +275,17 @@ def _output_op(strides: tuple[int, int], pads: Pads) -> Callable[[Images, Kernel
             return y.reshape(clients, -1, *y.shape[1:]), True
         axes = (0 if is_batched[0] else None, 0)
 
-        def by(way: Callable[..., Maps]) -> Callable[[Array, Array], Array]:
-            return jax.vmap(lambda x, kernel: way(x, kernel, strides, pads), axes)
+        def direct(x: Images, kernel: Kernel) -> Maps:
+            return _direct(x, kernel, strides, pads)
 
-        wide = functools.partial(_output_by_wide_patches, clients)
-        by_platform = {"cpu": by(_output_by_patches), "tpu": by(_direct), "default": by(wide)}
-        return lax.platform_dependent(x, kernel, **by_platform), True
+        def by_patches(x: Images, kernel: Kernel, columns: int = 1) -> Maps:
+            return patches.output(x, kernel, strides, pads, columns=columns)
+
+        *rows, width, _ = jax.eval_shape(jax.vmap(direct, axes), x, kernel).shape
+        columns = patches.columns_on_a_gpu(math.prod(rows), width, kernel.shape[1:], strides)
+        return _side_by_side(
+            axes, (x, kernel), by_patches, direct, functools.partial(by_patches, columns=columns)
+        ), True
 
     return batched
 
@@ -390,7 +296,7 @@ def _kernel_gradient_op(
 ) -> Callable[[Images, Maps], Kernel]:
     def spatial(x: Images, dy: Maps) -> Kernel:
         if strides != (1, 1) or size == (1, 1):
-            return _kernel_gradient_by_patches(x, dy, strides, pads, size)
+            return patches.kernel_gradient(x, dy, strides, pads, size)
         outputs = dy.shape[-1]
         dy = jnp.pad(dy, ((0, 0), (0, 0), (0, 0), (0, max(0, _LANES - outputs))))
         d_kernel = lax.conv_general_dilated(
@@ -415,15 +321,13 @@ def _kernel_gradient_op(
             kernel = jax.ShapeDtypeStruct((*size, x.shape[-1], dy.shape[-1]), x.dtype)
             return jax.linear_transpose(lambda kernel: _direct(x, kernel, strides, pads), kernel)(dy)[0]
 
-        def by_patches(x: Images, dy: Maps) -> Kernel:
-            return _kernel_gradient_by_patches(x, dy, strides, pads, size)
+        def by_patches(x: Images, dy: Maps, columns: int = 1) -> Kernel:
+            return patches.kernel_gradient(x, dy, strides, pads, size, columns=columns)
 
-        def by_wide_patches(x: Images, dy: Maps) -> Kernel:
-            return _kernel_gradient_by_wide_patches(clients, x, dy, strides, pads, size)
-
-        ways = {"cpu": by_patches, "tpu": direct, "default": by_wide_patches}
-        by_platform = {platform: jax.vmap(way, axes) for platform, way in ways.items()}
-        return lax.platform_dependent(x, dy, **by_platform), True
+        *rows, width, outputs = dy.shape[-4:]
+        kernel = *size, x.shape[-1], outputs
+        columns = patches.columns_on_a_gpu(clients * math.prod(rows), width, kernel, strides)
+        return _side_by_side(axes, (x, dy), by_patches, direct, functools.partial(by_patches, columns=columns)), True
 
     return batched
 
@@ -433,7 +337,7 @@ def _input_gradient_op(
     strides: tuple[int, int], pads: Pads, pixels: tuple[int, int]
 ) -> Callable[[Maps, Kernel], Images]:
     def spatial(dy: Maps, kernel: Kernel) -> Images:
-        return _overlap_add(dy, kernel, pixels, strides, pads)
+        return patches.input_gradient(dy, kernel, pixels, strides, pads)
 
     def one_client(dy: Maps, kernel: Kernel) -> Images:
         fourier = _fourier((dy.shape[0], *pixels), kernel.shape, dy.dtype, strides, pads)
@@ -449,29 +353,12 @@ def _input_gradient_op(
             x = jax.ShapeDtypeStruct((len(dy), *pixels, kernel.shape[2]), dy.dtype)
             return jax.linear_transpose(lambda x: _direct(x, kernel, strides, pads), x)(dy)[0]
 
-        def wide(dy: Maps, kernel: Kernel) -> Images:
-            return _input_gradient_by_wide_patches(clients, dy, kernel, pixels, strides, pads)
+        def by_patches(dy: Maps, kernel: Kernel, columns: int = 1) -> Images:
+            return patches.input_gradient(dy, kernel, pixels, strides, pads, columns=columns)
 
-        ways = {"cpu": spatial, "tpu": direct, "default": wide}
-        by_platform = {platform: jax.vmap(way, axes) for platform, way in ways.items()}
-        return lax.platform_dependent(dy, kernel, **by_platform), True
+        *rows, width, _ = dy.shape[-4:]
+        columns = patches.columns_on_a_gpu(clients * math.prod(rows), width, kernel.shape[-4:], strides)
+        wide = functools.partial(by_patches, columns=columns)
+        return _side_by_side(axes, (dy, kernel), by_patches, direct, wide), True
 
     return batched
-
-
-def _overlap_add(dy: Maps, kernel: Kernel, pixels: tuple[int, int], strides: tuple[int, int], pads: Pads) -> Images:
-    """Adds each output pixel's gradient back to the input pixels of its receptive field."""
-    kh, kw, inputs, outputs = kernel.shape
-    (top, bottom), (left, right) = pads
-    height, width = pixels[0] + top + bottom, pixels[1] + left + right
-    columns = dy @ kernel.reshape(-1, outputs).T
-    reach = [(n - 1) * stride + 1 for n, stride in zip(dy.shape[1:3], strides, strict=True)]
-    zero = jnp.zeros((), dy.dtype)
-    dx = jnp.zeros((dy.shape[0], height, width, inputs), dy.dtype)
-    for i in range(kh):
-        for j in range(kw):
-            tap = columns[..., (i * kw + j) * inputs :][..., :inputs]
-            vertical = (i, height - reach[0] - i, strides[0] - 1)
-            horizontal = (j, width - reach[1] - j, strides[1] - 1)
-            dx = dx + lax.pad(tap, zero, ((0, 0, 0), vertical, horizontal, (0, 0, 0)))
-    return dx[:, top : height - bottom, left : width - right]

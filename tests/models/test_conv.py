@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedjax_pfl.models import conv
+from fedjax_pfl.models import conv, patches
 from fedjax_pfl.models.conv import conv2d, max_pool2x2, max_pool3x3
 
 
@@ -185,9 +185,9 @@ def test_the_same_inside_a_loop_side_by_side():
 @pytest.fixture
 def columns_on_a_gpu(monkeypatch):
     """Makes this CPU run what is chosen for a GPU, small as it is, and lists how many columns a patch is for."""
-    chosen, choose = [], conv._columns
-    monkeypatch.setattr(conv, "_LAUNCH", 0)
-    monkeypatch.setattr(conv, "_columns", lambda *shapes: chosen.append(choose(*shapes)) or chosen[-1])
+    chosen, choose = [], patches.columns_on_a_gpu
+    monkeypatch.setattr(patches, "_LAUNCH", 0)
+    monkeypatch.setattr(patches, "columns_on_a_gpu", lambda *shapes: chosen.append(choose(*shapes)) or chosen[-1])
     monkeypatch.setattr(lax, "platform_dependent", lambda *operands, default, **_: default(*operands))
     return chosen
 
@@ -220,8 +220,8 @@ def test_patches_are_wide_where_a_gpus_products_are_fast(precision, platform, pa
 
 def test_patches_are_narrow_where_a_launch_takes_longer_than_they_do():
     shape = 28, (5, 5, 3, 16), (1, 1)
-    assert conv._columns(20 * 10 * 28, *shape) > 1
-    assert conv._columns(28, *shape) == 1
+    assert patches.columns_on_a_gpu(20 * 10 * 28, *shape) > 1
+    assert patches.columns_on_a_gpu(28, *shape) == 1
 
 
 # --- What a TPU takes in the place of patches and slices -------------------------------------------------------------

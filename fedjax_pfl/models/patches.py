@@ -1,0 +1,131 @@
+"""Convolutions as matrix products of patches, the receptive fields of the output pixels, in all three directions.
+
+A patch may be for several neighbouring output columns, each of which has channels of its own: then it is written and
+read once for all of them, and the price are products with the zeros of a kernel that holds theirs side by side.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+Pads = tuple[tuple[int, int], tuple[int, int]]
+Images = Float[Array, "batch height width inputs"]
+Maps = Float[Array, "batch height2 width2 outputs"]
+Kernel = Float[Array, "kh kw inputs outputs"]
+
+# What a GPU does in the time in which it reads a number, or between two launches, by the figures of an H200.
+_PRODUCTS_PER_NUMBER = 120  # multiplications and additions in tensorfloat32
+_LAUNCH = 4_000_000  # numbers read
+
+
+def columns_on_a_gpu(rows: int, width: int, kernel: tuple[int, ...], strides: tuple[int, int]) -> int:
+    """How many output columns a GPU computes from one patch: what takes the least time, by estimate.
+
+    A patch under several columns is written and read once for all of them; products with the zeros of the wider kernel
+    are the price. In float32, where products take longer than reading, it is not worth it.
+
+    Args:
+      rows: of all images of all clients, after the convolution.
+      width: columns of each.
+      kernel: kh, kw, inputs, outputs.
+      strides: vertical and horizontal step.
+    """
+    kh, kw, inputs, outputs = kernel
+    # JAX adds the attribute when it starts.
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if strides[1] > 1 or precision in ("float32", "highest"):
+        return 1
+
+    def cost(columns: int) -> float:
+        """In numbers that are read meanwhile: the patches, their three products, and making the wider kernel."""
+        patch = kh * (columns + kw - 1) * inputs
+        patches = rows * width // columns * patch
+        product = max(patches + rows * width * outputs, patches * columns * outputs / _PRODUCTS_PER_NUMBER)
+        making = 2 * _LAUNCH if columns > 1 else 0
+        return float(max(patches, _LAUNCH) + 3 * max(product, _LAUNCH) + making)
+
+    return min((columns for columns in range(1, width + 1) if width % columns == 0), key=cost)
+
+
+def output(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads, *, columns: int = 1) -> Maps:
+    """The convolution, with a patch for so many output columns, which divide their number; the other two likewise."""
+    wide = _wide(kernel, columns)
+    kh, reach, _, outputs = wide.shape
+    y = _patches(x, (kh, reach), (strides[0], columns * strides[1]), pads) @ wide.reshape(-1, outputs)
+    return y.reshape(*y.shape[:2], y.shape[2] * columns, -1)
+
+
+def kernel_gradient(
+    x: Images, dy: Maps, strides: tuple[int, int], pads: Pads, size: tuple[int, int], *, columns: int = 1
+) -> Kernel:
+    """The gradient of a kernel of this size: patches times the cotangent."""
+    (kh, kw), outputs = size, dy.shape[-1]
+    reach = kw + columns - 1
+    patches = _patches(x, (kh, reach), (strides[0], columns * strides[1]), pads)
+    wide = jnp.einsum("bhwt,bhwo->to", patches, _together(dy, columns))
+    wide = wide.reshape(kh, reach, x.shape[-1], columns * outputs)
+    parts = [wide[:, i : i + kw, :, i * outputs : (i + 1) * outputs] for i in range(columns)]
+    return functools.reduce(jnp.add, parts)
+
+
+def input_gradient(
+    dy: Maps, kernel: Kernel, pixels: tuple[int, int], strides: tuple[int, int], pads: Pads, *, columns: int = 1
+) -> Images:
+    """The gradient of images of so many pixels: each output pixel's is added back to those of its receptive field."""
+    kernel, dy, strides = _wide(kernel, columns), _together(dy, columns), (strides[0], columns * strides[1])
+    kh, kw, inputs, outputs = kernel.shape
+    (top, bottom), (left, right) = pads
+    height, width = pixels[0] + top + bottom, pixels[1] + left + right
+    fields = dy @ kernel.reshape(-1, outputs).T
+    reach = [(n - 1) * stride + 1 for n, stride in zip(dy.shape[1:3], strides, strict=True)]
+    zero = jnp.zeros((), dy.dtype)
+    dx = jnp.zeros((dy.shape[0], height, width, inputs), dy.dtype)
+    for i in range(kh):
+        for j in range(kw):
+            tap = fields[..., (i * kw + j) * inputs :][..., :inputs]
+            vertical = (i, height - reach[0] - i, strides[0] - 1)
+            horizontal = (j, width - reach[1] - j, strides[1] - 1)
+            dx = dx + lax.pad(tap, zero, ((0, 0, 0), vertical, horizontal, (0, 0, 0)))
+    return dx[:, top : height - bottom, left : width - right]
+
+
+def pad(x: Images, pads: Pads) -> Float[Array, "batch padded_height padded_width inputs"]:
+    """The images with a border of zeros."""
+    return jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(sum(pads, ())) else x
+
+
+def _patches(x: Images, size: tuple[int, int], strides: tuple[int, int], pads: Pads) -> Float[Array, "batch h w taps"]:
+    """The receptive field of every output pixel, its kh x kw x inputs values in the kernel's order."""
+    x = pad(x, pads)
+    height = x.shape[1] - size[0] + 1
+    width = x.shape[2] - size[1] + 1
+    taps = [
+        x[:, i : i + height : strides[0], j : j + width : strides[1]] for i in range(size[0]) for j in range(size[1])
+    ]
+    patches = jnp.concatenate(taps, axis=-1)
+    if size == (1, 1) and strides != (1, 1):
+        # XLA's fusion of products aborts on a strided slice within a GPU's (openxla/xla issue 47381).
+        patches = lax.platform_dependent(patches, cpu=lambda x: x, default=lax.optimization_barrier)
+    return patches
+
+
+def _wide(kernel: Kernel, columns: int) -> Float[Array, "kh reach inputs columns_outputs"]:
+    """The kernel of as many neighbouring output columns, each of which has channels of its own."""
+    if columns == 1:
+        return kernel
+    zero, outputs = jnp.zeros((), kernel.dtype), kernel.shape[3]
+
+    def placed(column: int) -> Array:
+        right = columns - 1 - column
+        return lax.pad(kernel, zero, ((0, 0, 0), (column, right, 0), (0, 0, 0), (column * outputs, right * outputs, 0)))
+
+    # A sum, and not a concatenation, is one kernel.
+    return functools.reduce(jnp.add, map(placed, range(columns)))
+
+
+def _together(dy: Maps, columns: int) -> Float[Array, "batch height blocks columns_outputs"]:
+    """As many neighbouring columns as one, with channels of their own."""
+    return dy.reshape(*dy.shape[:2], dy.shape[2] // columns, -1)
