@@ -298,13 +298,11 @@ def main() -> None:
     rows: dict[str, Any] = {}
     if options.json and options.json.exists():
         rows = json.loads(options.json.read_text(encoding="utf-8"))["rows"]
-    # A TPU has no tensorfloat32.
-    gpus = [name for name in targets if TARGETS[name].backend == "gpu"]
     names = [str(options.config)] if options.config else options.cases.split(",") if options.cases else list(by_name)
     failed = False
     for name, target, part in itertools.product(names, targets, parts):
-        if name in by_name and by_name[name].precision == "tensorfloat32" and target not in gpus:
-            continue
+        if TARGETS[target].backend == "tpu" and name in by_name and by_name[name].precision == "tensorfloat32":
+            continue  # which a TPU does not have
         label = f"{name} {target} {part}"
         if label not in rows or options.again:
             what = (

@@ -26,7 +26,7 @@ _COMPILER_BYTES_PER_OPERATION = 150_000
 # What compilers plan for a client, of what a trace keeps alive (fitted to `benchmarks/results/accelerators.json`; a
 # CPU's is taken to be as a GPU's).
 _PLANNED = {"cpu": 1.4, "gpu": 1.4, "tpu": 1.6}
-# On a GPU whose products are faster than in float32, where patches are for several columns (`models/conv.py`).
+# On a GPU whose products are faster than in float32, where patches are for several columns (`models/patches.py`).
 _PLANNED_WIDE = 1.05
 # Operations from element to element, or to another order of them, whose result may take the place of an operand.
 _IN_PLACE = {"add", "add_any", "div", "integer_pow", "max", "min", "mul", "neg", "select_n", "square", "sub"}

@@ -336,12 +336,12 @@ def _kernel_gradient_op(
 def _input_gradient_op(
     strides: tuple[int, int], pads: Pads, pixels: tuple[int, int]
 ) -> Callable[[Maps, Kernel], Images]:
-    def spatial(dy: Maps, kernel: Kernel) -> Images:
-        return patches.input_gradient(dy, kernel, pixels, strides, pads)
+    def by_patches(dy: Maps, kernel: Kernel, columns: int = 1) -> Images:
+        return patches.input_gradient(dy, kernel, pixels, strides, pads, columns=columns)
 
     def one_client(dy: Maps, kernel: Kernel) -> Images:
         fourier = _fourier((dy.shape[0], *pixels), kernel.shape, dy.dtype, strides, pads)
-        return _on_cpu(fourier.input_gradient if fourier else None, spatial, dy, kernel)
+        return _on_cpu(fourier.input_gradient if fourier else None, by_patches, dy, kernel)
 
     batched = custom_vmap(one_client)
 
@@ -352,9 +352,6 @@ def _input_gradient_op(
         def direct(dy: Maps, kernel: Kernel) -> Images:
             x = jax.ShapeDtypeStruct((len(dy), *pixels, kernel.shape[2]), dy.dtype)
             return jax.linear_transpose(lambda x: _direct(x, kernel, strides, pads), x)(dy)[0]
-
-        def by_patches(dy: Maps, kernel: Kernel, columns: int = 1) -> Images:
-            return patches.input_gradient(dy, kernel, pixels, strides, pads, columns=columns)
 
         *rows, width, _ = dy.shape[-4:]
         columns = patches.columns_on_a_gpu(clients * math.prod(rows), width, kernel.shape[-4:], strides)
