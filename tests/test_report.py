@@ -407,6 +407,18 @@ def test_runs_that_are_alike_are_told_apart_by_their_folders_and_none_counts_twi
     assert differences(gather([paths[0], paths[0]])) == [{}]
 
 
+def test_a_run_that_is_there_twice_leaves_its_other_seeds_only_once(tmp_path):
+    first, copy = (write(tmp_path / name, config()) for name in "ab")
+    other = write(tmp_path / "c", config(seed=1))
+    assert differences(gather([first, copy, other])) == [
+        {"run.seed": 0},
+        {"run.seed": 0, "run.out": str(copy)},
+        {"run.seed": 1},
+    ]
+    combinations = Page(report_html([first, copy, other])).numbers["combinations"]
+    assert [of["runs"] for of in combinations] == [[0, 2], [1]]
+
+
 def test_the_command_writes_the_file_and_replaces_none_unasked(folder, tmp_path):
     out = tmp_path / "new" / "report.html"
     said = CliRunner().invoke(

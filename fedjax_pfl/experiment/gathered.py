@@ -9,6 +9,7 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.record import FREE, Begun, read_begun, run_directories
 from fedjax_pfl.experiment.summary import flat
+from fedjax_pfl.experiment.tables import without_seed
 
 OPTIONS_OF = ("method.name", "model.name", "data.partition.kind")
 """The fields that name a part, whose options stand beside the name."""
@@ -56,15 +57,23 @@ def differences(runs: Sequence[Begun]) -> list[dict[str, Any]]:
     """What tells runs apart: for each, the fields that differ between them, with its values.
 
     Options of a method are among them where they differ between runs of that method; those of models and partitions
-    likewise. Runs that are alike in all fields are told apart by their directories.
+    likewise. Runs that are alike in all fields are told apart by their directories; but the first of them stays with
+    the other seeds of its combination, if there are any.
     """
     tables = [_fields(run.config) for run in runs]
     fields = dict.fromkeys(["method.name", *itertools.chain(*tables)])
     differing = [field for field in fields if _differs(field, tables)]
     found = [{field: table[field] for field in differing if field in table} for table in tables]
+    combinations = [without_seed(values) for values in found]
+
+    def needs_its_directory(number: int) -> bool:
+        copies = found.count(found[number])
+        stays = found.index(found[number]) == number and combinations.count(combinations[number]) > copies
+        return copies > 1 and not stays
+
     return [
-        {**values, "run.out": str(run.path)} if found.count(values) > 1 else values
-        for run, values in zip(runs, found, strict=True)
+        {**values, "run.out": str(run.path)} if needs_its_directory(number) else values
+        for number, (run, values) in enumerate(zip(runs, found, strict=True))
     ]
 
 
