@@ -106,7 +106,7 @@ class Calibrator:
             epochs = jnp.minimum(self.epochs_per_drop, self.epochs - number * self.epochs_per_drop)
             rate = lr * 0.1 ** number.astype(jnp.float32)
             turn = Round(jax.random.fold_in(now.key, number), now.t)
-            return train(turn, partial(loss, eta=self.eta), trained, data, epochs=epochs, lr=rate)[0]
+            return train(turn, partial(loss, eta=self.eta), trained, data, epochs=epochs, lr=rate, record=False)[0]
 
         heads = params["extractor"]["projection"], params["head"]
         drops = math.ceil(self.epochs / self.epochs_per_drop)
