@@ -49,8 +49,10 @@ if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0":
     # Of what is left, the emitters of fused operations take a third, splitting programs this small over threads a
     # tenth, moving operations out of loops a twentieth, and noting the lines of code that they come from a seventh.
     loops = "while-loop-invariant-code-motion,while-loop-constant-sinking"
-    faster = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    flags, given = f"{faster} --xla_disable_hlo_passes={loops}", os.environ.get("XLA_FLAGS", "")
+    flags = f"--xla_cpu_parallel_codegen_split_count=1 --xla_disable_hlo_passes={loops}"
+    if jax.__version_info__ < (0, 11, 1):  # later ones always use the emitters, and end the process over the flag
+        flags = f"--xla_cpu_use_fusion_emitters=false {flags}"
+    given = os.environ.get("XLA_FLAGS", "")
     if flags not in given:  # workers of xdist get them from the first process; twice would be other programs
         os.environ["XLA_FLAGS"] = f"{given} {flags}"
     jax.config.update("jax_traceback_in_locations_limit", 0)

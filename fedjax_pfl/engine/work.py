@@ -90,8 +90,7 @@ def _equation(eqn: JaxprEqn, known: Known) -> tuple[Work, Known]:
     if name == "while":
         return _while(params, known), unknown
     if name == "scan":
-        consts = params["num_consts"]
-        body = params["jaxpr"]
+        body, consts = params["jaxpr"], _constants_of_scan(eqn)
         inputs = [*known[:consts], *[None] * (len(known) - consts)]
         return _walk(body.jaxpr, [None] * len(body.consts), inputs)[0].times(params["length"]), unknown
     if name == "cond":
@@ -125,6 +124,17 @@ def _while(params: dict[str, Any], known: Known) -> Work:
         if bounds[0] is not None and bounds[1] is not None:
             return step.times(max(0, int(bounds[1]) - int(bounds[0])))
     return step._replace(whole=False)
+
+
+def _constants_of_scan(eqn: JaxprEqn) -> int:
+    """How many of its first inputs every step sees: JAX's versions do not agree on the parameter that says so.
+
+    What is scanned has an axis less in a step, and so have the results of single steps.
+    """
+    body = eqn.params["jaxpr"].jaxpr
+    scanned = sum(len(_shape(at)) > len(_shape(inner)) for at, inner in zip(eqn.invars, body.invars, strict=True))
+    carried = sum(len(_shape(at)) == len(_shape(inner)) for at, inner in zip(eqn.outvars, body.outvars, strict=True))
+    return len(eqn.invars) - scanned - carried
 
 
 def _shape(at: Any) -> tuple[int, ...]:

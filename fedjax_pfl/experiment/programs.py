@@ -582,7 +582,7 @@ def _stack(trees: Sequence[PyTree]) -> Any:
 
 
 def _stack_tables(tables: Sequence[tuple[Clients | None, ...]]) -> Any:
-    """Index tables of several federations on one axis, padded to the largest; padding changes no number."""
+    """Index tables of several federations on one axis, padded to the largest; padding only moves the last bits."""
 
     def stack(parts: Sequence[Clients]) -> Clients:
         rows = max(len(part.count) for part in parts)

@@ -164,7 +164,7 @@ class Trained:
             honest = {"attack.kind": "none", "attack.share": None, "attack.scale": None}
             config = self._config.replace({"training.epochs": epochs, **honest})
             self._newcomers[epochs] = self._compiled(make_engine(config, data).newcomer)
-        # Padding changes no number; with powers of two, most newcomers find a program that is compiled.
+        # Padding changes no number, up to rounding; with powers of two, most newcomers find a program that is compiled.
         capacity = 1 << (len(x) - 1).bit_length()
         more = capacity - len(x)
         train = _table(np.pad(np.arange(len(x)), (0, more)), len(x), np.bincount(y, minlength=data.classes))
