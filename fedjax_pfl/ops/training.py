@@ -16,6 +16,7 @@ from fedjax_pfl.data.federated import Batch, ClientData, Count
 from fedjax_pfl.method import Diagnostics, Round, TrainInfo
 from fedjax_pfl.models.norm import is_statistic
 from fedjax_pfl.models.randomness import within_step
+from fedjax_pfl.ops.packing import pack_small
 
 Carry = TypeVar("Carry")
 Params = TypeVar("Params")
@@ -189,19 +190,21 @@ class Trainer:
           The trained params, and the mean loss (nan where it is not recorded) and number of steps. A client without
           samples returns its input.
         """
-        optimizer = self.optimizer(now.t, params, lr=lr)
+        # The norm that clips is that of the whole tree, summed up array by array.
+        packed, unpack = pack_small(params) if self.clip_norm is None else (params, lambda params: params)
+        optimizer = self.optimizer(now.t, packed, lr=lr)
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
-            params, opt_state, progress = carry
-            value, gradient = jax.value_and_grad(loss)(params, batch, key)
-            updates, opt_state = optimizer.update(gradient, opt_state, params)
+            packed, opt_state, progress = carry
+            value, gradient = jax.value_and_grad(lambda packed: loss(unpack(packed), batch, key))(packed)
+            updates, opt_state = optimizer.update(gradient, opt_state, packed)
             progress = progress.after(value, batch) if record else progress._replace(steps=progress.steps + 1)
-            return optax.apply_updates(params, updates), opt_state, progress
+            return optax.apply_updates(packed, updates), opt_state, progress
 
-        start = params, optimizer.init(params), Progress.none()
-        params, _, progress = self.over_batches(now, step, start, data, phase=phase, epochs=epochs, steps=steps)
+        start = packed, optimizer.init(packed), Progress.none()
+        packed, _, progress = self.over_batches(now, step, start, data, phase=phase, epochs=epochs, steps=steps)
         info = self.info(progress, data)
-        return params, info if record else info._replace(loss=jnp.nan * info.loss)
+        return unpack(packed), info if record else info._replace(loss=jnp.nan * info.loss)
 
     def info(self, progress: Progress, data: ClientData) -> TrainInfo:
         """What so many steps over a client's mini-batches were on average: mean loss, 0 without samples, and steps."""

@@ -1,0 +1,48 @@
+"""Small parameters as one vector while they are trained: on an accelerator every array's update is a kernel of its own.
+
+A kernel that adds 32 numbers to 32 others takes as long as one that adds a million: its launch. The biases, the scales
+of the norms and the small kernels of a network are updated by one.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree
+
+from fedjax_pfl.models.norm import is_statistic
+
+Params = TypeVar("Params")
+_SMALL = 2048  # numbers; larger arrays are updated by the kernel that computes their gradient
+
+
+class Packed(NamedTuple):
+    """The arrays of a tree of parameters.
+
+    Attributes:
+      small: those of at most 2,048 numbers, one after the other.
+      large: the tree with the others, running statistics among them, where they were, and None for the small ones.
+    """
+
+    small: Float[Array, " numbers"]
+    large: PyTree
+
+
+def pack_small(params: Params) -> tuple[Packed, Callable[[Packed], Params]]:
+    """The parameters with the small arrays in one vector, and the function that makes such a thing parameters again."""
+    found, structure = jax.tree.flatten_with_path(params)
+    leaves = [leaf for _, leaf in found]
+    is_small = [
+        leaf.size <= _SMALL and leaf.dtype == jnp.float32 and not is_statistic(path)
+        for path, leaf in ((path, jnp.asarray(leaf)) for path, leaf in found)
+    ]
+    vector, split = ravel_pytree([leaf for leaf, small in zip(leaves, is_small, strict=True) if small])
+    large = structure.unflatten([None if small else leaf for leaf, small in zip(leaves, is_small, strict=True)])
+
+    def unpack(packed: Packed) -> Params:
+        pieces, others = iter(split(packed.small)), iter(jax.tree.leaves(packed.large))
+        return structure.unflatten([next(pieces if small else others) for small in is_small])
+
+    return Packed(vector, large), unpack
