@@ -32,14 +32,12 @@ class Packed(NamedTuple):
 
 def pack_small(params: Params) -> tuple[Packed, Callable[[Packed], Params]]:
     """The parameters with the small arrays in one vector, and the function that makes such a thing parameters again."""
-    found, structure = jax.tree.flatten_with_path(params)
-    leaves = [leaf for _, leaf in found]
-    is_small = [
-        leaf.size <= _SMALL and leaf.dtype == jnp.float32 and not is_statistic(path)
-        for path, leaf in ((path, jnp.asarray(leaf)) for path, leaf in found)
-    ]
-    vector, split = ravel_pytree([leaf for leaf, small in zip(leaves, is_small, strict=True) if small])
-    large = structure.unflatten([None if small else leaf for leaf, small in zip(leaves, is_small, strict=True)])
+    paths, structure = jax.tree.flatten_with_path(params)
+    leaves = [(jnp.asarray(leaf), is_statistic(path)) for path, leaf in paths]
+    is_small = [leaf.size <= _SMALL and leaf.dtype == jnp.float32 and not statistic for leaf, statistic in leaves]
+    chosen = [(leaf, small) for (leaf, _), small in zip(leaves, is_small, strict=True)]
+    vector, split = ravel_pytree([leaf for leaf, small in chosen if small])
+    large = structure.unflatten([None if small else leaf for leaf, small in chosen])
 
     def unpack(packed: Packed) -> Params:
         pieces, others = iter(split(packed.small)), iter(jax.tree.leaves(packed.large))
