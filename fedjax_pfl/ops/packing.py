@@ -15,14 +15,14 @@ from jaxtyping import Array, Float, PyTree
 from fedjax_pfl.models.norm import is_statistic
 
 Params = TypeVar("Params")
-_SMALL = 2048  # numbers; larger arrays are updated by the kernel that computes their gradient
+SMALL = 2048  # numbers; larger arrays are updated by the kernel that computes their gradient
 
 
 class Packed(NamedTuple):
     """The arrays of a tree of parameters.
 
     Attributes:
-      small: those of at most 2,048 numbers, one after the other.
+      small: the small ones, one after the other.
       large: the tree with the others, running statistics among them, where they were, and None for the small ones.
     """
 
@@ -30,17 +30,22 @@ class Packed(NamedTuple):
     large: PyTree
 
 
-def pack_small(params: Params) -> tuple[Packed, Callable[[Packed], Params]]:
-    """The parameters with the small arrays in one vector, and the function that makes such a thing parameters again."""
+def pack(params: Params, *, largest: int = SMALL) -> tuple[Packed, Callable[[Packed], Params]]:
+    """The parameters with the small arrays in one vector, and the function that makes such a thing parameters again.
+
+    Args:
+      params: any tree of arrays.
+      largest: numbers in the largest array that counts as small.
+    """
     paths, structure = jax.tree.flatten_with_path(params)
     leaves = [(jnp.asarray(leaf), is_statistic(path)) for path, leaf in paths]
-    is_small = [leaf.size <= _SMALL and leaf.dtype == jnp.float32 and not statistic for leaf, statistic in leaves]
+    is_small = [leaf.size <= largest and leaf.dtype == jnp.float32 and not statistic for leaf, statistic in leaves]
     chosen = [(leaf, small) for (leaf, _), small in zip(leaves, is_small, strict=True)]
     vector, split = ravel_pytree([leaf for leaf, small in chosen if small])
-    large = structure.unflatten([None if small else leaf for leaf, small in chosen])
+    large = jax.tree.unflatten(structure, [None if small else leaf for leaf, small in chosen])
 
     def unpack(packed: Packed) -> Params:
         pieces, others = iter(split(packed.small)), iter(jax.tree.leaves(packed.large))
-        return structure.unflatten([next(pieces if small else others) for small in is_small])
+        return jax.tree.unflatten(structure, [next(pieces if small else others) for small in is_small])
 
     return Packed(vector, large), unpack

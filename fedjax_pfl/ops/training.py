@@ -16,7 +16,7 @@ from fedjax_pfl.data.federated import Batch, ClientData, Count
 from fedjax_pfl.method import Diagnostics, Round, TrainInfo
 from fedjax_pfl.models.norm import is_statistic
 from fedjax_pfl.models.randomness import within_step
-from fedjax_pfl.ops.packing import pack_small
+from fedjax_pfl.ops.packing import SMALL, pack
 
 Carry = TypeVar("Carry")
 Params = TypeVar("Params")
@@ -191,7 +191,7 @@ class Trainer:
           samples returns its input.
         """
         # The norm that clips is that of the whole tree, summed up array by array.
-        packed, unpack = pack_small(params) if self.clip_norm is None else (params, lambda params: params)
+        packed, unpack = pack(params, largest=SMALL if self.clip_norm is None else 0)
         optimizer = self.optimizer(now.t, packed, lr=lr)
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from fedjax_pfl.models.norm import STATISTICS, is_statistic
-from fedjax_pfl.ops.packing import pack_small
+from fedjax_pfl.ops.packing import pack
 
 STATISTIC = sorted(STATISTICS)[0]
 
@@ -21,7 +21,7 @@ def parameters():
 
 def test_packing_and_unpacking_is_the_identity():
     params = parameters()
-    packed, unpack = pack_small(params)
+    packed, unpack = pack(params)
     assert packed.small.shape == (7 + 15 + 2048 + 1,)
     found = unpack(packed)
     assert jax.tree.structure(found) == jax.tree.structure(params)
@@ -31,14 +31,20 @@ def test_packing_and_unpacking_is_the_identity():
 
 
 def test_large_arrays_and_running_statistics_keep_their_places():
-    large = pack_small(parameters())[0].large
+    large = pack(parameters())[0].large
     kept = {path[-1].key: is_statistic(path) for path, _ in jax.tree.leaves_with_path(large)}
     assert kept == {"large": False, STATISTIC: True, "half": False}
 
 
+def test_what_counts_as_small_can_be_said():
+    packed, unpack = pack(parameters(), largest=0)
+    assert packed.small.size == 0
+    jax.tree.map(np.testing.assert_array_equal, unpack(packed), parameters())
+
+
 def test_nothing_small_and_nothing_at_all():
     for params in ({"kernel": jnp.ones((50, 50))}, {}):
-        packed, unpack = pack_small(params)
+        packed, unpack = pack(params)
         assert packed.small.size == 0
         assert jax.tree.structure(unpack(packed)) == jax.tree.structure(params)
 
@@ -61,7 +67,7 @@ def test_steps_on_the_packed_parameters_are_those_on_the_tree(clip):
             start = optax.apply_updates(start, updates)
         return start
 
-    packed, unpack = pack_small(params)
+    packed, unpack = pack(params)
     found = unpack(steps(packed, lambda packed: loss(unpack(packed))))
     for one, other in zip(*map(jax.tree.leaves, (found, steps(params, loss))), strict=True):
         # Clipping adds the squares up in another order.
