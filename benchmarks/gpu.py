@@ -1,7 +1,7 @@
 """What is to be measured on an accelerator, in one command; it runs anywhere, so that it can be tried on a CPU.
 
     pip install -e ".[bench]"
-    FEDJAX_PFL_DATA=FOLDER python benchmarks/gpu.py --json benchmarks/results/gpu.json [--small]
+    FEDJAX_PFL_DATA=FOLDER python benchmarks/gpu.py --json benchmarks/results/gpu.json --work FOLDER2 [--small]
 
 - ``convolution``: a gradient step of clients side by side: `models/conv.py` against ``lax.conv`` under ``vmap``, which
   becomes a grouped convolution. ``models/conv.py`` is the one place that decides; if another wins, it is to choose.
@@ -10,11 +10,13 @@
   host and device inside a block of rounds: but for its first and last round it gets nothing, and it runs with transfers
   to the host and between devices disallowed.
 - ``precision``: seconds per round and accuracy under each ``run.precision``.
-- ``ten_methods``: 200 rounds of the methods of FedeCouple's Table II, in one call.
 - ``round_time``: `round_time.py` with the PyTorch loop on the same device, for 20 and for 500 clients.
+- ``tables``: the papers' tables that the data at hand allow, at their full length, every row, three seeds side by side;
+  results in ``results/gpu_TABLE.json`` and ``.md``. FOLDER2 holds their runs: a call that was stopped goes on there.
 
-With --small all of them take fewer rounds and clients. FOLDER holds cifar10_20k.npz; without it, images are random and
-accuracies mean nothing.
+With --small all of them take fewer rounds and clients, and the tables' results go to FOLDER2, too. FOLDER holds
+cifar10_20k.npz, and for the tables cifar100_20k.npz and fashion_mnist_70k.npz; without it, images are random,
+accuracies mean nothing, and there are no tables.
 """
 
 import argparse
@@ -32,7 +34,7 @@ import jax
 import numpy as np
 from conv import LAYERS, direct, step_seconds
 
-from fedjax_pfl import Config, compare, load_config, simulate
+from fedjax_pfl import Config, load_config, simulate
 from fedjax_pfl.data.dataset import Dataset, from_arrays
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.build import prepare
@@ -42,7 +44,16 @@ from fedjax_pfl.models.conv import conv2d
 
 HERE = Path(__file__).resolve().parent
 SETTING = HERE.parent / "configs" / "fedecouple" / "table2_weak_pathological.toml"
-TEN = "local,fedavg_ft,fedprox_ft,ditto,lg_fedavg,fedper,fedrep,fedbabu,fedpac,fedecouple"
+# Those that say most first.
+TABLES = {
+    "fedecouple_table2": "fedecouple_tables.py table2_protocol",
+    "fedcpd_table3": "fedcpd_tables.py table3 --set data.source=npz:cifar100_20k.npz",
+    "pgfedsplit_table3": "pgfedsplit_tables.py table3 --settings cifar100 --set data.source=npz:cifar100_20k.npz",
+    "pfedcspc_table2": "pfedcspc_tables.py table2 --settings cifar10",
+    "fedfcd_table1": "fedfcd_tables.py table1 --settings fmnist_pat,fmnist_dir01",
+    "pgfedsplit_table2": "pgfedsplit_tables.py table2 --settings fmnist_dir01",
+    "fedcpd_table1": "fedcpd_tables.py table1 --settings fmnist_dir01",
+}
 
 
 def images() -> Dataset:
@@ -113,15 +124,6 @@ def precision(small: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def ten_methods(small: bool) -> dict[str, Any]:
-    """All of a table in one call."""
-    dataset, rounds = images(), 2 if small else 200
-    config = setting(small, f"training.rounds={rounds}", "run.eval_every=20", "method.name=fedavg")
-    began = time.perf_counter()
-    table = compare(config, TEN.split(","), data=(dataset.images, dataset.labels))
-    return {"seconds": time.perf_counter() - began, "rounds": rounds, "table": table.markdown()}
-
-
 def round_time(small: bool) -> list[dict[str, Any]]:
     """Rows of `round_time.py`."""
     cases = "mlp_100_clients_b10" if small else "cnn2_b10,cnn2_b10_500_clients"
@@ -135,23 +137,47 @@ def round_time(small: bool) -> list[dict[str, Any]]:
     return rows
 
 
-PARTS: dict[str, Callable[[bool], Any]] = {
-    part.__name__: part for part in (convolution, chunks, fedecouple, precision, ten_methods, round_time)
+def tables(small: bool, work: Path | None) -> list[dict[str, Any]]:
+    """Seconds that each table took in this call; its figures are in files of its own."""
+    if not os.environ.get("FEDJAX_PFL_DATA") or work is None:
+        raise SystemExit("tables need FEDJAX_PFL_DATA, a folder with the data, and --work, one for their runs")
+    rows = []
+    for name, arguments in TABLES.items():
+        short = ["--rounds", "1", "--methods", "local"] if small else ["--seeds", "0,1,2"]
+        results = work.absolute() / name if small else f"gpu_{name}"
+        script, *rest = arguments.split()
+        command = [sys.executable, str(HERE / script), *rest, *short, "--name", str(results), "--work", str(work)]
+        began = time.perf_counter()
+        ended = subprocess.run(command, check=False).returncode
+        rows.append({"table": name, "seconds": time.perf_counter() - began, "exit_code": ended})
+    return rows
+
+
+PARTS: dict[str, Callable[..., Any]] = {
+    part.__name__: part for part in (convolution, chunks, fedecouple, precision, round_time, tables)
 }
 
 
 def main() -> None:
     """Runs the parts, and writes what there is after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="parts that it holds and that are not asked for stay in it")
+    parser.add_argument("--work", type=Path, help="of the tables: a folder for their runs")
     parser.add_argument("--small", action="store_true", help="to try the script")
     parser.add_argument("--parts", default=",".join(PARTS), help="of: " + ", ".join(PARTS))
     options = parser.parse_args()
+    # Else this process would keep three quarters of the device's memory from those of `round_time` and `tables`.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     prepare(Run())
     device = jax.devices()[0]
-    results: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__, "small": options.small}
+    here = {"device": device.device_kind, "jax": jax.__version__, "small": options.small}
+    results: dict[str, Any] = dict(here)
+    if options.json and options.json.exists():
+        results = json.loads(options.json.read_text(encoding="utf-8"))
+        if {name: results.get(name) for name in here} != here:
+            parser.error(f"{options.json} was measured elsewhere; choose another --json")
     for name in options.parts.split(","):
-        results[name] = PARTS[name](options.small)
+        results[name] = PARTS[name](options.small, *([options.work] if name == "tables" else []))
         print(name, json.dumps(results[name], indent=2), flush=True)
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
