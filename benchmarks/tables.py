@@ -53,7 +53,8 @@ LEGEND = (
     "Columns PRE and POST: {clients}the last round. Passes: a participant's work in a round, in passes over its "
     "samples, forward and backward. MB: all clients, up and down. Behind {reference}: its figure minus "
     "the row's, mean of the paired differences in points with a 95 % interval over seeds; over clients: 95 % interval, "
-    "after the last round, when the clients of each run are drawn anew. p: two-sided paired t-test over seeds."
+    "after the last round, when the clients of each run are drawn anew; where the best round counts, beside the last "
+    "round's difference. p: two-sided paired t-test over seeds."
 )
 
 
@@ -567,19 +568,18 @@ def lead(table: Table, base: Line | None, line: Line) -> dict[str, str]:
         return {"behind": NONE, "over clients": NONE, "p": NONE}
     row = {"behind": f"{100 * gap.mean:+.2f}" + ("" if np.isnan(gap.low) else interval(gap.low, gap.high))}
     pairs = [(base.cells[seed], cell) for seed, cell in line.cells.items() if seed in base.cells]
-    over_clients = None
-    if (
-        table.columns == "accuracy"
-        and table.headline == "last"
-        and all("clients" in cell for pair in pairs for cell in pair)
-    ):
+    row |= {"over clients": NONE, "p": NONE if np.isnan(gap.p) else f"{gap.p:.3g}"}
+    if table.columns == "accuracy" and all("clients" in cell for pair in pairs for cell in pair):
         gaps = [
             np.subtract(clients_at(first, base.row.point), clients_at(second, line.row.point))
             for first, second in pairs
         ]
-        over_clients = bootstrap_over_clients(gaps)
-    row["over clients"] = NONE if over_clients is None else interval(*over_clients).strip()
-    return row | {"p": NONE if np.isnan(gap.p) else f"{gap.p:.3g}"}
+        if ends := bootstrap_over_clients(gaps):
+            row["over clients"] = interval(*ends).strip()
+            if table.headline == "best":  # of that round, the clients are not kept
+                last = np.mean([np.nanmean(of_run) for of_run in gaps])
+                row["over clients"] = f"last: {100 * last:+.2f} {row['over clients']}"
+    return row
 
 
 def clients_at(cell: Cell, point: str) -> np.ndarray:

@@ -284,6 +284,15 @@ def test_figures_agree_with_those_computed_by_hand(paper, fake, capsys):
     assert "4 clients" not in text
 
 
+def test_where_the_best_round_counts_clients_are_compared_after_the_last(paper, fake, monkeypatch):
+    monkeypatch.setitem(ACCURACY, ("fedprox", 0), (0.75, 0.65))
+    paper.write_text(paper.read_text().replace('title = "Table I: toy"', 'title = "Table I: toy"\nheadline = "best"'))
+    call(paper, "table1 --settings three")
+    # In the best rounds .75 against .60 and .20, in the last ones .65.
+    for label, best, last in (("Local", "+15.00", "+5.00"), ("FedAvg", "+55.00", "+45.00")):
+        assert rows(markdown(), label)[0][-3:] == [best, f"last: {last} [{last}, {last}]", "—"]
+
+
 def test_paired_p_needs_two_common_seeds_and_a_spread():
     first, second = {0: 0.60, 1: 0.62, 2: 0.67}, {0: 0.65, 1: 0.70, 2: 0.69, 7: 0.1}
     assert tables.paired_p(first, second) == pytest.approx(1 - 2.8867513 / np.sqrt(2.8867513**2 + 2), abs=1e-7)
