@@ -373,9 +373,12 @@ def complete_in(config: Config) -> Finished | None:
 def is_of(cell: Cell, config: Config) -> bool:
     """Whether a cell was run with this config; of a field that was added to configs since then it has the default."""
     try:
-        return Config(**cell["config"]) == config
+        held = Config(**cell["config"])
     except ConfigError:
         return False
+    if "JAX on cpu" in cell["machine"] and {held.run.precision, config.run.precision} <= {"auto", "float32"}:
+        held = held.replace("run.precision", config.run.precision)  # which are one and the same there
+    return held == config
 
 
 def cell_overrides(table: Table, key: Key, options: argparse.Namespace) -> list[str]:

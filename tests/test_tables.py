@@ -293,6 +293,15 @@ def test_where_the_best_round_counts_clients_are_compared_after_the_last(paper, 
         assert rows(markdown(), label)[0][-3:] == [best, f"last: {last} [{last}, {last}]", "—"]
 
 
+def test_a_cell_of_a_cpu_is_kept_whichever_name_its_precision_has(paper, fake):
+    call(paper, "table1 --settings three --methods local --set run.precision=float32")
+    call(paper, "table1 --settings three --methods local")
+    assert len(fake.configs) == 1
+    call(paper, "table1 --settings three --methods local --set run.precision=bfloat16")
+    call(paper, "table1 --settings three --methods local")
+    assert len(fake.configs) == 3
+
+
 def test_paired_p_needs_two_common_seeds_and_a_spread():
     first, second = {0: 0.60, 1: 0.62, 2: 0.67}, {0: 0.65, 1: 0.70, 2: 0.69, 7: 0.1}
     assert tables.paired_p(first, second) == pytest.approx(1 - 2.8867513 / np.sqrt(2.8867513**2 + 2), abs=1e-7)
