@@ -73,7 +73,7 @@ def test_a_config_cannot_be_changed():
     ("tables", "field", "allowed"),
     [
         ({"data": DATA}, "method", "must be given"),
-        ({"data": {}, "method": METHOD}, "data.source", "must be given"),
+        ({"data": {}, "method": METHOD}, "data.source", "must be given: such as digits or npz:PATH"),
         ({"data": {**DATA, "client": 3}, "method": METHOD}, "data.client", "clients"),
         ({"data": {**DATA, "clients": 0}, "method": METHOD}, "data.clients", "greater than or equal to 1"),
         ({"data": {**DATA, "clients": 2.5}, "method": METHOD}, "data.clients", "integer"),

@@ -774,21 +774,23 @@ def _config_error(error: ValidationError, section: str, allowed: Sequence[str], 
         return raised
     # Deeper locations name the branches of a union of types, not fields.
     path = [section, str(first["loc"][0])] if section else [str(part) for part in first["loc"][:2]]
-    field = ".".join(path)
+    field, table = ".".join(path), _section(path[:-1])
     if first["type"] == "extra_forbidden":
-        known = _known_keys(path[:-1]) or allowed
+        known = list(table.model_fields) if table else allowed
         return ConfigError(field, first["input"], f"no such key{owner}; allowed: {', '.join(known) or 'none'}")
     if first["type"] == "missing":
-        return ConfigError(field, "(missing)", "it has no default and must be given")
+        told = descriptions(table).get(path[-1], "").replace("``", "").rstrip(".") if table else ""
+        return ConfigError(field, "(missing)", f"it has no default and must be given{told and f': {told}'}")
     if first["type"] == "model_type":
         return ConfigError(field, first["input"], f"expected a table [{field}]")
     return ConfigError(field, first["input"], first["msg"][0].lower() + first["msg"][1:])
 
 
-def _known_keys(path: Sequence[str]) -> list[str]:
+def _section(path: Sequence[str]) -> type[_Section] | None:
+    """The class of a table, if it has one."""
     field = Config.model_fields.get(".".join(path))
-    section = field.annotation if field else None
-    return list(section.model_fields) if inspect.isclass(section) and issubclass(section, _Section) else []
+    table = field.annotation if field else None
+    return table if inspect.isclass(table) and issubclass(table, _Section) else None
 
 
 def without_fields(tables: Mapping[str, Any], fields: Collection[str], prefix: str = "") -> dict[str, Any]:
