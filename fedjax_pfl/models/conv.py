@@ -208,7 +208,27 @@ def _side_by_side(
     """The clients' results, each as its platform favours; ``axes`` say which operands differ between clients."""
     ways = {"cpu": cpu, "tpu": tpu, "default": gpu}
     by_platform: dict[str, Callable] = {platform: jax.vmap(way, axes) for platform, way in ways.items()}
+    if None not in axes:
+        by_platform["tpu"] = _runs_as_clients(by_platform["tpu"])
     return lax.platform_dependent(*operands, **by_platform)
+
+
+def _runs_as_clients(way: Callable[..., Array]) -> Callable[..., Array]:
+    """The same for clients side by side; those of several runs, rows of one program, are so many more clients.
+
+    With runs as one more axis a TPU's compiler lays out arrays by both, and copies them from one layout to the next: a
+    fifth of the time of 24 runs. What runs share stays shared: then they are one more axis.
+    """
+    of_clients = custom_vmap(way)
+
+    @of_clients.def_vmap
+    def over_runs(runs: int, of_runs: list[bool], *operands: Array) -> tuple[Array, bool]:
+        if not all(of_runs):
+            return jax.vmap(way, tuple(0 if flag else None for flag in of_runs))(*operands), True
+        y = of_clients(*(operand.reshape(-1, *operand.shape[2:]) for operand in operands))
+        return y.reshape(runs, -1, *y.shape[1:]), True
+
+    return of_clients
 
 
 def _output_by_rows(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads) -> Maps:

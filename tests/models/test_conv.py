@@ -246,6 +246,21 @@ def test_a_tpus_grouped_convolutions_are_the_same_under_vmap(name, as_on_a_tpu):
     assert sum(as_on_a_tpu) >= (0 if name.endswith("a shared kernel") else 2)
 
 
+def test_a_tpu_takes_the_clients_of_several_runs_for_so_many_clients():
+    """And not for one more axis, by which arrays would be laid out and copied."""
+
+    def lowered(way, *sizes):
+        x, kernel, weight = draw(*sizes, 2, 6, 6, 3), draw(*sizes, 3, 3, 3, 4, seed=1), draw(*sizes, 2, 4, 4, 4, seed=2)
+        for _ in sizes:
+            way = jax.vmap(way)
+        text = jax.jit(way).trace(x, kernel, weight).lower(lowering_platforms=("tpu",)).as_text()
+        return [text.count(operation) for operation in ("transpose", "feature_group_count = 6 ", "convolution")]
+
+    way = functools.partial(value_and_gradients, conv2d)
+    assert lowered(way, 2, 3) == lowered(way, 6)
+    assert lowered(way, 6)[1] >= 2, "forward and the input's gradient"
+
+
 def test_a_tpus_pooling_is_the_maximum_of_the_slices(as_on_a_tpu, monkeypatch):
     x = draw(2, 6, 9, 3)
     found = [jax.vjp(pool, x) for pool in (max_pool2x2, max_pool3x3)]
