@@ -179,7 +179,7 @@ CASES += [
     *(Case("fedavg", "cnn2", clients, precision=name) for name in _FLOPS if name != "float32" for clients in (20, 500)),
     *(Case("fedecouple", "cnn3", precision=name, overrides=_FIVE) for name in _FLOPS if name != "float32"),
     *(Case("fedrep", "mlp", runs=runs) for runs in (1, 24)),
-    Case("fedavg", "cnn2", runs=24),
+    *(Case("fedavg", "cnn2", precision=name, runs=24) for name in ("float32", "bfloat16")),
     # What a GPU multiplies in by default.
     *(Case(method, "cnn2", precision="tensorfloat32") for method in _ALL.split() if method != "fedavg"),
     Case("pfedcspc", "cnn_proj", precision="tensorfloat32"),
