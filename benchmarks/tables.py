@@ -9,7 +9,8 @@ models). A cell is one run: a row in a setting with a seed. ``results/<name>.jso
 (the seeds of a row), and a cell in it is run again only if its resolved config has changed: a table can be filled by
 several calls, one after the other or, with other rows, side by side. With ``--work FOLDER``, runs leave checkpoints
 there, and a call that was stopped goes on in the midst of its runs, to the bit. A change of the code goes unnoticed;
-take another ``--name`` after one. ``results/<name>.md`` shows all cells that there are.
+take another ``--name`` after one. ``--plan`` says what a call would run, and why. ``results/<name>.md`` shows all cells
+that there are.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from fedjax_pfl.engine.work import client_work
 from fedjax_pfl.experiment.build import cores, divide, make_engine, shape_of
 from fedjax_pfl.experiment.record import complete_run, write_atomically
 from fedjax_pfl.experiment.statistics import bootstrap_over_clients, paired_difference
-from fedjax_pfl.experiment.summary import POINTS, figures_of, first_reached, harmonic_mean, without_nan
+from fedjax_pfl.experiment.summary import POINTS, figures_of, first_reached, flat, harmonic_mean, without_nan
 from fedjax_pfl.experiment.sweep import run_configs
 from fedjax_pfl.experiment.tables import NONE, grid, mean_and_spread
 from fedjax_pfl.experiment.worker import Finished
@@ -221,6 +222,11 @@ def parser(paper: Path) -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpoint-every", type=int, default=10, metavar="ROUNDS", help="with --work; 10 unless given"
     )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="run nothing: say which cells would be run, and why, and write the page from those that there are",
+    )
     changes: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "SECTION.KEY=VALUE"}
     parser.add_argument("--set", **changes, help="wins over all overrides")
     return parser
@@ -318,9 +324,13 @@ def fill(
             except ConfigError as error:
                 say(key, "missing", str(error))
                 continue
-            if key in cells and is_of(cells[key], wanted[key]):
+            why = changes_since(cells[key], wanted[key]) if key in cells else ["not there yet"]
+            if not why:
                 del wanted[key]
                 say(key, "kept")
+            elif options.plan:
+                del wanted[key]
+                print(f"would run  {key[0]} {key[1]} seed {key[2]}: {'; '.join(why)}", file=sys.stderr)
 
     def keep(keys: Sequence[Key], results: Sequence[Finished]) -> None:
         done: dict[Key, Cell] = {}
@@ -370,15 +380,19 @@ def complete_in(config: Config) -> Finished | None:
     return None if found is None else Finished(*found)
 
 
-def is_of(cell: Cell, config: Config) -> bool:
-    """Whether a cell was run with this config; of a field that was added to configs since then it has the default."""
+def changes_since(cell: Cell, config: Config) -> list[str]:
+    """What is another now than when a cell was run; a field that was added to configs since then had its default."""
     try:
         held = Config(**cell["config"])
-    except ConfigError:
-        return False
+    except ConfigError as error:
+        return [f"run with a config of an earlier version: {error}"]
     if "JAX on cpu" in cell["machine"] and {held.run.precision, config.run.precision} <= {"auto", "float32"}:
         held = held.replace("run.precision", config.run.precision)  # which are one and the same there
-    return held == config
+    then, now = (flat(each.model_dump(mode="json")) for each in (held, config))
+    fields = dict.fromkeys([*then, *now])
+    return [
+        f"{name} was {then.get(name)!r}, is {now.get(name)!r}" for name in fields if then.get(name) != now.get(name)
+    ]
 
 
 def cell_overrides(table: Table, key: Key, options: argparse.Namespace) -> list[str]:

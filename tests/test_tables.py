@@ -302,6 +302,20 @@ def test_a_cell_of_a_cpu_is_kept_whichever_name_its_precision_has(paper, fake):
     assert len(fake.configs) == 3
 
 
+def test_a_plan_says_what_would_be_run_and_why_and_runs_nothing(paper, fake, capsys):
+    call(paper, "table1 --settings three --methods local,fedavg")
+    page, held = markdown(), cells()
+    capsys.readouterr()
+    call(paper, "table1 --settings three --methods local,fedprox --rounds 3 --set run.eval_every=3 --plan")
+    assert capsys.readouterr().err.splitlines() == [
+        "would run  three local seed 0: training.rounds was 2, is 3; run.eval_every was 1, is 3",
+        "would run  three fedprox seed 0: not there yet",
+    ]
+    call(paper, "table1 --settings three --methods local --plan")
+    assert capsys.readouterr().err.endswith("three local seed 0: kept, post 60.00 %\n")
+    assert (len(fake.configs), markdown(), cells()) == (2, page, held)
+
+
 def test_paired_p_needs_two_common_seeds_and_a_spread():
     first, second = {0: 0.60, 1: 0.62, 2: 0.67}, {0: 0.65, 1: 0.70, 2: 0.69, 7: 0.1}
     assert tables.paired_p(first, second) == pytest.approx(1 - 2.8867513 / np.sqrt(2.8867513**2 + 2), abs=1e-7)
