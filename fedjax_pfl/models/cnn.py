@@ -6,7 +6,7 @@ import flax.linen as nn
 from jaxtyping import Array, Float
 
 from fedjax_pfl.models.base import Init, Maps, Mask, dense, initializers
-from fedjax_pfl.models.conv import conv2d, max_pool2x2
+from fedjax_pfl.models.conv import conv_pool2x2
 
 
 class ConvPool(nn.Module):
@@ -36,8 +36,7 @@ class ConvPool(nn.Module):
         inits = initializers(self.init_style, taps)
         kernel = self.param("kernel", inits.kernel, (self.size, self.size, x.shape[-1], self.channels))
         bias = self.param("bias", inits.bias, (self.channels,))
-        x = conv2d(x, kernel, padding=((self.padding, self.padding), (self.padding, self.padding)))
-        return self.activation(max_pool2x2(x) + bias)
+        return self.activation(conv_pool2x2(x, kernel, bias, padding=self.padding))
 
 
 class CNN(nn.Module):

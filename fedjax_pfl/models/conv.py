@@ -43,6 +43,7 @@ from fedjax_pfl.models.patches import Images, Kernel, Maps, Pads, pad
 
 Padding = Literal["SAME", "VALID"] | Sequence[tuple[int, int]]
 Pooled = Float[Array, "batch height2 width2 inputs"]
+Bias = Float[Array, " outputs"]
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 # Most input channels with which a direct convolution on a CPU is faster after turning rows into channels (measured).
@@ -75,6 +76,25 @@ def conv2d(x: Images, kernel: Kernel, *, strides: tuple[int, int] = (1, 1), padd
         pads = list(padding)
     (top, bottom), (left, right) = pads
     return _conv(x, kernel, tuple(strides), ((top, bottom), (left, right)))
+
+
+def conv_pool2x2(x: Images, kernel: Kernel, bias: Bias, *, padding: int) -> Maps:
+    """``max_pool2x2(conv2d(x, kernel)) + bias``, with ``padding`` pixels on each side.
+
+    Where a GPU takes one patch for several output columns, the bias's gradient comes from the same product as the
+    kernel's: adding a constant commutes with a maximum, so that it is the sum of the cotangent before pooling, too.
+    """
+    pads = ((padding, padding), (padding, padding))
+
+    def by_itself(x: Images, kernel: Kernel, bias: Bias) -> Maps:
+        return max_pool2x2(_conv(x, kernel, (1, 1), pads)) + bias
+
+    def with_kernel(x: Images, kernel: Kernel, bias: Bias) -> Maps:
+        return max_pool2x2(_conv_before_bias(x, kernel, bias, pads)) + lax.stop_gradient(bias)
+
+    if patches.takes_one_column():
+        return by_itself(x, kernel, bias)
+    return lax.platform_dependent(x, kernel, bias, cpu=by_itself, tpu=by_itself, default=with_kernel)
 
 
 def max_pool3x3(x: Images) -> Pooled:
@@ -175,6 +195,48 @@ def _input_gradient_backward(
 
 
 _input_gradient.defvjp(_input_gradient_forward, _input_gradient_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _conv_before_bias(x: Images, kernel: Kernel, bias: Bias, pads: Pads) -> Maps:
+    """The convolution alone, but with the gradient of the bias that is added to it later."""
+    del bias
+    return _conv(x, kernel, (1, 1), pads)
+
+
+def _conv_before_bias_forward(x: Images, kernel: Kernel, bias: Bias, pads: Pads) -> tuple[Maps, tuple]:
+    return _conv_before_bias(x, kernel, bias, pads), (x, kernel)
+
+
+def _conv_before_bias_backward(pads: Pads, residuals: tuple, dy: Maps) -> tuple[Images, Kernel, Bias]:
+    x, kernel = residuals
+    return _input_gradient(dy, kernel, (1, 1), pads, x.shape[1:3]), *_both_gradients(x, dy, pads, kernel.shape[:2])
+
+
+_conv_before_bias.defvjp(_conv_before_bias_forward, _conv_before_bias_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _both_gradients(x: Images, dy: Maps, pads: Pads, size: tuple[int, int]) -> tuple[Kernel, Bias]:
+    return _both_gradients_op(pads, size)(x, dy)
+
+
+def _both_gradients_forward(
+    x: Images, dy: Maps, pads: Pads, size: tuple[int, int]
+) -> tuple[tuple[Kernel, Bias], tuple]:
+    return _both_gradients(x, dy, pads, size), (x, dy)
+
+
+def _both_gradients_backward(
+    pads: Pads, size: tuple[int, int], residuals: tuple, changes: tuple[Kernel, Bias]
+) -> tuple[Images, Maps]:
+    del size
+    x, dy = residuals
+    kernel, bias = changes
+    return _input_gradient(dy, kernel, (1, 1), pads, x.shape[1:3]), _conv(x, kernel, (1, 1), pads) + bias
+
+
+_both_gradients.defvjp(_both_gradients_forward, _both_gradients_backward)
 
 
 @functools.cache
@@ -348,6 +410,27 @@ def _kernel_gradient_op(
         kernel = *size, x.shape[-1], outputs
         columns = patches.columns_on_a_gpu(clients * math.prod(rows), width, kernel, strides)
         return _side_by_side(axes, (x, dy), by_patches, direct, functools.partial(by_patches, columns=columns)), True
+
+    return batched
+
+
+@functools.cache
+def _both_gradients_op(pads: Pads, size: tuple[int, int]) -> Callable[[Images, Maps], tuple[Kernel, Bias]]:
+    """The gradients of a kernel and of the bias that follows it, on a GPU."""
+
+    def apart(x: Images, dy: Maps) -> tuple[Kernel, Bias]:
+        return _kernel_gradient(x, dy, (1, 1), pads, size), jnp.sum(dy, axis=(0, 1, 2))
+
+    batched = custom_vmap(apart)
+
+    @batched.def_vmap
+    def over_clients(clients: int, is_batched: list[bool], x: Array, dy: Array) -> tuple[tuple[Array, Array], tuple]:
+        axes = tuple(0 if flag else None for flag in is_batched)
+        *rows, width, outputs = dy.shape[-4:]
+        kernel = *size, x.shape[-1], outputs
+        columns = patches.columns_on_a_gpu(clients * math.prod(rows), width, kernel, (1, 1))
+        together = functools.partial(patches.kernel_and_bias_gradient, pads=pads, size=size, columns=columns)
+        return jax.vmap(apart if columns == 1 else together, axes)(x, dy), (True, True)
 
     return batched
 

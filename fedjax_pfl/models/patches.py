@@ -19,13 +19,20 @@ Kernel = Float[Array, "kh kw inputs outputs"]
 # What a GPU does in the time in which it reads a number, or between two launches, by the figures of an H200.
 _PRODUCTS_PER_NUMBER = 120  # multiplications and additions in tensorfloat32
 _LAUNCH = 4_000_000  # numbers read
+_ALIGNED = 4  # numbers that a GPU reads at once
+
+
+def takes_one_column() -> bool:
+    """Whether patches are for one output column each, as in float32, where products take longer than reading."""
+    # JAX adds the attribute when it starts.
+    return jax.config.jax_default_matmul_precision in ("float32", "highest")  # type: ignore[attr-defined]
 
 
 def columns_on_a_gpu(rows: int, width: int, kernel: tuple[int, ...], strides: tuple[int, int]) -> int:
     """How many output columns a GPU computes from one patch: what takes the least time, by estimate.
 
     A patch under several columns is written and read once for all of them; products with the zeros of the wider kernel
-    are the price. In float32, where products take longer than reading, it is not worth it.
+    are the price.
 
     Args:
       rows: of all images of all clients, after the convolution.
@@ -34,9 +41,7 @@ def columns_on_a_gpu(rows: int, width: int, kernel: tuple[int, ...], strides: tu
       strides: vertical and horizontal step.
     """
     kh, kw, inputs, outputs = kernel
-    # JAX adds the attribute when it starts.
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if strides[1] > 1 or precision in ("float32", "highest"):
+    if strides[1] > 1 or takes_one_column():
         return 1
 
     def cost(columns: int) -> float:
@@ -52,9 +57,8 @@ def columns_on_a_gpu(rows: int, width: int, kernel: tuple[int, ...], strides: tu
 
 def output(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads, *, columns: int = 1) -> Maps:
     """The convolution, with a patch for so many output columns, which divide their number; the other two likewise."""
-    wide = _wide(kernel, columns)
-    kh, reach, _, outputs = wide.shape
-    y = _patches(x, (kh, reach), (strides[0], columns * strides[1]), pads) @ wide.reshape(-1, outputs)
+    kh, kw = kernel.shape[:2]
+    y = _patches(x, (kh, kw), strides, pads, columns) @ _flat(kernel, columns)
     return y.reshape(*y.shape[:2], y.shape[2] * columns, -1)
 
 
@@ -62,25 +66,40 @@ def kernel_gradient(
     x: Images, dy: Maps, strides: tuple[int, int], pads: Pads, size: tuple[int, int], *, columns: int = 1
 ) -> Kernel:
     """The gradient of a kernel of this size: patches times the cotangent."""
-    (kh, kw), outputs = size, dy.shape[-1]
+    return _kernel_and_bias_gradient(x, dy, strides, pads, size, columns)[0]
+
+
+def kernel_and_bias_gradient(
+    x: Images, dy: Maps, pads: Pads, size: tuple[int, int], *, columns: int
+) -> tuple[Kernel, Float[Array, " outputs"]]:
+    """The same, and the cotangent's sum over pixels, from one product; for several columns."""
+    kernel, last = _kernel_and_bias_gradient(x, dy, (1, 1), pads, size, columns)
+    return kernel, jnp.sum(last.reshape(columns, -1), axis=0)
+
+
+def _kernel_and_bias_gradient(
+    x: Images, dy: Maps, strides: tuple[int, int], pads: Pads, size: tuple[int, int], columns: int
+) -> tuple[Kernel, Float[Array, " columns_outputs"]]:
+    """The kernel's gradient, and what the tap after its own gives: with several columns, the cotangent's sums."""
+    (kh, kw), inputs, outputs = size, x.shape[-1], dy.shape[-1]
     reach = kw + columns - 1
-    patches = _patches(x, (kh, reach), (strides[0], columns * strides[1]), pads)
-    wide = jnp.einsum("bhwt,bhwo->to", patches, _together(dy, columns))
-    wide = wide.reshape(kh, reach, x.shape[-1], columns * outputs)
-    parts = [wide[:, i : i + kw, :, i * outputs : (i + 1) * outputs] for i in range(columns)]
-    return functools.reduce(jnp.add, parts)
+    wide = jnp.einsum("bhwt,bhwo->to", _patches(x, size, strides, pads, columns), _together(dy, columns))
+    taps = kh * reach * inputs
+    kernels = wide[:taps].reshape(kh, reach, inputs, columns * outputs)
+    parts = [kernels[:, i : i + kw, :, i * outputs : (i + 1) * outputs] for i in range(columns)]
+    return functools.reduce(jnp.add, parts), wide[taps : taps + 1].reshape(-1)
 
 
 def input_gradient(
     dy: Maps, kernel: Kernel, pixels: tuple[int, int], strides: tuple[int, int], pads: Pads, *, columns: int = 1
 ) -> Images:
     """The gradient of images of so many pixels: each output pixel's is added back to those of its receptive field."""
-    kernel, dy, strides = _wide(kernel, columns), _together(dy, columns), (strides[0], columns * strides[1])
-    kh, kw, inputs, outputs = kernel.shape
+    fields = _together(dy, columns) @ _flat(kernel, columns).T
+    (kh, kw, inputs), strides = kernel.shape[:3], (strides[0], columns * strides[1])
+    kw += columns - 1
     (top, bottom), (left, right) = pads
     height, width = pixels[0] + top + bottom, pixels[1] + left + right
-    fields = dy @ kernel.reshape(-1, outputs).T
-    reach = [(n - 1) * stride + 1 for n, stride in zip(dy.shape[1:3], strides, strict=True)]
+    reach = [(n - 1) * stride + 1 for n, stride in zip(fields.shape[1:3], strides, strict=True)]
     zero = jnp.zeros((), dy.dtype)
     dx = jnp.zeros((dy.shape[0], height, width, inputs), dy.dtype)
     for i in range(kh):
@@ -97,14 +116,24 @@ def pad(x: Images, pads: Pads) -> Float[Array, "batch padded_height padded_width
     return jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(sum(pads, ())) else x
 
 
-def _patches(x: Images, size: tuple[int, int], strides: tuple[int, int], pads: Pads) -> Float[Array, "batch h w taps"]:
-    """The receptive field of every output pixel, its kh x kw x inputs values in the kernel's order."""
+def _patches(
+    x: Images, size: tuple[int, int], strides: tuple[int, int], pads: Pads, columns: int
+) -> Float[Array, "batch h w taps"]:
+    """The receptive field of every output pixel, or of several columns, its values in the kernel's order.
+
+    Under several columns a one follows, whose row in the product with a cotangent is the sum that a bias wants, and
+    zeros up to a multiple of `_ALIGNED`.
+    """
+    size, strides = (size[0], size[1] + columns - 1), (strides[0], columns * strides[1])
     x = pad(x, pads)
     height = x.shape[1] - size[0] + 1
     width = x.shape[2] - size[1] + 1
     taps = [
         x[:, i : i + height : strides[0], j : j + width : strides[1]] for i in range(size[0]) for j in range(size[1])
     ]
+    if columns > 1:
+        one = jnp.arange(_ALIGNED - size[0] * size[1] * x.shape[-1] % _ALIGNED) == 0
+        taps.append(jnp.broadcast_to(one.astype(x.dtype), (*taps[0].shape[:-1], len(one))))
     patches = jnp.concatenate(taps, axis=-1)
     if size == (1, 1) and strides != (1, 1):
         # XLA's fusion of products aborts on a strided slice within a GPU's (openxla/xla issue 47381).
@@ -112,10 +141,8 @@ def _patches(x: Images, size: tuple[int, int], strides: tuple[int, int], pads: P
     return patches
 
 
-def _wide(kernel: Kernel, columns: int) -> Float[Array, "kh reach inputs columns_outputs"]:
-    """The kernel of as many neighbouring output columns, each of which has channels of its own."""
-    if columns == 1:
-        return kernel
+def _flat(kernel: Kernel, columns: int) -> Float[Array, "taps columns_outputs"]:
+    """The kernel as a matrix; for several columns theirs side by side, and zeros where `_patches` has more."""
     zero, outputs = jnp.zeros((), kernel.dtype), kernel.shape[3]
 
     def placed(column: int) -> Array:
@@ -123,7 +150,10 @@ def _wide(kernel: Kernel, columns: int) -> Float[Array, "kh reach inputs columns
         return lax.pad(kernel, zero, ((0, 0, 0), (column, right, 0), (0, 0, 0), (column * outputs, right * outputs, 0)))
 
     # A sum, and not a concatenation, is one kernel.
-    return functools.reduce(jnp.add, map(placed, range(columns)))
+    wide = functools.reduce(jnp.add, map(placed, range(columns))) if columns > 1 else kernel
+    flat = wide.reshape(-1, columns * outputs)
+    more = _ALIGNED - len(flat) % _ALIGNED if columns > 1 else 0
+    return lax.pad(flat, zero, ((0, more, 0), (0, 0, 0)))
 
 
 def _together(dy: Maps, columns: int) -> Float[Array, "batch height blocks columns_outputs"]:

@@ -1,6 +1,7 @@
 """conv2d against autodiff of lax.conv_general_dilated, alone and under vmap; pooling against reduce_window."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jax import lax
 
 from fedjax_pfl.models import conv, patches
-from fedjax_pfl.models.conv import conv2d, max_pool2x2, max_pool3x3
+from fedjax_pfl.models.conv import conv2d, conv_pool2x2, max_pool2x2, max_pool3x3
 
 
 def reference(x, kernel, strides=(1, 1), padding="VALID"):
@@ -205,8 +206,8 @@ def test_a_gpus_wide_patches_are_the_same(image, size, strides, padding, columns
 
 
 @pytest.mark.parametrize(("precision", "platform", "patch"), [
-    ("tensorfloat32", "cuda", 5 * (7 + 4) * 3),
-    ("bfloat16", "cuda", 5 * (7 + 4) * 3),
+    ("tensorfloat32", "cuda", 5 * (7 + 4) * 3 + 3),  # of the three, the first is the bias's
+    ("bfloat16", "cuda", 5 * (7 + 4) * 3 + 3),
     ("float32", "cuda", 5 * 5 * 3),
     ("tensorfloat32", "cpu", 5 * 5 * 3),
 ])  # fmt: skip
@@ -222,6 +223,51 @@ def test_patches_are_narrow_where_a_launch_takes_longer_than_they_do():
     shape = 28, (5, 5, 3, 16), (1, 1)
     assert patches.columns_on_a_gpu(20 * 10 * 28, *shape) > 1
     assert patches.columns_on_a_gpu(28, *shape) == 1
+
+
+@pytest.mark.parametrize("launch", [0, 4_000_000])
+def test_a_bias_whose_gradient_comes_with_the_kernels_is_the_same(launch, columns_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(patches, "_LAUNCH", launch)
+    images, kernels, biases = draw(3, 2, 9, 10, 4), draw(3, 3, 3, 4, 7, seed=1) / 6, draw(3, 7, seed=2)
+    sought = draw(3, 2, 4, 5, 7, seed=3)
+
+    def usual(x, kernel, bias):
+        return max_pool2x2(reference(x, kernel, padding="SAME")) + bias
+
+    def value_and_two_gradients(way):
+        def loss(operands, sought):
+            return jnp.sum(jnp.tanh(way(*operands)) * sought)
+
+        def slope(operands, sought):  # a gradient of a gradient, as where images are sought that have given gradients
+            return sum(jnp.sum(leaf**2) for leaf in jax.grad(loss)(operands, sought))
+
+        return jax.vmap(lambda *operands: (loss(*operands), jax.grad(loss)(*operands), jax.grad(slope)(*operands)))
+
+    found, expected = (
+        value_and_two_gradients(way)((images, kernels, biases), sought)
+        for way in (functools.partial(conv_pool2x2, padding=1), usual)
+    )
+    near(jax.tree.leaves(found), jax.tree.leaves(expected))
+    assert {columns > 1 for columns in columns_on_a_gpu} == {launch == 0}
+
+
+@pytest.mark.parametrize(("precision", "platform", "sums"), [
+    ("tensorfloat32", "cuda", 0),
+    ("float32", "cuda", 1),
+    ("tensorfloat32", "cpu", 1),
+])  # fmt: skip
+def test_a_gpu_sums_no_map_for_the_bias(precision, platform, sums):
+    """The first layer of `cnn2`, 20 clients with batches of 10: to sum a cotangent's pixels takes a launch."""
+    shapes = (20, 10, 32, 32, 3), (20, 5, 5, 3, 32), (20, 32), (20, 10, 14, 14, 32)
+    x, kernel, bias, dy = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+    def gradients(x, kernel, bias, dy):
+        return jax.vjp(lambda *operands: conv_pool2x2(*operands, padding=0), x, kernel, bias)[1](dy)[1:]
+
+    with jax.default_matmul_precision(precision):
+        traced = jax.jit(jax.vmap(gradients)).trace(x, kernel, bias, dy)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert len(re.findall(r"stablehlo.reduce\(.*tensor<20x10x\d+x\d+x32xf32>", text)) == sums
 
 
 # --- What a TPU takes in the place of patches and slices -------------------------------------------------------------
