@@ -38,7 +38,8 @@ def apfl(
     Shared: w. Personal: v_i, and alpha_i if adaptive. Headline: PRE, the mix with the newest w; POST is with w_i. Both
     models take their step on the same batch, from where they stood before it. The parameters are mixed, as in the
     paper; the authors' later FedTorch mixes logits, and adds a decay to the approximate gradient of alpha_i that it
-    takes, which here is exact. alpha = 0 scores as FedAvg does, and alpha = 1 as Local.
+    takes, which here is exact. alpha = 0 scores as FedAvg does, and alpha = 1 as Local. Running statistics of v_i go
+    towards those of the batches under the mix.
 
     Args:
       model: extractor and head.
@@ -70,7 +71,7 @@ def apfl(
                 return optax.apply_updates(params, updates), opt_state
 
             value, g_w = jax.value_and_grad(loss)(w)
-            g_mix = jax.grad(loss)(mixed(a, v, w))
+            g_mix = jax.grad(loss)(with_statistics(mixed(a, v, w), v))
             g_v = jax.tree.map_with_path(lambda path, g: g if is_statistic(path) else a * g, g_mix)
             if adaptive:
                 moved = jnp.clip(a - train.rate(now.t) * _slope(v, w, g_mix), 0.0, 1.0)
@@ -88,6 +89,10 @@ def apfl(
 
     def mixed(a: Float[Array, ""], v: Params, w: Params) -> Params:
         return jax.tree.map(lambda v, w: a * v + (1.0 - a) * w, v, w)
+
+    def with_statistics(mix: Params, v: Params) -> Params:
+        """The mix with v's running statistics, so that their gradient leads from there to the batch's."""
+        return jax.tree.map_with_path(lambda path, mix, v: v if is_statistic(path) else mix, mix, v)
 
     def personal(view: Params, client: Client) -> Params:
         return mixed(share(client), client.params, view)

@@ -42,9 +42,10 @@ def fedasam(
 
     Shared: w; with SWA the server also keeps w_swa. Personal: nothing. Headline: PRE. With ``swa_start`` the rate falls
     linearly to ``swa_lr`` over every cycle from that round on, the model at the end of each is captured, and the mean
-    of the captured models is what is scored, PRE and as the global model; w itself goes on being trained and sent. The
-    official code starts its average with a copy that it then discards; here it starts with the first capture.
-    rho = 0 without SWA is FedAvg, bit for bit.
+    of the captured models is what is scored, PRE and as the global model; w itself goes on being trained and sent.
+    ``training.lr_decay`` comes on top. The official code starts its average with a copy that it then discards, counts
+    its cycles from round 0 and captures a round after each has ended; here cycles begin with ``swa_start``, and each
+    ends with a capture, the first of which is the first of the average. rho = 0 without SWA is FedAvg, bit for bit.
 
     Args:
       model: extractor and head.
@@ -54,7 +55,7 @@ def fedasam(
       eta: what is added to |w| in the scale of a weight; official: 0.2.
       adaptive: ASAM; otherwise SAM, in whose neighbourhood every parameter counts alike.
       swa_start: t_0, the first round of SWA, three quarters of all rounds in the paper; None for no SWA.
-      swa_cycle: c, rounds of a cycle; with 1 the rate is ``swa_lr``.
+      swa_cycle: c, rounds of a cycle; with 1 every round's model is captured, and the rate stays as it is.
       swa_lr: the rate at the end of a cycle; official: 1e-4, from 0.01.
 
     Reference:
@@ -109,7 +110,8 @@ def _averaged(
 
     def local(now: Round, view: Params, client: PyTree, data: ClientData) -> Update:
         share = ((now.t - start) % cycle + 1).astype(jnp.float32) / cycle
-        rate = jnp.where(now.t < start, train.lr, (1.0 - share) * train.lr + share * lowest)
+        falling = (now.t >= start) & (cycle > 1)
+        rate = jnp.where(falling, (1.0 - share) * train.lr + share * lowest, train.lr)
         return fedavg_on(flat, model, replace(train, lr=rate), combine).local(now, view, client, data)
 
     def aggregate(

@@ -49,7 +49,7 @@ def fedetf(
       projection_dim: d, at least C; C unless given.
       finetune_loops: turns of fine-tuning.
       finetune_epochs: epochs of each half of a turn.
-      etf_lr: of V_i.
+      etf_lr: of V_i; like the next, it decays as the local rate, where the official code has constants.
       projection_lr: of the projection.
 
     Raises:

@@ -27,8 +27,9 @@ def fednova(model: Model, train: Trainer, combine: Combine = weighted_mean) -> M
 
     Shared: w. Personal: nothing. Headline: PRE, the global model. A_i is the number of steps that the client took, or
     with momentum the weight that this gives to all its gradients together; weight decay and clipping are part of the
-    gradient. A client with more batches pulls no harder than its n_i says; with as many steps each it is FedAvg.
-    Running statistics are averaged as they are.
+    gradient. A client with more batches pulls no harder than its n_i says; with as many steps each it is FedAvg. One
+    that took no step, with ``training.drop_last`` and less than a batch, is in neither mean. Running statistics are
+    averaged as they are.
 
     Args:
       model: extractor and head.
@@ -56,7 +57,8 @@ def fednova(model: Model, train: Trainer, combine: Combine = weighted_mean) -> M
         now: Round, server: Params, clients: PyTree, uploads: Upload, cohort: Cohort
     ) -> tuple[Params, PyTree]:
         del now
-        change, steps = combine(uploads.change, cohort.weight), weighted_mean(uploads.steps, cohort.weight)
+        weight = jnp.where(uploads.steps > 0, cohort.weight, 0.0)
+        change, steps = combine(uploads.change, weight), weighted_mean(uploads.steps, weight)
 
         def step(path: tuple, w: Array, change: Array) -> Array:
             return w + change if is_statistic(path) else w + steps * change

@@ -25,8 +25,9 @@ def fedrep(
 ) -> Method:
     """FedRep: participants train their head under the received extractor, then the extractor under the new head.
 
-    Shared: theta. Personal: phi_i. Headline: PRE. ``training.epochs`` is E_b, the extractor's. The head phase runs on
-    features that are computed once per round, since the extractor stands still.
+    Shared: theta, averaged by n_i, where the paper's clients count alike. Personal: phi_i. Headline: PRE.
+    ``training.epochs`` is E_b, the extractor's. The head phase runs on features that are computed once per round, since
+    the extractor stands still.
 
     Args:
       model: extractor and head.

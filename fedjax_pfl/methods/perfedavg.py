@@ -36,8 +36,8 @@ def perfedavg(
     Shared: w. Personal: nothing that lasts. Headline: PRE, after one inner step on one mini-batch of training samples;
     POST is w_i as it is sent. b is ``training.lr``. A step takes 2 B samples, or 3 B where D'' serves the Hessian H, so
     that an epoch is one pass over the samples. They are dealt out in turn, to D', D and D'': each gets its share of a
-    short batch, and a lone sample makes a plain step. Momentum, weight decay and clipping, off by default, belong to
-    the outer step; the inner one is plain.
+    short batch, and a lone sample makes a plain step; with ``training.drop_last`` a client with fewer than 2 B (3 B)
+    makes none. Momentum, weight decay and clipping, off by default, belong to the outer step; the inner one is plain.
 
     Args:
       model: extractor and head.

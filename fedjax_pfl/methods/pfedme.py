@@ -31,11 +31,11 @@ def pfedme(
 ) -> Method:
     """pFedMe: per mini-batch, K steps of theta_i down CE + (lam / 2) ||theta_i - w_i||^2, then one of w_i towards it.
 
-    Shared: w. Personal: theta_i. Headline: POST (equal to the next round's PRE). theta_i starts from w in every round,
-    and on every mini-batch from where the last one left it, as in the official code. That code trains all clients and
-    averages some, with a weight decay of 0.001 on theta_i; here participants alone train, and momentum, weight decay
-    and clipping, off by default, are the trainer's, for theta_i. The step of w_i has the rate ``training.lr``. Stable
-    for training.lr * lam < 1 and personal_lr * lam < 2.
+    Shared: w, averaged by n_i, where the paper's clients count alike. Personal: theta_i. Headline: POST (equal to the
+    next round's PRE). theta_i starts from w in every round, and on every mini-batch from where the last one left it, as
+    in the official code. That code trains all clients and averages some, with a weight decay of 0.001 on theta_i; here
+    participants alone train, and momentum, weight decay and clipping, off by default, are the trainer's, for theta_i.
+    The step of w_i has the rate ``training.lr``. Stable for training.lr * lam < 1 and personal_lr * lam < 2.
 
     Args:
       model: extractor and head.

@@ -5,11 +5,13 @@ from functools import partial
 
 import jax
 import numpy as np
+import pytest
 
 from fedjax_pfl.data.federated import client_data, pack
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.apfl import Client, apfl
 from fedjax_pfl.methods.fedavg import fedavg
+from fedjax_pfl.models.norm import MOMENTUM, STATISTICS, is_statistic
 from fedjax_pfl.ops.training import Trainer
 from tests.play import KEY, SOME, N, exchanged, play
 from tests.quadratics import curved, quadratic
@@ -91,6 +93,23 @@ def test_a_fixed_share_of_nothing_is_fedavg_and_of_everything_is_local(model, tr
     jax.tree.map(np.testing.assert_array_equal, averaging.client.params, v)
     # Local trains the client's own model as FedAvg trains the received one.
     close((everything, alone.client.params), (train(now(KEY, 0), v, (), data).upload,) * 2)
+
+
+@pytest.mark.parametrize("alpha", [0.25, 1.0])
+def test_running_statistics_of_the_personal_model_follow_the_batches_of_the_mix(
+    alpha, model_with_norm, trainer, federation
+):
+    """With each batch they go a tenth of the way to its own: so no variance can fall below zero."""
+    data = client_data(federation.x, federation.y, client(federation.train, 4))
+    w = model_with_norm.init(KEY)
+    other = jax.tree_util.tree_map_with_path(lambda path, leaf: leaf + 3.0 * is_statistic(path), w)
+    method = apfl(model_with_norm, trainer, alpha=alpha)
+    low, high = (method.local(now(KEY, 0), w, Client(v, None), data).client.params for v in (w, other))
+    steps = int(method.local(now(KEY, 0), w, Client(w, None), data).info.steps)
+    for name in STATISTICS:
+        gap = high["extractor"]["norm"][name] - low["extractor"]["norm"][name]
+        near(gap, 3.0 * (1 - MOMENTUM) ** steps)
+    assert (low["extractor"]["norm"]["running_var"] > 0).all()
 
 
 def test_a_client_without_samples_keeps_what_it_has_and_sends_what_it_received(federation):

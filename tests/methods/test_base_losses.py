@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.methods.fedasam import fedasam
+from fedjax_pfl.methods.fedasam import asam_loss, fedasam
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.feddecorr import decorrelation, feddecorr
 from fedjax_pfl.methods.fedntd import fedntd, not_true_distillation
@@ -65,6 +65,12 @@ def decorr_gradient(mlp, w, rows, received, last):
     return with_features(mlp, w, rows, softmax_loss(mlp.logits(w, rows), mlp.y[rows])[1], d_z)
 
 
+def sam_gradient(mlp, w, rows, received, last):
+    g = mlp.gradient(w, rows)
+    length = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(g)))
+    return mlp.gradient(jax.tree.map(lambda w, g: w + RHO * g / length, w, g), rows)
+
+
 def asam_gradient(mlp, w, rows, received, last):
     g = mlp.gradient(w, rows)
     s = {
@@ -81,6 +87,7 @@ METHODS = {
     "fedntd": (partial(fedntd, beta=BETA, temperature=TAU), ntd_gradient),
     "feddecorr": (partial(feddecorr, beta=BETA), decorr_gradient),
     "fedasam": (partial(fedasam, rho=RHO, eta=ETA), asam_gradient),
+    "fedsam": (partial(fedasam, rho=RHO, adaptive=False), sam_gradient),
 }
 
 
@@ -200,6 +207,38 @@ def test_fedasam_scores_the_mean_of_what_it_captured(model, federation):
     jax.tree.map(np.testing.assert_array_equal, method.broadcast(scored), end.average)
     assert int(before.captured) == 0
     jax.tree.map(np.testing.assert_array_equal, method.calibrate.server(None, before, (), None).params, before.params)
+
+
+def test_with_cycles_of_a_round_the_rate_stays_and_every_model_is_captured(model, federation):
+    train = Trainer(epochs=1, batch_size=4, lr=0.2)
+    method = fedasam(model, train, rho=RHO, eta=ETA, swa_start=1, swa_cycle=1, swa_lr=0.02)
+    plain = Engine(fedasam(model, train, rho=RHO, eta=ETA), len(TRAIN_SIZES))
+    engine = Engine(method, len(TRAIN_SIZES))
+    run = jax.jit(engine.init)(KEY, federation)
+    end = jax.jit(engine.rounds)(KEY, run, at(0), at(3), jnp.array(False), federation).state.server
+    expected, rounds = [jax.jit(plain.init)(KEY, federation)], jax.jit(plain.rounds)
+    for t in range(3):
+        expected.append(rounds(KEY, expected[-1], at(t), at(t + 1), jnp.array(False), federation))
+    models = [run.state.server for run in expected]
+    assert int(end.captured) == 2
+    jax.tree.map(near, end.params, models[3])
+    jax.tree.map(near, end.average, jax.tree.map(lambda a, b: (a + b) / 2, models[2], models[3]))
+
+
+def test_fedasam_looks_around_without_touching_running_statistics(model_with_norm):
+    seen = []
+    w = model_with_norm.init(KEY)
+
+    def loss(params, batch, key):
+        seen.append(params)
+        return sum(jnp.sum(jnp.sin(leaf + 1.0)) for leaf in jax.tree.leaves(params))
+
+    asam_loss(model_with_norm, RHO, ETA).around(loss)(w, None, KEY)
+    _, there = seen
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), w, there)
+    norm = moved["extractor"].pop("norm")
+    assert norm == {"scale": True, "bias": True, "running_mean": False, "running_var": False}
+    assert all(jax.tree.leaves(moved))
 
 
 @pytest.mark.parametrize(("name", "kept"), [("moon", 1), ("fedntd", 0), ("feddecorr", 0), ("fedasam", 0)])

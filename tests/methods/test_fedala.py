@@ -9,18 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.method import State
-from fedjax_pfl.methods.fedala import fedala
+from fedjax_pfl.methods.fedala import Client, fedala
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.local import local
+from fedjax_pfl.models.norm import is_statistic
 from fedjax_pfl.ops.training import phase_key
 from tests import generator
 from tests.play import cohorts
-from tests.reference import MLP, at, batches, client, client_key, held, to_numpy, weighted_mean
+from tests.reference import MLP, at, batches, client, client_key, held, now, to_numpy, weighted_mean
 
 N, ROUNDS = 7, 5
 KEY = generator.key(7)
@@ -163,6 +165,16 @@ def test_weights_that_stay_at_zero_are_local_if_all_layers_are_mixed(program, mo
     expected, expected_pre = other.play(start._replace(state=State((), clients.upper)))
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, (end.state.clients.upper, pre), (expected.state.clients, expected_pre))
+
+
+def test_running_statistics_are_received_as_they_are(model_with_norm, trainer, federation):
+    method, view = fedala(model_with_norm, trainer, mixed_layers=3, mix_lr=3.0), model_with_norm.init(KEY)
+    own = jax.tree.map(lambda leaf: leaf + 0.5, view)
+    client_before = Client(own, jax.tree.map(jnp.ones_like, own), jnp.ones((), jnp.int32))
+    data = client_data(federation.x, federation.y, client(federation.train, 4))
+    mix = jax.jit(method.local)(now(KEY, 1), view, client_before, data).client.mix
+    moved = jax.tree_util.tree_map_with_path(lambda path, a: is_statistic(path) == bool((a == 1).all()), mix)
+    assert all(jax.tree.leaves(moved)), mix
 
 
 def test_the_model_goes_down_and_comes_back_and_the_mixed_layers_stay(model, trainer, federation):

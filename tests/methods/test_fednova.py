@@ -76,6 +76,23 @@ def test_a_client_without_samples_sends_zeros(model, trainer, federation):
     jax.tree.map(np.testing.assert_array_equal, update.post[0], view)
 
 
+def test_a_client_with_less_than_a_batch_that_is_dropped_is_in_no_mean(model, trainer, federation):
+    trainer = replace(trainer, drop_last=True, batch_size=9)
+    sizes = np.array([len(held(federation.train, i)) for i in range(N)])
+    some = np.flatnonzero(sizes >= 9)
+    assert 1 < len(some) < np.sum(sizes > 0)
+    method, view = fednova(model, trainer), model.init(KEY)
+    data = [client_data(federation.x, federation.y, client(federation.train, i)) for i in range(N)]
+    sent = [method.local(now(KEY, 0), view, (), each).upload for each in data]
+    uploads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sent)
+    cohort = Cohort(jnp.arange(N), jnp.asarray(sizes, jnp.float32), N, N)
+    found, _ = method.aggregate(now(KEY, 0), view, (), uploads, cohort)
+    p = sizes[some] / sizes[some].sum()
+    a_eff = sum(share * float(sent[i].steps) for share, i in zip(p, some, strict=True))
+    mean = weighted_mean([to_numpy(sent[i].change) for i in some], p)
+    jax.tree.map(near, found, jax.tree.map(lambda w, d: w + a_eff * d, to_numpy(view), mean))
+
+
 def test_running_statistics_are_averaged_as_they_are(model_with_norm, trainer, federation):
     method, view = fednova(model_with_norm, trainer), model_with_norm.init(KEY)
     data = client_data(federation.x, federation.y, client(federation.train, 2))

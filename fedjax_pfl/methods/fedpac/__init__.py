@@ -1,10 +1,12 @@
 """FedPAC (Xu, Tong, Huang, ICLR 2023): features aligned to global prototypes, and heads combined per client."""
 
+import functools
 from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Gt
+from jax import lax
 from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
@@ -75,7 +77,8 @@ def fedpac(
       train: the local trainer.
       combine: the server's rule for averaging extractors; heads are combined by the weights above.
       lam: strength of the pull, mean over features; off in round 0. The paper's grid is 0.1, 1, 10.
-      head_lr: eta_h of the head phase; None for the local learning rate.
+      head_lr: eta_h of the head phase, which decays as the local rate, where the official code has a constant; None
+        for the local learning rate.
       head_epochs: epochs of the head phase.
 
     Reference:
@@ -124,7 +127,8 @@ def fedpac(
         prototypes = update_prototypes(server.prototypes, new)
         present = jnp.sum(uploads.per_class.held, axis=1) > 0
         weights = head_weights(h, uploads.v, present)
-        heads = jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1), uploads.head)
+        combined = functools.partial(jnp.tensordot, weights, axes=1, precision=lax.Precision.HIGHEST)
+        heads = jax.tree.map(combined, uploads.head)
         return Server(combine(uploads.extractor, cohort.weight), prototypes), Client(heads)
 
     def personal(view: View, client: Client) -> Params:

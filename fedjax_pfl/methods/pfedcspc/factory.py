@@ -55,8 +55,8 @@ def pfedcspc(
     """pFedCSPC: one method for a better global model and for better personal ones.
 
     Clients train guided by global prototypes, and cluster their features into prototypes. The server retrains
-    projection head and classifier of the averaged model on the prototypes of all, and combines a personal initial model
-    m_k for each client from the encoders of all; local adaptation makes the personal model of it.
+    projection head and classifier of the averaged model on the prototypes of the round's participants, and combines a
+    personal initial model m_k for each client from their encoders; local adaptation makes the personal model of it.
 
     Shared: w_g, u_g, e; the server keeps each client's newest prototypes and the encoder of its m_k, which takes memory
     (`Known`). Personal: with ``pmi = "every"``, what the client last got of these encoders. Headline: PRE, m_k after
@@ -117,8 +117,9 @@ def pfedcspc(
       ValueError: the model has no projection head.
 
     Reference:
-      pFedCSPC (IEEE TNNLS 2025): Eqs. 2-18. The server's training is that of its predecessor FedCSPC's code, but for
-      the learning rate. The paper's numbers are in benchmarks/papers/.
+      pFedCSPC (IEEE TNNLS 2025): Eqs. 2-18. Epochs, batch size, weight decay and the rounds in which the rate drops are
+      those of its predecessor FedCSPC's code; the losses are the paper's. That code retrains on the last prototypes of
+      all clients that ever took part, which is the same where all do. The paper's numbers are in benchmarks/papers/.
     """
     calibrator = Calibrator(
         eta=eta,

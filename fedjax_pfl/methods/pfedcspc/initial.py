@@ -1,5 +1,6 @@
 """PMI: a personal initial model for each client, combined from the participants' encoders (pFedCSPC, Eq. 4)."""
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -91,7 +92,8 @@ class InitialModels(NamedTuple):
         rows = sent.u, sent.valid, weight[self.weight]
         u, valid, of_class = put_rows((known.u, known.valid, known.weight), cohort.ids, rows)
         p = self.weights(model, uploads, u, valid, of_class, present)
-        combined = jax.tree.map(lambda leaf: jnp.tensordot(p, leaf, axes=1), uploads["extractor"]["encoder"])
+        mean = partial(jnp.tensordot, p, axes=1, precision=lax.Precision.HIGHEST)
+        combined = jax.tree.map(mean, uploads["extractor"]["encoder"])
         encoders = where_rows(jnp.any(valid, axis=(1, 2)), combined, encoder)
         own = take_rows(p, cohort.ids)  # row j is that of participant j, whose encoder stands in column j
         figures = jnp.diagonal(own), 1 / jnp.maximum(jnp.sum(own**2, axis=1), 1e-12)
