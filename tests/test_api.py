@@ -169,7 +169,7 @@ def test_mypy_finds_a_users_mistakes(checked):
 
 
 def test_a_misspelt_table_is_also_a_mistake_at_run_time():
-    with pytest.raises(ConfigError, match=r"^daat = .*no such key; allowed: protocol, data, model"):
+    with pytest.raises(ConfigError, match=r"^daat = .*no such key; did you mean data. allowed: protocol, data, model"):
         Config(daat={"source": "digits"}, method={"name": "fedavg"})
 
 

@@ -189,11 +189,11 @@ CASES = {
     "value in the place of a section": ("run no_table.toml", "training = 3 is not usable: expected a table [training]"),
     "misspelt section": (
         "run misspelt_section.toml",
-        f"date = {{'source': 'digits', ...}} is not usable: no such key; allowed: {SECTIONS}",
+        f"date = {{'source': 'digits', ...}} is not usable: no such key; did you mean data? allowed: {SECTIONS}",
     ),
     "misspelt key that has no default": (
         "run misspelt_source.toml",
-        "data.sorce = 'digits' is not usable: no such key; allowed: source, clients, partition, ...",
+        "data.sorce = 'digits' is not usable: no such key; did you mean source? allowed: source, clients, ...",
     ),
     "misspelt key": (
         "run config.toml training.learning_rate=0.1",
@@ -201,7 +201,7 @@ CASES = {
     ),
     "misspelt option of the model": (
         "run config.toml model.hiden=50",
-        "model.hiden = 50 is not usable: no such key of mlp; allowed: hidden, init",
+        "model.hiden = 50 is not usable: no such key of mlp; did you mean hidden? allowed: hidden, init",
     ),
     # Names
     "unknown method": (
@@ -219,7 +219,7 @@ CASES = {
     "unknown model": ("run config.toml model.name=vgg", f"model.name = 'vgg' is not usable: allowed: {MODEL_NAMES}"),
     "unknown partition": (
         "run config.toml data.partition.kind=dirichlett",
-        f"data.partition.kind = 'dirichlett' is not usable: allowed: {KINDS}",
+        f"data.partition.kind = 'dirichlett' is not usable: did you mean dirichlet? allowed: {KINDS}",
     ),
     "parameter of another partition": (
         "run config.toml data.partition.alpha=0.1",
@@ -431,7 +431,7 @@ CASES = {
     "npz of images as integers": (
         f"{NPZ}int.npz",
         "data.source = 'npz:int.npz' is not usable: the samples must be uint8 (pixels) or floats, got int64: "
-        "numpy.asarray(x, numpy.uint8) or numpy.asarray(x, numpy.float32)",
+        "numpy.asarray(x, numpy.float32), or numpy.uint8 of pixels from 0 to 255",
     ),
     "npz with channels first": (
         f"{NPZ}channels_first.npz",

@@ -181,6 +181,24 @@ def test_an_interrupted_run_returns_what_it_has_and_can_be_resumed(plain, tmp_pa
     assert whole.history["pre.accuracy"].tolist() == plain.history["pre.accuracy"].tolist()
 
 
+@pytest.mark.parametrize("every", [0, 1, 4])
+def test_a_round_that_only_an_interruption_evaluates_is_not_in_the_resumed_run(every, tmp_path):
+    class Later(Callback):
+        def on_round(self, run):
+            if run.round == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    odd = {"training.rounds": 6, "run.eval_every": 3, "run.checkpoint_every": every, "run.keep": "best"}
+    alone = simulate(config(out=str(tmp_path / "whole")).replace(odd))
+    out = tmp_path / "run"
+    cut = simulate(config(out=str(out)).replace(odd), callbacks=[Later()], interrupt="return")
+    assert cut.history["round"].tolist() == [3, 5]
+    whole = simulate(config(out=str(out)).replace(odd), resume=out)
+    assert whole.history["round"].tolist() == alone.history["round"].tolist() == [3, 6]
+    assert_same(whole.state, alone.state)
+    assert whole.summary["personal"] == alone.summary["personal"]
+
+
 def test_an_interrupted_run_raises_where_that_is_wanted():
     with pytest.raises(KeyboardInterrupt):
         simulate(config(), callbacks=[Interrupt()], interrupt="raise")
@@ -191,7 +209,7 @@ def test_a_resumed_run_stops_where_an_uninterrupted_one_does(tmp_path):
     simulate(still, callbacks=[EarlyStopping(patience=2), Interrupt()], interrupt="return")
     seen = Recorder()
     result = simulate(still, resume=tmp_path / "run", callbacks=[EarlyStopping(patience=2), seen])
-    assert seen.seen[0] == ("start", 4, 2)
+    assert seen.seen[0] == ("start", 3, 1)
     assert (result.summary["rounds"], result.history["round"].tolist()) == (6, [2, 4, 6])
 
 

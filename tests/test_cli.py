@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedjax_pfl import METHODS, Config, load_config
+from fedjax_pfl.cli import printing
 from fedjax_pfl.cli.commands import app, main
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
@@ -52,6 +53,21 @@ def command(*arguments, first=""):
         env=environment,
         check=False,
     )
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_table_that_is_wider_than_the_terminal_comes_in_parts(width, monkeypatch, capsys):
+    names, headings = ["local", "fedavg", "fedavg_ft"], ["method", *(f"a column, {at}" for at in range(7))]
+    rows = [[name, *(f"{at}.25 of {name}" for at in range(7))] for name in names]
+    lines = [" | ".join(row) for row in (headings, ["---", *["---:"] * 7], *rows)]
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(printing.sys.stdout, "isatty", lambda: True)
+    printing.print_markdown("# Title\n\n" + "\n".join(f"| {line} |" for line in lines) + "\n\nBelow.")
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    assert max(map(len, said.splitlines())) <= width
+    assert all(entry in said for row in (headings, *rows) for entry in row), "nothing is cut"
+    assert (said.count("\n fedavg_ft ") == 1) == (width == 200)
+    assert "Below." in said
 
 
 def invoke(*arguments):
@@ -103,7 +119,10 @@ def simulate(*args, **options):
 simulation.simulate = simulate"""
     done = command("run", quick, "--out", tmp_path / "out", first=first)
     assert done.returncode == code
-    assert done.stderr == f"interrupted; if it had begun: fedjax-pfl run --resume {tmp_path / 'out'}\n"
+    assert done.stderr == "interrupted; there is no checkpoint to go on from\n"
+    (tmp_path / "out" / "checkpoints" / "3").mkdir(parents=True)
+    done = command("run", quick, "--out", tmp_path / "out", first=first)
+    assert done.stderr == f"interrupted; goes on with fedjax-pfl run --resume {tmp_path / 'out'}\n"
 
 
 def test_quiet_prints_nothing(quick, tmp_path):
@@ -219,9 +238,9 @@ def test_ls_shows_how_far_runs_are(tmp_path):
     rows = [line for line in invoke("ls", tmp_path).output.splitlines() if "digits" in line]
     shown = [[cell.strip() for cell in line.split("│")[1:-1]] for line in rows]
     assert shown == [
-        [str(tmp_path / "b"), "of_somebody", "digits", "7", "20/40", "50.00", "25.00", "not ended"],
-        [str(tmp_path / "c"), "local", "digits", "7", "0/40", "—", "—", "not ended"],
-        [str(tmp_path / "table" / "a"), "fedavg", "digits", "7", "40/40", "75.00", "87.50", ""],
+        ["b", "of_somebody", "digits", "7", "20/40", "50.00", "25.00", "not ended"],
+        ["c", "local", "digits", "7", "0/40", "—", "—", "not ended"],
+        ["table/a", "fedavg", "digits", "7", "40/40", "75.00", "87.50", ""],
     ]
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
         file.write('{"round": 2')  # a run that is just writing

@@ -112,20 +112,23 @@ def test_an_interrupted_comparison_goes_on(comparison, tmp_path):
 
 
 def test_hyperparameters_are_given_per_method(comparison, out, tmp_path):
-    options = {"local": {}, "fedprox": {"mu": 0.5}}
+    options = {"local": {}, "fedprox": {"mu": 0.5, "training.lr": 0.2}}
     found = compare(config(), options, seeds=[0], out=tmp_path / "table")
     assert [cell.config.method for cell in found.cells] == [{"name": "local"}, {"name": "fedprox", "mu": 0.5}]
-    alone = simulate(config(method={"name": "fedprox", "mu": 0.5}))
+    assert "its own: fedprox: mu=0.5, training.lr=0.2." in found.markdown()
+    alone = simulate(config(method={"name": "fedprox", "mu": 0.5}).replace("training.lr", 0.2))
     assert found.by_seed("fedprox")[0] == alone.summary["personal"]["pre"]["last"]
     path = tmp_path / "config.toml"
     path.write_text(config().to_toml())
     command = ["compare", str(path), "--methods", "local,fedprox", "--out", str(tmp_path / "table")]
-    shown = CliRunner().invoke(app, [*command, "--set", "fedprox.mu=0.5", "--quiet"])  # what is there is not run again
+    changes = ["--set", "fedprox.mu=0.5", "--set", "fedprox.training.lr=0.2"]
+    shown = CliRunner().invoke(app, [*command, *changes, "--quiet"])  # what is there is not run again
     assert shown.exit_code == 0, shown.output
     for wrong, message in [
         ("fedprox", r"--set = 'fedprox' is not usable: expected method\.key=value"),
         ("ditto.lam=1", "one of the methods compared: local, fedprox"),
         ("fedprox.nu=1.0", r"method\.nu = 1\.0 is not usable: no such key of fedprox"),
+        ("fedprox.data.clients=3", "methods.fedprox = 'data.clients' .* its hyperparameters, or a field of training"),
     ]:
         with pytest.raises(ConfigError, match=message):
             CliRunner().invoke(app, [*command, "--set", wrong], catch_exceptions=False)
@@ -187,6 +190,71 @@ def test_the_table_by_hand():
     assert len(rows) == 9
     assert rows[0]["global"] == ""
     assert float(rows[1]["headline"]) == 0.7
+
+
+def test_differences_are_the_tables_as_numbers():
+    table = synthetic()
+    found = table.differences().set_index("method")
+    assert list(found.index) == ["fedavg", "ditto"]
+    test = stats.ttest_1samp(np.array([0.7, 0.72, 0.78]) - 0.5, 0.0)
+    low, high = test.confidence_interval(0.95)
+    expected = [np.mean([0.2, 0.22, 0.28]), low, high, test.pvalue, test.pvalue, 3]
+    np.testing.assert_allclose(found.loc["fedavg", ["difference", "low", "high", "p", "p_holm", "seeds"]], expected)
+    assert found.loc["ditto", "difference"] == pytest.approx(0.1)
+    assert found.loc[:, ["clients_low", "clients_high"]].isna().all(axis=None), "nothing is known of the clients"
+    at_post = table.differences("post").set_index("method")
+    assert at_post.loc["fedavg", "difference"] == pytest.approx(0.6 - np.mean([0.5, 0.51, 0.54]))
+    with pytest.raises(ConfigError, match="point = 'last'"):
+        table.differences("last")
+
+
+def test_the_interval_over_clients_is_of_those_that_the_mean_is_over():
+    """The last two of five clients are new, and fare otherwise."""
+    cells = []
+    for method, gap in (("local", 0.0), ("fedavg", 0.1)):
+        one = next(cell for cell in synthetic().cells if cell.method == method)
+        accuracy = np.array([0.5, 0.6, 0.7, 0.0, 0.0]) + gap * np.array([1, 1, 1, 9, 9])
+        cells.append(one._replace(clients={"pre_accuracy": accuracy, "new": np.array([0, 0, 0, 1, 1])}))
+    found = Comparison(config(), cells, "local").differences().iloc[0]
+    np.testing.assert_allclose(found[["clients_low", "clients_high"]].astype(float), [0.1, 0.1])
+
+
+def test_runs_on_other_samples_are_not_mixed_into_a_table(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(300, 16)).astype(np.float32), np.arange(300) % 10
+    of_arrays = config(data={"source": "arrays"}, training={"rounds": 1})
+    assert not compare(of_arrays, ["local"], data=(x, y), out=tmp_path).failed
+    for methods in (["local"], ["local", "fedprox"]):
+        with pytest.raises(
+            ConfigError, match=r"out = '.*local-seed0' .* other samples: the run in this one had others"
+        ):
+            compare(of_arrays, methods, data=(x + 1, y), out=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["local-seed0"]
+    assert len(compare(of_arrays, ["local"], data=(x, y), out=tmp_path).cells) == 1
+    with pytest.raises(ConfigError, match=r"data\.source|resume"):
+        simulate(of_arrays.replace("training.rounds", 2), (x + 1, y), resume=tmp_path / "local-seed0")
+
+
+def test_what_a_kill_before_the_first_round_leaves_is_begun_anew(comparison, tmp_path):
+    folder = tmp_path / "local-seed0"
+    folder.mkdir()
+    for name in (".lock", ".config.toml.partial"):
+        (folder / name).write_text("")
+    (cell,) = compare(config(), METHODS[:1], seeds=[0], out=tmp_path).cells
+    assert cell.error is None
+    assert (folder / "summary.json").exists()
+
+
+def test_the_table_says_what_guessing_gives_and_what_one_method_has_of_its_own():
+    table = synthetic()
+    assert "Always answering" not in table.markdown(), "summaries of version 0.1 do not say"
+    for number, cell in enumerate(table.cells):
+        cell.summary["majority_class"] = {"accuracy": 0.25 + 0.25 * (number // 3), "weighted": 0.0}
+    own = config(method={"name": "fedavg"}).replace("training.lr", 0.3)
+    cells = [cell._replace(config=own) if cell.method == "fedavg" else cell for cell in table.cells]
+    text = table._replace(cells=cells).markdown()
+    assert "that a client has most training samples of: 50.00 ± 25.00 %." in text
+    assert "What one method has of its own: fedavg: training.lr=0.3." in text
 
 
 def test_other_settings_are_not_mixed_into_a_table(comparison, out):

@@ -30,6 +30,22 @@ def test_hyperparameters_are_filled_in_from_the_signature_and_survive_a_round_tr
     assert load_config(path) == config
 
 
+def test_none_is_written_where_it_is_no_default_and_can_be_given(tmp_path):
+    tables = {"data": {"source": "digits", "clients": 4}, "model": {"name": "mlp"}}
+    config = Config(**tables, method={"name": "fedpac", "head_lr": None}, protocol="fedpac")
+    path = tmp_path / "config.toml"
+    path.write_text(config.to_toml(), encoding="utf-8")
+    assert load_config(path) == config
+    assert load_config(path, ["method.head_lr=0.2"]).method["head_lr"] == 0.2
+    usual = Config(**tables, method={"name": "fedpac"})
+    assert (usual.method["head_lr"], usual.replace("method.head_lr", "none").method["head_lr"]) == (0.1, None)
+    clipped = usual.replace("training.clip_norm", 1.0)
+    assert clipped.replace("training.clip_norm", "none") == usual
+    assert usual.replace("training.augment", "none").training.augment == "none"
+    with pytest.raises(ConfigError, match=r"training\.lr = 'none' is not usable"):
+        usual.replace("training.lr", "none")
+
+
 def test_overrides_are_toml_values_or_else_strings(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text('[data]\nsource = "digits"\n[method]\nname = "fedprox"\n', encoding="utf-8")

@@ -317,7 +317,7 @@ def test_markdown_of_several_tables_keeps_their_order():
     assert page.text.index("one") < page.text.index("two") < page.text.index("note")
 
 
-BEGIN = Progress(0, 4, float("nan"), None, float("nan"), 25 * 10**8)
+BEGIN = Progress(0, 4, float("nan"), None, float("nan"), 25 * 10**8, compiled=False)
 SCORES = {"pre": {"accuracy": 0.5}, "post": {"accuracy": 0.625}}
 
 
@@ -350,6 +350,14 @@ def test_in_a_notebook_one_line_changes(notebook, clock, capsys):
     assert second.rstrip() == "round 2/4  loss 1.2500  pre 50.00%  post 62.50%  9 s left"
     assert (len(second), last[-1]) == (len(begin), "\n")  # nothing of the longer line is left
     assert last.startswith("round 4/4")
+
+
+def test_what_is_compiled_is_said_to_run(notebook, clock, capsys):
+    with reporting(CONFIG, "auto") as report:
+        report(BEGIN)
+        clock.time += 20.0
+        report(BEGIN._replace(compiled=True))
+    assert capsys.readouterr().out.split("\r")[-1].rstrip().endswith("about 2.5 GB of memory; in round 1")
 
 
 def test_a_diverged_loss_is_not_taken_for_the_beginning(notebook, capsys):

@@ -23,6 +23,7 @@ from fedjax_pfl.data.sources import SOURCES, load
 from fedjax_pfl.experiment import programs, registry
 from fedjax_pfl.experiment.build import divide
 from fedjax_pfl.method import Method
+from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.models.mlp import MLP
 
@@ -270,14 +271,29 @@ def test_a_mistake_is_one_line_before_anything_compiles(mistake, message, monkey
     assert "\n" not in str(caught.value)
 
 
+def with_other(**functions):
+    """FedAvg, some of whose functions return something else: name -> a function of what FedAvg's returns."""
+
+    def factory(model, train):
+        method = fedavg(model, train)
+        of = method._asdict()
+        return method._replace(**{name: lambda *a, n=name: functions[n](of[n](*a)) for name in functions})
+
+    return factory
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
+        (with_other(init=lambda made: made[0]), r"init returns = 'dict' .*: a pair \(server, state of a client\)"),
+        (with_other(local=lambda update: (update.upload, update.info)), "local returns = 'tuple' .*: an Update"),
+        (with_other(aggregate=lambda made: made[0]), r"aggregate returns = 'dict' .*: a pair \(server, clients\)"),
+        (with_other(aggregate=lambda made: (*made, 1)), r"aggregate returns = 'tuple of 3' .*: a pair"),
         (other_server, r"the method's server\['head'\]\S* after a round = .* is not usable: .*, as before it"),
         (other_clients, r"the method's clients after a round = 'float32\[\d\]' is not usable: nothing, as before it"),
     ],
 )
-def test_a_round_that_changes_the_form_of_the_state_is_named(method, message):
+def test_a_method_that_returns_something_else_is_told_what_it_should(method, message):
     with pytest.raises(ConfigError, match=message) as caught:
         simulate(config(), method=method)
     assert "\n" not in str(caught.value)

@@ -88,6 +88,26 @@ def test_a_killed_run_goes_on_to_the_same_result(whole, copy):
         simulate(config(copy), resume=copy)
 
 
+def test_a_run_that_goes_on_elsewhere_is_left_in_peace(copy):
+    """Looking for its checkpoints would clear away the one that is being written."""
+    written = copy / "checkpoints" / "3.orbax-checkpoint-tmp"
+    written.mkdir()
+    lock = os.open(copy / ".lock", os.O_WRONLY | os.O_CREAT)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"import fcntl, os, sys; fcntl.lockf(os.open({str(copy / '.lock')!r}, os.O_WRONLY), "
+         "fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(lock)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match="another process is running in this one"):
+        simulate(config(copy), resume=copy)
+    assert written.exists()
+    holder.communicate("")
+    simulate(config(copy), resume=copy)
+    assert not written.exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_and_ends_the_run(number, whole, tmp_path):
     """Without ``checkpoint_every``; the signal comes while rounds are running."""

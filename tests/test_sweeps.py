@@ -20,7 +20,7 @@ from fedjax_pfl.experiment.build import program_inputs
 from fedjax_pfl.experiment.checkpoint import Checkpoints
 from fedjax_pfl.experiment.executors import _run_on_ray
 from fedjax_pfl.experiment.programs import alike
-from fedjax_pfl.experiment.sweep import Sweep
+from fedjax_pfl.experiment.sweep import Sweep, _folder
 from fedjax_pfl.experiment.tables import Cell
 
 GRID = {"method.name": ["fedprox", "fedcpd"], "training.lr": [0.05, 0.2], "run.seed": [0, 1]}
@@ -343,7 +343,8 @@ def test_a_sweep_file(swept, out, tmp_path):
     path.write_text(text)
     base, grid, baseline = load_sweep(path)
     assert (base.training.rounds, grid["training.lr"], baseline["training.lr"]) == (3, [0.05, 0.2], 0.2)
-    shown = CliRunner().invoke(app, ["sweep", str(path), "--out", str(out)])
+    assert load_sweep(path, ["training.rounds=5"])[0] == base.replace("training.rounds", 5)
+    shown = CliRunner().invoke(app, ["sweep", str(path), f"training.rounds={base.training.rounds}", "--out", str(out)])
     assert shown.exit_code == 0, shown.output
     assert "training.lr=0.2" in shown.output
     unknown = CliRunner().invoke(app, ["sweep", str(path), "--out", str(out), "--executor", "dask"])
@@ -419,3 +420,19 @@ def test_a_term_that_is_off_in_the_first_run_only_is_recorded_in_all():
     base = config(method={"name": "fedprox"}, run={"diagnostics": True})
     cells = sweep(base, {"method.mu": [0.0, 0.1]}).cells
     assert all(np.isfinite(cell.history["diagnostics.gradient_ratio_term"]).all() for cell in cells)
+
+
+def test_a_run_directory_is_of_one_combination():
+    folders = [
+        _folder(values)
+        for values in (
+            {"training.lr": 0.1, "run.seed": 0},
+            {"data.source": "npz:a/b.npz"},
+            {"data.source": "npz:a_b.npz"},
+            {f"method.field{at}": "a long value, all in all" for at in range(12)},
+            {f"method.field{at}": "a long value, all in all" for at in range(13)},
+        )
+    ]
+    assert folders[0] == "training.lr=0.1,run.seed=0"
+    assert len(set(folders)) == 5
+    assert all(len(folder) < 255 and "/" not in folder for folder in folders)

@@ -370,7 +370,10 @@ def test_mistakes_in_a_file(file, text, message):
     ("options", "message"),
     [
         ({"space": {}}, "space = {} .* one field or more"),
-        ({"space": {"training.lrr": Uniform(0.1, 1)}}, "training.lrr = 0.1 .* no such key; allowed: rounds,"),
+        (
+            {"space": {"training.lrr": Uniform(0.1, 1)}},
+            "training.lrr = 0.1 .* no such key; did you mean lr. allowed: rounds,",
+        ),
         ({"space": {"method.lam": Uniform(0.1, 1)}}, "method.lam = 0.1 .* no such key of fedprox; allowed: mu"),
         ({"space": {"lr": Uniform(0.1, 1)}}, "space.lr = .* a dotted field such as training.lr"),
         ({"space": {"training.lr": (0.1, 1)}}, "space.training.lr = (0.1, 1) .* Uniform, LogUniform or IntUniform"),

@@ -110,7 +110,10 @@ def run(
         progress: Any = None if quiet else "auto" if sys.stdout.isatty() else lines(loaded)
         result = simulate(loaded, overwrite=overwrite, resume=resume, progress=progress)
     except (KeyboardInterrupt, SystemExit) as interrupt:
-        print(f"interrupted; if it had begun: fedjax-pfl run --resume {loaded.run.out}", file=sys.stderr)
+        how = "there is no checkpoint to go on from"
+        if any(Path(str(loaded.run.out), "checkpoints").glob("*")):
+            how = f"goes on with fedjax-pfl run --resume {loaded.run.out}"
+        print(f"interrupted; {how}", file=sys.stderr)
         sys.exit(interrupt.code if isinstance(interrupt, SystemExit) else _INTERRUPTED)
     if not quiet:
         print_summary(result.summary)
@@ -127,7 +130,11 @@ def compare(
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
     change: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A hyperparameter of one method; may be given again.", metavar="METHOD.KEY=VALUE"),
+        typer.Option(
+            "--set",
+            help="A hyperparameter of one method, or of its training (fedrep.training.lr=0.1); may be given again.",
+            metavar="METHOD.KEY=VALUE",
+        ),
     ] = None,
     baseline: Annotated[str | None, typer.Option(help="What others are compared with; else the first method.")] = None,
     point: Point = "pre",
@@ -169,6 +176,7 @@ def compare(
 @app.command()
 def sweep(
     file: Annotated[Path, typer.Argument(help="A TOML file with config and grid.", metavar="SWEEP.toml")],
+    overrides: Overrides = None,
     out: Annotated[str | None, typer.Option(help="Where runs and tables go; by default a folder under runs/.")] = None,
     point: Point = "pre",
     executor: Annotated[
@@ -189,7 +197,7 @@ def sweep(
     """
     from fedjax_pfl.experiment.sweep import load_sweep, sweep
 
-    config, grid, baseline = load_sweep(file)
+    config, grid, baseline = load_sweep(file, overrides or [])
     out = out or str(Path("runs") / f"sweep-{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     where = {"name": executor, **dict(_job_option(given) for given in job or ())}
     with _interruptible(out):
@@ -354,7 +362,7 @@ def list_runs(
     from fedjax_pfl.cli.printing import print_runs
     from fedjax_pfl.experiment.record import runs_in
 
-    print_runs(runs_in(folder))
+    print_runs(runs_in(folder), folder)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,7 +16,26 @@ def print_markdown(text: str) -> None:
     from rich.markdown import Markdown
 
     # Not cut to the width of a terminal where there is none.
-    Console(width=None if sys.stdout.isatty() else 200).print(Markdown(text))
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    parts = text.split("\n\n")
+    console.print(Markdown("\n\n".join(_side_by_side(part, console.width) for part in parts)))
+
+
+def _side_by_side(part: str, width: int) -> str:
+    """A Markdown table that is wider than the terminal as several, each with the first column; else as it is."""
+    if not part.startswith("| "):
+        return part
+    columns = list(zip(*(line.strip("| ").split(" | ") for line in part.splitlines()), strict=True))
+    wide = [max(map(len, column)) + 3 for column in columns]
+    tables: list[list[int]] = [[0]]
+    for at in range(1, len(columns)):
+        if sum(wide[column] for column in tables[-1]) + wide[at] > width and len(tables[-1]) > 1:
+            tables.append([0])
+        tables[-1].append(at)
+    return "\n\n".join(
+        "\n".join(f"| {' | '.join(row)} |" for row in zip(*(columns[at] for at in table), strict=True))
+        for table in tables
+    )
 
 
 def print_summary(summary: dict[str, Any]) -> None:
@@ -44,16 +64,19 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 def print_partition(manifest: dict[str, Any]) -> None:
     """Prints who holds what."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="samples per client and class", title_justify="left")
+    table = Table(title="samples per client and class", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     classes = len(manifest["class_counts"][0])
-    for heading in ("client", "size", "train", "test", *map(str, range(classes))):
+    users = manifest.get("users")
+    for heading in ("client", *(["user"] if users else []), "size", "train", "test", *map(str, range(classes))):
         table.add_column(heading, justify="right")
     rows = zip(manifest["sizes"], manifest["n_train"], manifest["n_test"], manifest["class_counts"], strict=True)
     for client, (size, n_train, n_test, counts) in enumerate(rows):
-        table.add_row(str(client), str(size), str(n_train), str(n_test), *(str(n) if n else "·" for n in counts))
+        who = [users[client]] if users else []
+        table.add_row(str(client), *who, str(size), str(n_train), str(n_test), *(str(n) if n else "·" for n in counts))
     console = Console(width=None if sys.stdout.isatty() else 40 + 8 * classes)
     console.print(table)
     for note in manifest["notes"]:
@@ -67,14 +90,14 @@ def print_table(table: dict[str, Callable[..., Any]]) -> None:
         print(f"{name:12} {(inspect.getdoc(factory) or '').splitlines()[0]}")
 
 
-def print_runs(runs: "Sequence[Listed]") -> None:
-    """Prints a line per run: how far it is, and what it came to."""
+def print_runs(runs: "Sequence[Listed]", folder: Path) -> None:
+    """Prints a line per run in a folder: how far it is, and what it came to."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
+    table = Table(title=f"in {folder}", title_justify="left")
     for heading in ("run", "method", "data", "seed"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for heading in ("rounds", "PRE", "POST"):
         table.add_column(heading, justify="right")
     table.add_column("")
@@ -83,6 +106,7 @@ def print_runs(runs: "Sequence[Listed]") -> None:
         done = f"{run.round}/{config['training']['rounds']}"
         scores = [f"{100 * run.accuracy[point]:.2f}" if point in run.accuracy else "—" for point in ("pre", "post")]
         of = [config["method"]["name"], config["data"]["source"], str(config["run"]["seed"])]
-        table.add_row(str(run.path), *of, done, *scores, "" if run.ended else "not ended")
+        path = run.path.relative_to(folder)
+        table.add_row(str(path if path.parts else run.path), *of, done, *scores, "" if run.ended else "not ended")
     # Not cut to the width of a terminal where there is none.
     Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -1,5 +1,6 @@
 """What a source gives: labelled images, texts or rows of numbers in one piece, and how arrays become one."""
 
+import hashlib
 import math
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ class Dataset(NamedTuple):
       vocabulary: where the samples are text, the number of different tokens, which are ``0 .. vocabulary - 1``; None
         for others.
       divided: whether the data came divided among clients, who are the users then; samples of user -1 are nobody's.
+      user_names: what each user is called; None where there are none, or they are called by their numbers.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Dataset(NamedTuple):
     users: Int[np.ndarray, " samples"] | None = None
     vocabulary: int | None = None
     divided: bool = False
+    user_names: tuple[str, ...] | None = None
 
 
 def from_arrays(
@@ -75,6 +78,7 @@ def from_arrays(
         allowed = f"training samples {kinds[0]} and test samples {kinds[-1]} must agree in type and shape"
         raise ConfigError("data", name, allowed)
     all_labels = _joined([part_labels for _, part_labels in parts])
+    numbers, names = None, None
     users_of_parts = [given for given in (users, test_users) if given is not None]
     if users_of_parts and (users is None or len(users_of_parts) != len(parts)):
         raise ConfigError("data", name, "give the users of every part that there is, or none")
@@ -82,13 +86,16 @@ def from_arrays(
         if given.shape != part_labels.shape or given.dtype.kind not in "iuU":
             allowed = f"users must be integers or strings [{len(part_labels)}], got {given.dtype} {given.shape}"
             raise ConfigError("data", name, allowed)
+    if users_of_parts:
+        numbers, names = numbered(_joined(users_of_parts))
     return Dataset(
         name=name,
         images=_joined([part_images for part_images, _ in parts]),
         labels=all_labels,
         classes=int(all_labels.max()) + 1,
         train_rows=len(parts[0][0]) if len(parts) > 1 else None,
-        users=numbered(_joined(users_of_parts)) if users_of_parts else None,
+        users=numbers,
+        user_names=names,
     )
 
 
@@ -97,9 +104,20 @@ def _joined(parts: list[np.ndarray]) -> Shaped[np.ndarray, "samples ..."]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def numbered(users: Shaped[np.ndarray, " samples"]) -> Int[np.ndarray, " samples"]:
-    """Users as the numbers 0 .. U - 1, in ascending order of what they are called."""
-    return np.unique(users, return_inverse=True)[1].astype(np.int32)
+def fingerprint(dataset: Dataset) -> str:
+    """12 hexadecimal digits that tell this data from other: of its labels and of up to 2,048 evenly spaced samples."""
+    images, labels = dataset.images, dataset.labels
+    rows = np.linspace(0, len(images) - 1, min(len(images), 2048)).astype(np.int64)
+    digest = hashlib.sha256(f"{images.shape} {images.dtype}".encode())
+    digest.update(np.ascontiguousarray(images[rows]).tobytes())
+    digest.update(labels.astype("<i8").tobytes())
+    return digest.hexdigest()[:12]
+
+
+def numbered(users: Shaped[np.ndarray, " samples"]) -> tuple[Int[np.ndarray, " samples"], tuple[str, ...]]:
+    """Users as the numbers 0 .. U - 1, in ascending order of what they are called, and their names in this order."""
+    names, numbers = np.unique(users, return_inverse=True)
+    return numbers.astype(np.int32), tuple(map(str, names))
 
 
 def _checked_part(
@@ -118,7 +136,7 @@ def _checked_samples(x: np.ndarray, what: str, name: str) -> Shaped[np.ndarray, 
     """Pixels with their channel axis, or float32 as they are, or a ConfigError that says what to change."""
     pixels = x.dtype == np.uint8
     if not pixels and x.dtype.kind != "f":
-        hint = "numpy.asarray(x, numpy.uint8) or numpy.asarray(x, numpy.float32)"
+        hint = "numpy.asarray(x, numpy.float32), or numpy.uint8 of pixels from 0 to 255"
         raise ConfigError("data", name, f"the {what} must be uint8 (pixels) or floats, got {x.dtype}: {hint}")
     if pixels:
         if x.ndim == 2 and math.isqrt(x.shape[1]) ** 2 == x.shape[1]:

@@ -132,10 +132,15 @@ def deal(
         trained = np.concatenate([rows.train for rows in splits])
         note = f"clients overlap: together they train on {len(np.unique(trained))} different samples, of {len(trained)}"
         dealt = dealt._replace(notes=(*dealt.notes, note))
+    if dataset.users is not None and not dataset.divided and kind not in ("natural", "indices"):
+        note = f'the users of {dataset.name} are not looked at: the partition is "{kind}", and theirs is "natural"'
+        dealt = dealt._replace(notes=(*dealt.notes, note))
     if new:
         note = f"clients {clients - new} to {clients - 1} are new: they never train"
         dealt = dealt._replace(notes=(*dealt.notes, note))
     record = manifest(dataset.labels, dataset.classes, dealt, splits)
+    if natural and dataset.user_names is not None:
+        record["users"] = [dataset.user_names[groups[part[0]]] for part in dealt.parts]
     return Holdings(splits, pooled, record["hash"]), record
 
 
@@ -160,7 +165,8 @@ def federate(
     splits, pooled, _ = holdings
     if evaluate_on == "validation":
         pooled = np.sort(np.concatenate([rows.validation for rows in splits]))
-    if not len(pooled):  # of test rows each client has one at least
+    # Of test rows each client has one at least.
+    if not len(pooled) or (validation_share and not any(len(rows.validation) for rows in splits)):
         largest = max(len(rows.train) for rows in splits)
         allowed = f"a larger share: of {largest} training samples or fewer per client it leaves none to validate on"
         raise ConfigError("data.validation_share", validation_share, allowed)
@@ -217,7 +223,7 @@ def _check_divided(dataset: Dataset, clients: int, kind: str, official: bool) ->
         raise ConfigError("data.partition.kind", kind, f'"natural": {dataset.name} come divided among {there} clients')
     if clients != there:
         raise ConfigError(
-            "data.clients", clients, f"{there}, the number of clients that {dataset.name} come divided among"
+            "data.clients", clients, f"{there}, the clients with samples that {dataset.name} come divided among"
         )
     parts = [("", dataset.users, MIN_SAMPLES)]
     if official and dataset.train_rows is not None:

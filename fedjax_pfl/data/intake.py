@@ -170,6 +170,8 @@ def _arrays(data: Sequence[Any], name: str, whose: str = "") -> list[np.ndarray]
 
 def _array(given: Any, what: str, name: str) -> np.ndarray:
     """What NumPy makes of it; a list of unequal rows, or a torch tensor on a GPU, is none."""
+    if np.ma.is_masked(given):
+        raise ConfigError("data", name, f"the {what} are a masked array with entries that are hidden; leave these out")
     try:
         return np.asarray(given)
     except (ValueError, TypeError, RuntimeError) as error:

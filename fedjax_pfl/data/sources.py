@@ -85,15 +85,16 @@ def _load_leaf(argument: str) -> Dataset:
     folder = _find(argument, source, folder=True)
     parts = leaf.read(folder, source)
     x, y, users = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    text = x.ndim == 2
+    text, (numbers, names) = x.ndim == 2, numbered(users)
     return Dataset(
         name=folder.resolve().name,
         images=x,
         labels=y,
         classes=len(leaf.ALPHABET) if text else int(y.max()) + 1,
         train_rows=len(parts[0].y) if len(parts) > 1 else None,
-        users=numbered(users),
+        users=numbers,
         vocabulary=len(leaf.ALPHABET) if text else None,
+        user_names=names,
     )
 
 

@@ -16,6 +16,7 @@ from fedjax_pfl.engine.metrics import Metric
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import SIDE_BY_SIDE, Placement, map_clients
 from fedjax_pfl.engine.run import round_keys
+from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.method import Cohort, Method, Round, State, Update
 from fedjax_pfl.ops.training import phase_key
 from fedjax_pfl.ops.tree import take_rows
@@ -118,9 +119,11 @@ class Cohorts:
         """
         (key, t, view, x, y), (client_id, client, train, validation) = shared, row
         key = jax.random.fold_in(key, client_id)
-        return self.method.local(
-            Round(key, t), view, client, self._training_data(key, client_id, x, y, train, validation)
-        )
+        data = self._training_data(key, client_id, x, y, train, validation)
+        update = self.method.local(Round(key, t), view, client, data)
+        if not isinstance(update, Update):
+            raise ConfigError("what the method's local returns", type(update).__name__, "an Update")
+        return update
 
     def _training_data(
         self,

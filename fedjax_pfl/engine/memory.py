@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import Clients, Federation, Samples, client_data
-from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.round import Engine, pair_of
 from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange, size
 
@@ -145,7 +145,8 @@ def survey(
       on_host: whether the states of clients are held by the host, and only those of who works by a device.
     """
     method = engine.method
-    server, client = jax.eval_shape(lambda key: method.init(key, engine.clients), key)
+    begun = jax.eval_shape(lambda key: method.init(key, engine.clients), key)
+    server, client = pair_of("init", begun, "server", "state of a client")
     view = jax.eval_shape(method.broadcast, server)
     tables = data.train, data.validation, data.test
     train, validation, test = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tables)

@@ -8,6 +8,7 @@ whoever gathers and scatters them: the others do so on the device.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,18 @@ from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
 
 UPDATE_COSINE = "update_cosine"
 """The diagnostic that the engine adds to those of a method, where an upload has the form of what was sent down."""
+
+
+def pair_of(function: str, returned: Any, first: str, second: str) -> tuple[PyTree, PyTree]:
+    """What a method's function returns, which must be a pair.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        what = type(returned).__name__ + (f" of {len(returned)}" if isinstance(returned, tuple) else "")
+        raise ConfigError(f"what the method's {function} returns", what, f"a pair ({first}, {second})")
+    return returned
 
 
 def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
@@ -179,7 +192,8 @@ class Engine(Evaluator):
         uploads = where_rows(present, update.upload, jax.tree.map(jnp.zeros_like, update.upload))
         uploads = self.placement.gather_small(uploads)
         now = Round(keys.aggregate, t)
-        combined, new = method.aggregate(now, server, update.client, uploads, cohort)
+        returned = method.aggregate(now, server, update.client, uploads, cohort)
+        combined, new = pair_of("aggregate", returned, "server", "clients")
         check_unchanged("server", combined, server)
         check_unchanged("clients", new, old)
         # With no samples left the round did not happen: a weighted mean over nothing would be zero.

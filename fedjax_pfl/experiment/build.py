@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Bool
 
-from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.dataset import Dataset, fingerprint
 from fedjax_pfl.data.divide import count_new
 from fedjax_pfl.data.divide import deal as deal_rows
 from fedjax_pfl.data.divide import federate as put_on_device
@@ -84,8 +84,10 @@ def prepare(run: RunSection) -> None:
     clients run on the devices that there are.
 
     Raises:
-      ConfigError: ``run.compilation_cache`` is a file.
+      ConfigError: ``run.compilation_cache`` is a file, or JAX is set to 64 bits.
     """
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # which JAX adds when it starts
+        raise ConfigError("jax_enable_x64", True, "False: programs are for 32 bits")
     if run.placement in ("auto", "shard") and jax.config.values["jax_num_cpu_devices"] == -1:
         try:
             jax.config.update("jax_num_cpu_devices", cores())
@@ -124,9 +126,13 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
 
 
 def deal(config: Config, dataset: Dataset) -> tuple[Holdings, dict[str, Any]]:
-    """Decides which client holds which rows, as the data section says; returns the manifest, too."""
+    """Decides which client holds which rows, as the data section says; returns the manifest, too.
+
+    To what `manifest` says of the rows the latter adds ``data``, the `fingerprint` of the samples.
+    """
     fields = config.data.model_dump(exclude={"source", "seed", "mean", "std", "evaluate_on"})
-    return deal_rows(dataset, **fields, seed=config.partition_seed)
+    holdings, manifest = deal_rows(dataset, **fields, seed=config.partition_seed)
+    return holdings, manifest | {"data": fingerprint(dataset)}
 
 
 def federate(config: Config, dataset: Dataset, holdings: Holdings) -> Federation:

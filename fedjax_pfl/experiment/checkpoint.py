@@ -1,6 +1,7 @@
 """Checkpoints: what a run needs to go on as though it had never stopped."""
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -231,6 +232,8 @@ def stop_on_signals() -> Iterator[Stop]:
         del frame
         stop.signal = number
         restore()
+        # Not print: the signal may have come while something is printed.
+        os.write(2, b"\nstopping after the next round; a second signal ends it at once\n")
 
     for number in before:
         signal.signal(number, request)

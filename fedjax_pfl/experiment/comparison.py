@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
 from fedjax_pfl.experiment.config import Config, plain
 from fedjax_pfl.experiment.executors import Executor
-from fedjax_pfl.experiment.frames import history_frame, pivot, run_frame
+from fedjax_pfl.experiment.frames import difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.experiment.record import writable, write_atomically
-from fedjax_pfl.experiment.summary import FIGURES, POINTS
+from fedjax_pfl.experiment.summary import FIGURES, POINTS, flat
 from fedjax_pfl.experiment.sweep import check_point, folder_of, run_cells
 from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of
 from fedjax_pfl.methods import METHODS
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas
 
 Methods = Sequence[str] | Mapping[str, Mapping[str, Any]]
-"""Names, or names with hyperparameters: ``{"fedprox": {"mu": 0.1}, "ditto": {}}``."""
+"""Names, or names with hyperparameters: ``{"fedprox": {"mu": 0.1, "training.lr": 0.02}, "ditto": {}}``."""
 
 
 class Comparison(NamedTuple):
@@ -89,6 +89,8 @@ class Comparison(NamedTuple):
         what = (
             f"{self.config.training.rounds} rounds, {data.clients} clients, seeds {seeds}; {data.evaluate_on} samples."
         )
+        of_one = "; ".join(f"{name}: {changes}" for name, changes in self._changes().items())
+        what += f" What one method has of its own: {of_one}." if of_one else ""
         table = markdown(self.cells, {"method.name": self.baseline}, self.point, heading="method")
         return f"{title}\n\n{what}\n\n{table}"
 
@@ -114,6 +116,23 @@ class Comparison(NamedTuple):
         """A figure summed up over seeds, by method; as `Sweep.pivot`, whose fields are here ``method`` and ``seed``."""
         return pivot(self._named(), "seed", index, columns, values, aggregate)
 
+    def differences(self, point: str | None = None) -> "pandas.DataFrame":
+        """How far each method is ahead of the baseline, as the table says it, in shares and not in %.
+
+        Columns: ``method``; ``difference``, the mean over the seeds that both have; ``low`` and ``high``, its 95 %
+        interval over seeds; ``clients_low`` and ``clients_high``, that when the clients of each run are drawn anew;
+        ``p``, of the paired t-test over seeds; ``p_holm``, after Holm's correction; ``seeds``, how many both have.
+
+        Args:
+          point: ``pre`` or ``post``; by default where the table compares.
+
+        Raises:
+          ConfigError: there is no such point, or pandas is not installed.
+        """
+        point = check_point(self.point if point is None else point)
+        found = difference_frame(self.cells, {"method.name": self.baseline}, point)
+        return found.rename(columns={"method.name": "method"})
+
     def to_latex(self, figures: Sequence[str] = POINTS, *, bold: bool = True) -> str:
         """The table in LaTeX, for the package booktabs: a row per method; as `Sweep.to_latex`."""
         return latex(self.cells, figures, heading="method", bold=bold)
@@ -128,6 +147,18 @@ class Comparison(NamedTuple):
     ) -> "matplotlib.axes.Axes":
         """Draws a metric over the evaluated rounds: for each method a line, the mean over seeds; as `Sweep.plot`."""
         return plot_curves(self.cells, metric, x, errorbar, ax)
+
+    def _changes(self) -> dict[str, str]:
+        """Method -> the hyperparameters, and fields of other sections, that it does not have as the config has them."""
+        common, found = flat(self.config.replace("method.name", "local").model_dump()), {}
+        for cell in self.cells:
+            own = flat(cell.config.model_dump())
+            usual = common | flat({"method": self.config.replace("method.name", cell.method).method})
+            changes = [f"{field}={own[field]!r}" for field in own if own[field] != usual.get(field)]
+            said = [change.removeprefix("method.") for change in changes if not change.startswith("run.")]
+            if said:
+                found[cell.method] = ", ".join(said)
+        return found
 
     def _named(self) -> list[Cell]:
         """The runs with their values under the names of `rows`."""
@@ -155,7 +186,8 @@ def compare(
     Args:
       config: what all runs share. The hyperparameters in its ``method`` table are those of the method it names.
       methods: names in ``METHODS``, or a mapping from these to hyperparameters, which win over the config's; what is
-        not given has the method's default.
+        not given has the method's default. Fields of ``training`` may be among them, such as ``"training.lr"``: a rate
+        for one method alone.
       seeds: values of ``run.seed``.
       baseline: the method that the others are compared with; the first one unless given.
       point: where all are compared, whatever they are judged by: ``pre`` or ``post``.
@@ -231,13 +263,18 @@ def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | N
             raise ConfigError(field, given, "one or more, each of them once")
     unknown = [method for method in methods if method not in METHODS]
     if unknown:
-        raise ConfigError("methods", unknown[0], f"allowed: {', '.join(METHODS)}")
+        raise ConfigError("methods", unknown[0], one_of(unknown[0], METHODS))
     cells = []
     for method in methods:
         options = methods[method] if isinstance(methods, Mapping) else {}
         if not isinstance(options, Mapping):
             raise ConfigError(f"methods.{method}", options, "a mapping from its hyperparameters to values; {} for none")
-        changes = {"method.name": method} | {f"method.{name}": value for name, value in options.items()}
+        changes: dict[str, Any] = {"method.name": method}
+        for name, value in options.items():
+            section, dot, _ = name.partition(".")
+            if dot and section != "training":
+                raise ConfigError(f"methods.{method}", name, "one of its hyperparameters, or a field of training")
+            changes[name if dot else f"method.{name}"] = value
         for seed in seeds:
             folder = None if out is None else str(out / f"{method}-seed{seed}")
             changed = config.replace({**changes, SEED: seed, "run.out": folder})

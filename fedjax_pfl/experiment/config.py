@@ -31,7 +31,7 @@ from pydantic_core import CoreSchema
 
 from fedjax_pfl.data.augment import Augment, Copies
 from fedjax_pfl.data.partition import PARTITIONS
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.html import config_html
 from fedjax_pfl.experiment.protocols import lie_under, tables_of
 from fedjax_pfl.experiment.registry import load_entry_points
@@ -84,14 +84,34 @@ def _choose(section: str, key: str, table: Mapping[str, Callable]) -> BeforeVali
         if isinstance(name, str) and name not in table:
             load_entry_points()
         if not isinstance(name, str) or name not in table:
-            raise ConfigError(f"{section}.{key}", name, f"allowed: {', '.join(table)}")
+            raise ConfigError(f"{section}.{key}", name, one_of(name, table))
         schema = options_model(name, table[name])
+        options = _unset(options, schema)
         try:
             return {key: name, **schema(**options).model_dump()}
         except ValidationError as error:
             raise _config_error(error, section, list(schema.model_fields), f" of {name}") from None
 
     return BeforeValidator(check)
+
+
+def _unset(given: Mapping[str, Any], table: type[BaseModel]) -> dict[str, Any]:
+    """What was given, with None for ``"none"`` where a field may be None: TOML cannot write it."""
+
+    def may_be_none(field: str) -> bool:
+        hint = table.model_fields[field].annotation if field in table.model_fields else None
+        return type(None) in typing.get_args(hint) and "none" not in _literals(hint)
+
+    def is_none(field: str, value: Any) -> bool:
+        return isinstance(value, str) and value == "none" and may_be_none(field)
+
+    return {field: None if is_none(field, value) else value for field, value in given.items()}
+
+
+def _literals(hint: Any) -> list[Any]:
+    """The values of all Literals in a type."""
+    found = list(typing.get_args(hint)) if typing.get_origin(hint) is Literal else []
+    return found + [value for part in typing.get_args(hint) for value in _literals(part)]
 
 
 def _ratio(given: Any) -> Any:
@@ -105,6 +125,11 @@ def _ratio(given: Any) -> Any:
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_none(cls, given: Any) -> Any:
+        return _unset(given, cls) if isinstance(given, Mapping) else given
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Not here: pydantic's copy takes any name and value without a check.
@@ -668,8 +693,17 @@ class Config(_Section):
         return config_html(shown, self.non_defaults(), texts)
 
     def to_toml(self) -> str:
-        """The resolved config; fields that are not set are left out."""
-        return tomli_w.dumps(_without_none(self.model_dump()))
+        """The resolved config; fields that are not set are left out, or "none" where they would be set by default."""
+        tables = self.model_dump()
+        for table, key, parts in (
+            (tables["model"], "name", MODELS),
+            (tables["method"], "name", METHODS),
+            (tables["data"]["partition"], "kind", PARTITIONS),
+        ):
+            for field in _less_defaults(table, key, parts):
+                if table[key] in parts and table[field] is None:
+                    table[field] = "none"
+        return tomli_w.dumps(_without_none(tables))
 
 
 def check_config(config: Any) -> None:
@@ -777,7 +811,7 @@ def _config_error(error: ValidationError, section: str, allowed: Sequence[str], 
     field, table = ".".join(path), _section(path[:-1])
     if first["type"] == "extra_forbidden":
         known = list(table.model_fields) if table else allowed
-        return ConfigError(field, first["input"], f"no such key{owner}; allowed: {', '.join(known) or 'none'}")
+        return ConfigError(field, first["input"], f"no such key{owner}; {one_of(path[-1], known)}")
     if first["type"] == "missing":
         told = descriptions(table).get(path[-1], "").replace("``", "").rstrip(".") if table else ""
         return ConfigError(field, "(missing)", f"it has no default and must be given{told and f': {told}'}")

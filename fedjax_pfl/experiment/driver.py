@@ -73,8 +73,8 @@ def simulate(
         machine and with the same packages and placement, bit for bit where it would have ended. The config must be the
         same, except that clients may be placed otherwise, and ``training.rounds`` may grow; output goes to this
         directory.
-      progress: called before compilation, with round 0, and after each block of rounds; ``"auto"`` shows a bar on a
-        terminal and in a notebook.
+      progress: called before and after compilation, with round 0, and after each block of rounds; ``"auto"`` shows a
+        bar on a terminal and in a notebook.
       interrupt: what a first SIGINT leads to, after one more round: ``"return"`` of what there is so far, or, at once,
         ``"raise"``; ``"auto"`` returns where a person is at a prompt or a notebook. With ``run.out`` such a run is not
         complete, and can be resumed.
@@ -127,7 +127,7 @@ def drive(
       dataset: what they share out.
       places: where each is recorded, and goes on from.
       began: when the work on them began, by ``time.perf_counter``.
-      progress: called before compilation, and after each block of rounds.
+      progress: called before and after compilation, and after each block of rounds.
       callbacks: of each run.
       returns: whether SIGINT ends the runs early, and what there is so far is returned.
       room: as in `lay_out`; a run that a callback stops then ends by itself, and the others go on. Without room it
@@ -138,8 +138,10 @@ def drive(
     rounds, every = first.training.rounds, first.run.checkpoint_every or first.training.rounds
     program = lay_out(configs, dataset, room=room)
     done, held = _begin(program, places)
-    report(Progress(done[0].round, rounds, float("nan"), None, float("nan"), program.bytes(), runs))
+    nan = float("nan")
+    report(Progress(done[0].round, rounds, nan, None, nan, program.bytes(), runs, compiled=False))
     program.compile()
+    report(Progress(done[0].round, rounds, nan, None, nan, program.bytes(), runs))
     states = program.init() if held is None else program.put(held)
 
     def state_of(run: int) -> State:
@@ -155,7 +157,7 @@ def drive(
     began -= runs * done[0].seconds
     one_by_one = any(type(callback).on_round is not Callback.on_round for callback in callbacks)
     catches = returns or any(place.checkpoints for place in places)
-    block, started_running = 1, time.perf_counter()
+    block, started_running, left_behind = 1, time.perf_counter(), False
     with stop_on_signals() if catches else nullcontext(Stop()) as stopping:
         for course in courses:
             course.tell("on_start")
@@ -193,11 +195,13 @@ def drive(
                     program.end(course.run, course.end)
             end = max(course.end for course in courses)
             due = first.run.checkpoint_every and (t % every == 0 or t == end)
-            interrupted = stopping.signal and (t == end if back else t < end)
-            if due or interrupted:
+            interrupted = stopping.signal and (back or t < end)
+            # What is returned has a round more, which is evaluated: not so in a run that was not interrupted.
+            if (due or interrupted) and not (back and left_behind):
                 seconds = (time.perf_counter() - began) / runs
                 for course, state in zip(courses, program.each(states), strict=True):
                     course.save(state, t, seconds, round_seconds)
+                left_behind = back
             if interrupted and not back:
                 stopping.leave()
             left = (time.perf_counter() - started_running) / (t - done[0].round) * (end - t)
@@ -230,16 +234,16 @@ def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], l
 
     All is read, and every directory taken, before anything is written.
     """
-    common = set.intersection(*(set(place.found()) for place in places))
     pairs = list(zip(places, program.manifests, strict=True))
     found = []
-    if common:
-        like = program.one_run()
-        found = [place.read(max(common), manifest, like) for place, manifest in pairs]
     with ExitStack() as given_back:
-        for place in places:
+        for place in places:  # first: to look for checkpoints clears away what another process may be writing
             place.take()
             given_back.callback(place.leave)
+        common = set.intersection(*(set(place.found()) for place in places))
+        if common:
+            like = program.one_run()
+            found = [place.read(max(common), manifest, like) for place, manifest in pairs]
         if common:
             for place, (saved, _) in zip(places, found, strict=True):
                 place.go_back(saved)

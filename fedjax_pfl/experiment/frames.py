@@ -8,7 +8,7 @@ import numpy as np
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.summary import FIGURES
-from fedjax_pfl.experiment.tables import Cell, fields_of, rows_of
+from fedjax_pfl.experiment.tables import Cell, differences, fields_of, rows_of
 
 if TYPE_CHECKING:
     import pandas
@@ -51,6 +51,15 @@ def history_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
         parts = [history.get(name, np.full(rounds, np.nan)) for _, history, rounds in runs]
         columns[name] = np.concatenate(parts)
     return frame(columns)
+
+
+def difference_frame(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str) -> "pandas.DataFrame":
+    """How far rows are ahead of the baseline; see `Comparison.differences`.
+
+    Raises:
+      ConfigError: pandas is not installed.
+    """
+    return _pandas().DataFrame(differences(cells, baseline, point))
 
 
 def pivot(

@@ -47,6 +47,8 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
     said = []
     if "stopped" in summary:
         said.append(f"ended early: {summary['stopped']}")
+    if guess := summary.get("majority_class"):  # summaries of version 0.1 have none
+        said.append(f"always answering the class that a client has most of: {_percent(guess['accuracy'])} %")
     if summary["new_clients"] is not None:
         scores = _at_points(summary["new_clients"], "last")
         said.append(f"new clients, which never trained: {scores}")

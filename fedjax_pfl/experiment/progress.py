@@ -17,7 +17,7 @@ _SECONDS_PER_CHANGE = 0.2
 
 
 class Progress(NamedTuple):
-    """What is reported before compilation and after each block of rounds.
+    """What is reported before compilation, after it, and after each block of rounds.
 
     Attributes:
       round: rounds done.
@@ -27,6 +27,7 @@ class Progress(NamedTuple):
       seconds_left: estimated time to the end; NaN before the first round.
       memory: estimated bytes that the program will take.
       runs: runs that go on together.
+      compiled: whether compilation is over.
     """
 
     round: int
@@ -36,6 +37,7 @@ class Progress(NamedTuple):
     seconds_left: float
     memory: int
     runs: int = 1
+    compiled: bool = True
 
 
 Report = Callable[[Progress], None]
@@ -128,7 +130,9 @@ def _line(config: Config, now: Progress) -> str:
 
 def _numbers(now: Progress) -> str:
     if math.isnan(now.seconds_left):
-        return f"about {now.memory / 1e9:.2g} GB of memory; compiling"
+        return (
+            f"about {now.memory / 1e9:.2g} GB of memory; {f'in round {now.round + 1}' if now.compiled else 'compiling'}"
+        )
     shown = f"loss {now.loss:.4f}"
     if now.last is not None:
         for point in ("pre", "post"):

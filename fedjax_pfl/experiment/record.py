@@ -70,15 +70,14 @@ class RunDirectory:
         self._leave: Callable[[], object] | None = None
         with writable(self.path):
             is_file = any(at.is_file() for at in (self.path, *self.path.parents))
-            holds_something = self.path.is_dir() and any(self.path.iterdir())
+            holds_something = self.path.is_dir() and any(not _is_left_over(entry) for entry in self.path.iterdir())
         if is_file:
             raise ConfigError("run.out", str(path), "it is a file, or inside one; name a directory")
         if holds_something and not (overwrite or resume):
-            raise ConfigError(
-                "run.out",
-                str(path),
-                "the directory is not empty; name another one, or replace it: overwrite=True, --overwrite",
-            )
+            begun = any(self.checkpoints.glob("*")) and not self.complete
+            go_on = "go on with the run that has begun there: resume=, --resume; " if begun else ""
+            allowed = f"the directory is not empty; {go_on}name another one, or replace it: overwrite=True, --overwrite"
+            raise ConfigError("run.out", str(path), allowed)
 
     @property
     def complete(self) -> bool:
@@ -212,8 +211,13 @@ class RunDirectory:
             np.savez_compressed(self.path / "export.npz", **exported)  # type: ignore[arg-type]  # its allow_pickle
         if kept is not None:
             write_state(self.path / STATE, kept)
-        write_atomically(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_atomically(self.path / "summary.json", json.dumps(without_nan(summary), indent=2) + "\n")
         self.leave()
+
+
+def _is_left_over(entry: Path) -> bool:
+    """Whether this is what a process leaves that was killed before its run began: its lock, a file half written."""
+    return entry.name == _LOCK or (entry.name.startswith(".") and entry.name.endswith(".partial"))
 
 
 def _unlock(path: Path, lock: int) -> None:
@@ -289,6 +293,17 @@ def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray],
         allowed = f"{rounds}, as in the complete run in {config.run.out}"
         raise ConfigError("training.rounds", config.training.rounds, allowed)
     return summary, history, clients
+
+
+def check_same_data(path: Path, data: str, field: str) -> None:
+    """Checks that a run directory's run had the samples with this `fingerprint`; version 0.1 has kept none.
+
+    Raises:
+      ConfigError: of this field: it had others.
+    """
+    held = _read("partition", path / "partition.json", json.loads).get("data", data)
+    if held != data:
+        raise ConfigError(field, str(path), "a directory for other samples: the run in this one had others than these")
 
 
 def read_run(folder: Path) -> tuple[Config, dict[str, Any]]:

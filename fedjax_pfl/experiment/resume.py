@@ -17,7 +17,7 @@ from fedjax_pfl.experiment.checkpoint import Best, Checkpoints, Saved
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.kept import Kept
-from fedjax_pfl.experiment.record import RunDirectory, check_alike
+from fedjax_pfl.experiment.record import RunDirectory, check_alike, check_same_data
 from fedjax_pfl.experiment.summary import Line
 
 _PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
@@ -64,6 +64,8 @@ class RunPlace:
                 allowed = "0 without a run directory: give run.out"
                 raise ConfigError("run.checkpoint_every", config.run.checkpoint_every, allowed)
             return
+        if resume is not None and not Path(folder).is_dir():
+            raise ConfigError("resume", str(Path(folder).absolute()), "a run directory that holds a checkpoint")
         begun = go_on and (Path(folder) / "config.toml").exists()
         self._record = RunDirectory(
             folder,
@@ -87,6 +89,7 @@ class RunPlace:
         assert self.checkpoints is not None
         saved, directory = self.checkpoints.read(round), str(self._record.path)
         _check_resumable(saved, self._config, manifest["hash"], directory)
+        check_same_data(self._record.path, manifest["data"], "resume")
         if saved.round == self._config.training.rounds and self._record.complete:
             allowed = f"the run is complete after {saved.round} rounds; to go on, give a larger training.rounds"
             raise ConfigError("resume", directory, allowed)

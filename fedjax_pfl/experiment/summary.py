@@ -215,7 +215,7 @@ def _known(value: float) -> float | None:
 def _round_chosen(history: Mapping[str, np.ndarray], point: str) -> int | None:
     """The position of the round with the highest accuracy on validation samples, where these are scored."""
     accuracy = history.get(f"validation_{point}.accuracy")
-    return None if accuracy is None else int(np.argmax(accuracy))
+    return None if accuracy is None or np.isnan(accuracy).all() else int(np.nanargmax(accuracy))
 
 
 def _diverged(history: Mapping[str, np.ndarray]) -> int | None:

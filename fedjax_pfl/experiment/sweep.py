@@ -4,23 +4,25 @@ Runs that differ in nothing but their seed and in numbers that no shape depends 
 once: on a CPU every core takes its share of them, on an accelerator they run side by side.
 """
 
+import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fedjax_pfl.data.dataset import fingerprint
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
 from fedjax_pfl.experiment.callbacks import check_tensorboard
 from fedjax_pfl.experiment.config import Config, check_config, load_config, plain, read_toml
 from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
-from fedjax_pfl.experiment.frames import history_frame, pivot, run_frame
+from fedjax_pfl.experiment.frames import difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.programs import alike
-from fedjax_pfl.experiment.record import RunDirectory, complete_run, writable, write_atomically
+from fedjax_pfl.experiment.record import RunDirectory, check_same_data, complete_run, writable, write_atomically
 from fedjax_pfl.experiment.summary import POINTS, flat
 from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of, show, without_seed
 from fedjax_pfl.experiment.worker import Outcome, dataset_of
@@ -103,6 +105,22 @@ class Sweep(NamedTuple):
             pandas is not installed.
         """
         return pivot(self.cells, SEED, index, columns, values, aggregate)
+
+    def differences(self, point: str | None = None) -> "pandas.DataFrame":
+        """How far each combination is ahead of the baseline of its data setting, as the table says it, in shares.
+
+        Columns: the fields of the grid; ``difference``, the mean over the seeds that both have; ``low`` and ``high``,
+        its 95 % interval over seeds; ``clients_low`` and ``clients_high``, that when the clients of each run are drawn
+        anew; ``p``, of the paired t-test over seeds; ``p_holm``, after Holm's correction; ``seeds``, how many both
+        have.
+
+        Args:
+          point: ``pre`` or ``post``; by default where the table compares.
+
+        Raises:
+          ConfigError: there is no such point, or pandas is not installed.
+        """
+        return difference_frame(self.cells, self.baseline, check_point(self.point if point is None else point))
 
     def to_latex(self, figures: Sequence[str] = POINTS, *, bold: bool = True) -> str:
         """A table in LaTeX, for the package booktabs: mean ± sample standard deviation over seeds, in %.
@@ -248,6 +266,8 @@ def run_cells(
         return [done[number] for number in sorted(done)]
 
     missing = [number for number in range(len(cells)) if number not in done]
+    if data is not None or missing:  # else nothing is loaded
+        _check_done_have_this_data([cell.config for cell in done.values()], data)
     if not missing:
         write(in_order())
     elif not done and name_and_options(executor)[0] == "local":
@@ -261,6 +281,15 @@ def run_cells(
                 done[missing[place]] = cell._replace(**outcome[at]._asdict())
         write(in_order())
     return in_order()
+
+
+def _check_done_have_this_data(configs: Sequence[Config], data: Any) -> None:
+    """Checks that the runs that are done had the samples that the others would have."""
+    known: dict[str, str] = {}
+    for config in configs:
+        if (source := config.data.source) not in known:
+            known[source] = fingerprint(dataset_of(config, data))
+        check_same_data(Path(str(config.run.out)), known[source], "out")
 
 
 def _check_not_all_are_refused(configs: Sequence[Config], data: Any) -> None:
@@ -303,14 +332,15 @@ def run_configs(
             yield places[program], outcome
 
 
-def check_point(point: str) -> None:
-    """Checks the name of an evaluation point.
+def check_point(point: str) -> str:
+    """The name of an evaluation point, checked.
 
     Raises:
       ConfigError: it is none.
     """
     if point not in ("pre", "post"):
         raise ConfigError("point", point, "pre (after aggregation) or post (after local training)")
+    return point
 
 
 def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Executor) -> Path | None:
@@ -326,8 +356,14 @@ def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Exec
     return Path(out) if name_and_options(executor)[0] == "local" else Path(out).absolute()
 
 
-def load_sweep(path: str | os.PathLike[str]) -> tuple[Config, dict[str, list[Any]], dict[str, Any] | None]:
+def load_sweep(
+    path: str | os.PathLike[str], overrides: Sequence[str] = ()
+) -> tuple[Config, dict[str, list[Any]], dict[str, Any] | None]:
     """Reads a sweep file: ``config``, a path beside it; ``overrides``; tables ``grid`` and, if wanted, ``baseline``.
+
+    Args:
+      path: the file.
+      overrides: ``section.key=value`` strings, which go over the file's.
 
     Returns:
       Config, grid and baseline, as `sweep` takes them.
@@ -340,7 +376,10 @@ def load_sweep(path: str | os.PathLike[str]) -> tuple[Config, dict[str, list[Any
     if unknown or [type(tables.get(key, {})) for key in ("config", "grid", "baseline")] != [str, dict, dict]:
         allowed = f"config (a path), [grid]; optional: overrides, [baseline]; it has {', '.join(unknown or tables)}"
         raise ConfigError("sweep file", str(path), allowed)
-    config = load_config(Path(path).parent / tables["config"], tables.get("overrides", []))
+    given = tables.get("overrides", [])
+    config = load_config(
+        Path(path).parent / tables["config"], [*given, *overrides] if isinstance(given, list) else given
+    )
     chosen = tables.get("baseline")
     return config, flat(tables.get("grid", {})), None if chosen is None else flat(chosen)
 
@@ -400,7 +439,14 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
 
 
+_LONGEST_NAME = 200
+
+
 def _folder(values: Mapping[str, Any]) -> str:
-    """A run directory's name, as readable as file systems allow."""
+    """A run directory's name, as readable as file systems allow, and another for each combination."""
     name = ",".join(f"{field}={value}" for field, value in values.items())
-    return "".join(letter if letter.isalnum() or letter in "=,._-+" else "_" for letter in name)
+    allowed = "".join(letter if letter.isalnum() or letter in "=,._-+" else "_" for letter in name)
+    short = allowed[:_LONGEST_NAME]
+    if short == name:
+        return name
+    return f"{short}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

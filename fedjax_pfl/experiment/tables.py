@@ -11,7 +11,13 @@ import numpy as np
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.statistics import ENOUGH_SEEDS, bootstrap_over_clients, holm, paired_difference
+from fedjax_pfl.experiment.statistics import (
+    ENOUGH_SEEDS,
+    Difference,
+    bootstrap_over_clients,
+    holm,
+    paired_difference,
+)
 from fedjax_pfl.experiment.summary import FIGURES, figures_of
 
 NONE = "—"
@@ -143,18 +149,15 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
       heading: of the first column.
     """
     groups = grouped(cells)
-    rows: dict[int, dict[str, str]] = {}
-    for setting in dict.fromkeys(group.setting for group in groups):
-        members = [at for at, group in enumerate(groups) if group.setting == setting]
-        base = next((groups[at] for at in members if _is_row(groups[at], baseline)), None)
-        best = max(
-            (at for at in members if groups[at].by_seed(point)), key=lambda at: groups[at].mean(point), default=None
-        )
-        gaps = [_difference(groups[at], base, point) for at in members]
-        corrected = holm([math.nan if gap is None else gap[0].p for gap in gaps])
-        for at, gap, p in zip(members, gaps, corrected, strict=True):
-            rows[at] = _row(groups[at], gap, p, point, heading, bold=at == best)
-    shown = [rows[at] for at in sorted(rows)]
+    known = [group for group in groups if group.by_seed(point)]
+    best = {
+        setting: max((group for group in known if group.setting == setting), key=lambda group: group.mean(point))
+        for setting in dict.fromkeys(group.setting for group in known)
+    }
+    shown = [
+        _row(gap, point, heading, bold=best.get(gap.group.setting) is gap.group)
+        for gap in _gaps(groups, baseline, point)
+    ]
     names = [name for name in shown[0] if name == heading or any(row[name] != NONE for row in shown)]
     legend = _LEGEND.format(
         point=point.upper(),
@@ -172,10 +175,25 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
             f"**{seeds[0].upper()}{seeds[1:]}**: too few to tell small differences from chance; "
             f"use {ENOUGH_SEEDS} or more for a claim."
         )
+    notes += _guesses(groups)
     if any(group.diverged for group in groups):
         notes.append("†: diverged: some answers were no numbers, which count as wrong; try a smaller learning rate.")
     notes += [f"**Failed**: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
     return "\n\n".join([legend, grid(names, [[row[name] for name in names] for row in shown]), *notes]) + "\n"
+
+
+def _guesses(groups: Sequence[Group]) -> list[str]:
+    """What always answering a client's most frequent class gives, within each data setting."""
+    found: dict[str, dict[int, float]] = {}
+    for group in groups:
+        setting = show(dict(group.setting))
+        for seed, cell in group.cells.items():
+            if cell.summary and (guess := cell.summary.get("majority_class")):
+                found.setdefault(setting, {}).setdefault(seed, 100 * guess["accuracy"])
+    said = [f"{mean_and_spread(list(of.values()))} %{setting and f' ({setting})'}" for setting, of in found.items()]
+    return (
+        [f"Always answering the class that a client has most training samples of: {'; '.join(said)}."] if said else []
+    )
 
 
 def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: bool) -> str:
@@ -253,27 +271,70 @@ def _is_row(group: Group, baseline: Mapping[str, Any]) -> bool:
     return all(group.values.get(field) == value for field, value in wanted.items())
 
 
-def _difference(group: Group, base: Group | None, point: str) -> Any:
+class _Gap(NamedTuple):
+    """How far a row is ahead of the baseline.
+
+    Attributes:
+      group: the row.
+      found: paired over seeds; None for the baseline itself, and where there is nothing to pair.
+      over_clients: the two ends of the interval over clients; None likewise, and where clients are others.
+      p: corrected for the number of rows; NaN where there is none.
+    """
+
+    group: Group
+    found: Difference | None
+    over_clients: tuple[float, float] | None
+    p: float
+
+
+def _gaps(groups: Sequence[Group], baseline: Mapping[str, Any], point: str) -> list[_Gap]:
+    """Each row against the baseline of its data setting, in the order of the rows."""
+    found: dict[int, _Gap] = {}
+    for setting in dict.fromkeys(group.setting for group in groups):
+        members = [at for at, group in enumerate(groups) if group.setting == setting]
+        base = next((groups[at] for at in members if _is_row(groups[at], baseline)), None)
+        gaps = [_difference(groups[at], base, point) for at in members]
+        corrected = holm([math.nan if gap is None else gap.p for gap, _ in gaps])
+        for at, gap, p in zip(members, gaps, corrected, strict=True):
+            found[at] = _Gap(groups[at], *gap, p)
+    return [found[at] for at in sorted(found)]
+
+
+def differences(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str) -> list[dict[str, Any]]:
+    """What the table says of differences, as numbers: a row per combination, but for the baseline; see `Comparison`."""
+    rows = []
+    for group, found, over_clients, p in _gaps(grouped(cells), baseline, point):
+        if found is not None:
+            low, high = over_clients or (math.nan, math.nan)
+            numbers = {"difference": found.mean, "low": found.low, "high": found.high}
+            of_clients = {"clients_low": low, "clients_high": high}
+            rows.append({**group.values, **numbers, **of_clients, "p": found.p, "p_holm": p, "seeds": found.seeds})
+    return rows
+
+
+def _difference(group: Group, base: Group | None, point: str) -> tuple[Difference | None, tuple[float, float] | None]:
     """Paired difference and interval over clients; None for the baseline itself, and where there is nothing to pair."""
     if base is None or group is base:
-        return None
+        return None, None
     found = paired_difference(group.by_seed(point), base.by_seed(point))
     if found is None:
-        return None
+        return None, None
     column = f"{point}_accuracy"
     pairs = [(cell.clients, base.cells[seed].clients) for seed, cell in group.cells.items() if seed in base.cells]
     # Of other clients, as with another number of them, nothing can be paired.
     same = [(a, b) for a, b in pairs if a and b and len(a[column]) == len(b[column])]
-    gaps = [_of_benign(a, column) - _of_benign(b, column) for a, b in same]
+    gaps = [_of_judged(a, column) - _of_judged(b, column) for a, b in same]
     return found, bootstrap_over_clients(gaps) if len(same) == len(pairs) else None
 
 
-def _of_benign(clients: Mapping[str, np.ndarray], column: str) -> np.ndarray:
-    """A column of a client table; NaN for clients that are malicious."""
-    return np.where(clients.get("attacker", np.zeros(1)) == 1, np.nan, clients[column])
+def _of_judged(clients: Mapping[str, np.ndarray], column: str) -> np.ndarray:
+    """A column of a client table; NaN for clients that no mean is over: those that are malicious, and new ones."""
+    apart = [clients[name] == 1 for name in ("attacker", "new") if name in clients]
+    return np.where(np.any(apart, axis=0), np.nan, clients[column]) if apart else clients[column]
 
 
-def _row(group: Group, gap: Any, p: float, point: str, heading: str, *, bold: bool) -> dict[str, str]:
+def _row(gap: _Gap, point: str, heading: str, *, bold: bool) -> dict[str, str]:
+    group, found, over_clients, p = gap
     summaries = [cell.summary for cell in group.cells.values() if cell.summary]
     headline = summaries[0]["headline"] if summaries else None
     row = {heading: (show(group.values) or "all") + (" †" if group.diverged else ""), "seeds": str(len(group.cells))}
@@ -285,7 +346,6 @@ def _row(group: Group, gap: Any, p: float, point: str, heading: str, *, bold: bo
             row[name] += " *"
     row["MB"] = _fixed(group.mean("megabytes"), 1)
     row["s per round"] = _fixed(group.mean("seconds_per_round"), 3)
-    found, over_clients = gap or (None, None)
     row["difference"] = NONE if found is None else _interval(found.low, found.high, found.mean)
     row["over clients"] = NONE if over_clients is None else _interval(*over_clients)
     row["p"] = NONE if math.isnan(p) else f"{p:.3g}"

@@ -100,7 +100,7 @@ def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: 
             scores = ", ".join(f"{point} {100 * now.last[point]['accuracy']:.2f} %" for point in ("pre", "post"))
             tell(f"round {now.round}/{now.rounds}, loss {now.loss:.4f}, {scores}, {last - began:.0f} s")
         elif now.last is None and np.isnan(now.loss):
-            tell(f"about {now.memory / 1e9:.2g} GB of memory; compiling")
+            tell("compiled" if now.compiled else f"about {now.memory / 1e9:.2g} GB of memory; compiling")
 
     try:
         prepare(configs[0].run)

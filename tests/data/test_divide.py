@@ -59,6 +59,23 @@ def test_an_official_split_trains_on_one_part_and_pools_all_of_the_other(kind):
     assert set(flat(federation.test)) <= set(range(TRAIN_ROWS, SAMPLES))
 
 
+def test_users_that_a_partition_does_not_look_at_are_noted():
+    _, manifest = divided(MERGED._replace(users=np.arange(SAMPLES) % 5))
+    assert manifest["notes"] == ['the users of made are not looked at: the partition is "iid", and theirs is "natural"']
+    assert not divided()[1]["notes"]
+
+
+def test_the_manifest_says_which_user_a_client_is():
+    users, names = np.arange(SAMPLES) % 9, tuple(f"user_{at}" for at in range(9))
+    named = MERGED._replace(users=users, user_names=names)
+    federation, manifest = divided(named, "natural", clients=4, new_clients=0.3)
+    assert [{names[users[row]] for row in held} for held in rows(federation.train)] == [
+        {user} for user in manifest["users"]
+    ]
+    assert len(set(manifest["users"])) == 4
+    assert "users" not in divided()[1]
+
+
 def test_natural_clients_are_users_and_are_tested_on_their_own_rows_of_the_test_part():
     federation, _ = divided(PARTS._replace(users=USERS), "natural", split="official")
     for trained, tested in zip(rows(federation.train), rows(federation.test), strict=True):
@@ -236,6 +253,7 @@ def test_new_clients_are_some_but_not_all(share, clients, expected):
         (PARTS._replace(users=np.arange(SAMPLES)), {"kind": "natural", "split": "official"}, "data.split"),
         (MERGED, {"samples_per_client": 26}, "data.samples_per_client"),
         (MERGED, {"validation_share": 0.01, "evaluate_on": "validation"}, "data.validation_share"),
+        (MERGED, {"validation_share": 0.01}, "data.validation_share"),
         (MERGED, {"new_clients": 0.01}, "data.new_clients"),
     ],
 )

@@ -115,6 +115,7 @@ def test_users_come_with_the_data():
         made = as_dataset(FederatedData(NUMBERS, Y, users=wrap(users), name="letters"))
         np.testing.assert_array_equal(made.users, [1, 0, 1, 2, 0, 2])
         assert (made.name, made.divided, made.train_rows) == ("letters", False, None)
+        assert made.user_names == ("a", "b", "c")
     made = as_dataset(FederatedData(NUMBERS, Y, TEST_NUMBERS, TEST_Y, users, test_users), name="mine")
     np.testing.assert_array_equal(made.users, [1, 0, 1, 2, 0, 2, 2, 0])
     assert (made.name, made.train_rows) == ("mine", 6)
@@ -204,6 +205,7 @@ MISTAKES = {
         [PART, (NUMBERS[:, 1:], Y)],
         r"those of client 0 are float64 \(7,\), and of client 1 float64 \(6,\)",
     ),
+    "hidden samples": ((np.ma.masked_equal(NUMBERS, NUMBERS[0, 0]), Y), "the samples are a masked array with entries"),
     "no labels": (FederatedData(NUMBERS, None), "FederatedData needs x and y"),
     "users and clients": (FederatedData(*PART, users=Y, clients=[[0, 1]]), "not both"),
     "users of too few": (FederatedData(*PART, users=Y[1:]), r"users must be integers or strings \[6\]"),
@@ -245,7 +247,7 @@ LINE = np.zeros((20, 6, 7))
     ("data", "sections", "field", "message"),
     [
         (PAIRS, {"clients": 2}, "data.partition.kind", '"natural": arrays come divided among 2 clients'),
-        (PAIRS, {"clients": 3, "data": NATURAL}, "data.clients", "2, the number of clients that arrays come divided"),
+        (PAIRS, {"clients": 3, "data": NATURAL}, "data.clients", "2, the clients with samples that arrays come divided"),
         (SHORT, {"clients": 2, "data": NATURAL}, "data", "client 1 has 1 samples, and needs 2 or more"),
         (
             WITH_TEST,
