@@ -14,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from scipy.stats import hmean
 
 from fedjax_pfl import Config, ConfigError, load_config, simulate
+from fedjax_pfl.data.dataset import fingerprint
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import load
@@ -201,9 +202,10 @@ def test_traffic_leaves_out_the_classes_that_are_not_held(fedpac):
 
 def test_progress_is_reported_up_to_the_last_round(reference):
     reports = reference[2]
-    rounds = [report.round for report in reports]
+    assert [report.compiled for report in reports] == [False] + [True] * (len(reports) - 1)
+    rounds = [report.round for report in reports[1:]]  # from when it is compiled
     assert rounds == sorted(set(rounds))
-    assert rounds[-1] == 4
+    assert (rounds[0], rounds[-1]) == (0, 4)
     assert reports[-1].last["pre"]["accuracy"] == reference[0].summary["personal"]["pre"]["last"]
 
 
@@ -454,7 +456,8 @@ def test_the_sources_own_test_part_is_divided_as_ever():
     partition = PARTITIONS["iid"](digits.labels[:1000], 6, 0, None)
     splits = draw_test(digits.labels, partition.parts, np.arange(1000, 1797), 0, test_share=0.25)
     wanted = config(data={"source": "arrays", "split": "official", "partition": {"kind": "iid"}})
-    assert divide(wanted, digits)[1] == manifest(digits.labels, 10, partition, splits)
+    expected = manifest(digits.labels, 10, partition, splits)
+    assert divide(wanted, digits)[1] == expected | {"data": fingerprint(digits)}
     with pytest.raises(ConfigError, match=r"data\.test_part_share = 0\.2 .* test part of its own") as caught:
         divide(config(data={"source": "arrays", "split": "official", "test_part_share": 0.2}), digits)
     assert caught.value.field == "data.test_part_share"

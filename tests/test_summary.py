@@ -61,6 +61,7 @@ def test_the_round_can_be_chosen_on_validation_samples():
     assert (judged["by_validation"], judged["by_validation_round"]) == (pytest.approx(0.4), 3)
     assert found["metrics"]["pre.weighted"]["by_validation"] == pytest.approx(0.4)
     assert figures_of(found)["by_validation"] == judged["by_validation"]
+    assert figures_of(found)["validation"] == pytest.approx(0.6)
 
 
 def test_the_last_ten_rounds_are_rounds_not_evaluations():

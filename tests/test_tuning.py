@@ -372,7 +372,7 @@ def test_mistakes_in_a_file(file, text, message):
         ({"space": {}}, "space = {} .* one field or more"),
         (
             {"space": {"training.lrr": Uniform(0.1, 1)}},
-            "training.lrr = 0.1 .* no such key; did you mean lr. allowed: rounds,",
+            "training.lrr = 0.1 .* no such key; did you mean lr? allowed: rounds,",
         ),
         ({"space": {"method.lam": Uniform(0.1, 1)}}, "method.lam = 0.1 .* no such key of fedprox; allowed: mu"),
         ({"space": {"lr": Uniform(0.1, 1)}}, "space.lr = .* a dotted field such as training.lr"),

@@ -149,6 +149,7 @@ def dirichlet(
     *,
     beta: Annotated[float, Gt(0), Le(1e6)] = 0.1,
     style: Literal["plain", "pfllib"] = "plain",
+    min_samples: Annotated[int, Ge(2)] = MIN_SAMPLES,
 ) -> Partition:
     """Label skew by Dirichlet draws.
 
@@ -165,17 +166,22 @@ def dirichlet(
       style: ``"plain"`` is the above. ``"pfllib"`` is the ``dir`` of PFLlib (``separate_data``) sample by sample:
         clients that have reached the mean size get no more classes, and the draw is repeated until the smallest client
         has 40 samples (or half the mean size, if less); after 10 tries the last one is repaired. It knows no `size`.
+      min_samples: what every client shall have, also where its draw gives it less: samples of the largest clients go to
+        it. With `size` and with ``"pfllib"``, sizes are what these make them.
 
     Returns:
       A `Partition`. Without `size` it covers every row.
 
     Raises:
-      ConfigError: for too few samples or a `beta` out of range.
+      ConfigError: for too few samples, a `beta` out of range, or `min_samples` where sizes are given otherwise.
     """
     _check_request(labels, clients, seed, size)
     _check_style(style, ("plain", "pfllib"))
     if not 0 < beta <= 1e6:
         raise ConfigError("data.partition.beta", beta, "a number above 0 and at most 1e6 (use kind = 'iid' beyond)")
+    if min_samples != MIN_SAMPLES and (size is not None or style == "pfllib"):
+        allowed = f"{MIN_SAMPLES} with data.samples_per_client or style = 'pfllib', which say how many a client has"
+        raise ConfigError("data.partition.min_samples", min_samples, allowed)
     classes = _rows_by_class(labels)
     if style == "pfllib":
         _check_no_size(size)
@@ -187,7 +193,7 @@ def dirichlet(
         return _deal_sizes(classes, _dirichlet(beta, (clients, len(classes)), rng), size, rng)
     supply = np.array([len(rows) for rows in classes])
     counts = largest_remainder(_dirichlet(beta, (len(classes), clients), rng), supply, rng).T
-    return repair(_deal_rows(classes, counts), MIN_SAMPLES, rng)
+    return repair(_deal_rows(classes, counts), min_samples, rng)
 
 
 def weak_pathological(

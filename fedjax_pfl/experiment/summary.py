@@ -358,6 +358,7 @@ FIGURES = (
     "best",
     "weighted",
     "weighted_best",
+    "validation",
     "by_validation",
     "std_clients",
     "worst_10_percent",
@@ -374,17 +375,19 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
     Returns:
       ``headline``, the accuracy that the method is judged by, ``pre`` and ``post``, all after the last round; of the
       headline's point ``best`` (of the evaluated rounds), ``weighted`` by samples after the last round and
-      ``weighted_best`` (PFLlib's headline number), ``by_validation`` (in the round that is best on validation samples),
-      ``std_clients`` and ``worst_10_percent``; ``global``; ``megabytes`` in all, ``seconds_per_round``. Accuracies lie
-      in [0, 1].
+      ``weighted_best`` (PFLlib's headline number), ``validation``, the highest accuracy on validation samples, which
+      hyperparameters are to be chosen by, ``by_validation``, that on test samples in the same round, ``std_clients``
+      and ``worst_10_percent``; ``global``; ``megabytes`` in all, ``seconds_per_round``. Accuracies lie in [0, 1].
     """
     judged = summary["personal"][summary["headline"]]
+    validated = summary.get("metrics", {}).get(f"validation_{summary['headline']}.accuracy", {})
     found = {
         "headline": judged["last"],
         **{point: summary["personal"][point]["last"] for point in POINTS},
         "best": judged["best"],
         "weighted": judged["weighted_last"],
         "weighted_best": judged.get("weighted_best"),
+        "validation": validated.get("best"),
         "by_validation": judged.get("by_validation"),
         "std_clients": judged["std_clients"],
         "worst_10_percent": judged["worst_10_percent"],

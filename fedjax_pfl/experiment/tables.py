@@ -18,7 +18,7 @@ from fedjax_pfl.experiment.statistics import (
     holm,
     paired_difference,
 )
-from fedjax_pfl.experiment.summary import FIGURES, figures_of
+from fedjax_pfl.experiment.summary import FIGURES, POINTS, figures_of
 
 NONE = "—"
 SEED = "run.seed"
@@ -104,6 +104,7 @@ _PERCENT = {
     "post": "POST",
     "best": "best",
     "weighted_best": "best weighted",
+    "validation": "validation",
     "by_validation": "by validation",
     "std_clients": "std of clients",
     "worst_10_percent": "worst 10 %",
@@ -116,13 +117,13 @@ _LATEX = str.maketrans(
 )
 _LEGEND = (
     "Accuracy in %, mean over seeds ± sample standard deviation. PRE: after aggregation, POST: after local training, "
-    "after the last round, unweighted mean over clients; *: what the method is judged by, and what the next columns "
-    "are of: best (of the evaluated rounds, selected on the samples that are scored), best weighted (by the clients' "
-    "samples: PFLlib's number), {validation}std of clients, worst 10 %. Global: the shared model on the pooled "
-    "samples. MB: all clients, up and down. Difference: {point} minus that of {baseline}, mean of the paired "
-    "differences with a 95 % interval over seeds; over clients: 95 % interval when the clients of each run are drawn "
-    "anew. p: paired t-test over seeds, after Holm's correction for the number of rows. **Bold**: the highest mean "
-    "{point}{within}."
+    "after the last round, unweighted mean over clients; *: what the method is judged by. Difference: {point} minus "
+    "that of {baseline}, mean of the paired differences with a 95 % interval over seeds; over clients: 95 % interval "
+    "when the clients of each run are drawn anew. p: paired t-test over seeds, after Holm's correction for the number "
+    "of rows. Of what the method is judged by: best (of the evaluated rounds, selected on the samples that are "
+    "scored), best weighted (by the clients' samples: PFLlib's number), {validation}std of clients, worst 10 %. "
+    "Global: the shared model on the pooled samples. MB: all clients, up and down. s per round: without evaluation "
+    "and compilation. **Bold**: the highest mean {point}{within}."
 )
 
 
@@ -162,7 +163,7 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
     legend = _LEGEND.format(
         point=point.upper(),
         baseline=show(baseline) or "all",
-        validation="by validation (in the round that is best on validation samples), "
+        validation="validation (the highest on validation samples), by validation (in that round), "
         if "by validation" in names
         else "",
         within=" of a data setting" if len({group.setting for group in groups}) > 1 else "",
@@ -344,11 +345,12 @@ def _row(gap: _Gap, point: str, heading: str, *, bold: bool) -> dict[str, str]:
             row[name] = f"**{row[name]}**"
         if figure == headline:
             row[name] += " *"
+        if figure == POINTS[-1]:  # what is compared stands before what else there is to know
+            row["difference"] = NONE if found is None else _interval(found.low, found.high, found.mean)
+            row["over clients"] = NONE if over_clients is None else _interval(*over_clients)
+            row["p"] = NONE if math.isnan(p) else f"{p:.3g}"
     row["MB"] = _fixed(group.mean("megabytes"), 1)
     row["s per round"] = _fixed(group.mean("seconds_per_round"), 3)
-    row["difference"] = NONE if found is None else _interval(found.low, found.high, found.mean)
-    row["over clients"] = NONE if over_clients is None else _interval(*over_clients)
-    row["p"] = NONE if math.isnan(p) else f"{p:.3g}"
     return row
 
 

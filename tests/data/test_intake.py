@@ -247,7 +247,12 @@ LINE = np.zeros((20, 6, 7))
     ("data", "sections", "field", "message"),
     [
         (PAIRS, {"clients": 2}, "data.partition.kind", '"natural": arrays come divided among 2 clients'),
-        (PAIRS, {"clients": 3, "data": NATURAL}, "data.clients", "2, the clients with samples that arrays come divided"),
+        (
+            PAIRS,
+            {"clients": 3, "data": NATURAL},
+            "data.clients",
+            "2, the clients with samples that arrays come",
+        ),
         (SHORT, {"clients": 2, "data": NATURAL}, "data", "client 1 has 1 samples, and needs 2 or more"),
         (
             WITH_TEST,

@@ -91,6 +91,23 @@ def test_pfllib_dirichlet_class_counts_of_cifar10():
     assert held[4] == {0: 24, 2: 5104}
 
 
+def test_a_dirichlet_client_has_as_many_samples_as_is_asked_for():
+    labels = labels_of(*[100] * 10)
+    few, many = (dirichlet(labels, 20, 3, None, beta=0.1, **least) for least in ({}, {"min_samples": 20}))
+    sizes, enough = ([len(part) for part in found.parts] for found in (few, many))
+    assert min(sizes) < 10
+    assert min(enough) == 20
+    assert_well_formed(many.parts, 1000, covering=True)
+    assert "had fewer than 20 samples" in many.notes[0]
+    kept = [size >= 20 for size in sizes]
+    assert all(set(after) <= set(before) for after, before, of in zip(many.parts, few.parts, kept, strict=True) if of)
+    for wrong in ({"size": 30}, {"size": None, "style": "pfllib"}):
+        with pytest.raises(ConfigError, match=r"data\.partition\.min_samples = 5 is not usable: 2 with"):
+            dirichlet(labels, 20, 3, **{"min_samples": 5, **wrong})
+    with pytest.raises(ConfigError, match=r"data\.clients = 20 .* 51 samples per client"):
+        dirichlet(labels, 20, 3, None, min_samples=51)
+
+
 def pfllib_dirichlet_by_lists(labels, clients, seed, beta):
     """PFLlib's procedure as its description reads, without a limit of tries: (sorted rows per client, tries)."""
     rng = np.random.RandomState(seed)

@@ -62,6 +62,7 @@ _SHARES = {
     "best": "best accuracy",
     "weighted": "weighted accuracy",
     "weighted_best": "best weighted accuracy",
+    "validation": "accuracy on validation samples",
     "by_validation": "accuracy, chosen by validation",
     "std_clients": "std of clients",
     "worst_10_percent": "accuracy of the worst 10 %",
@@ -72,6 +73,7 @@ _SHARES = {
 _OTHERS = {
     "train_loss": "training loss",
     "megabytes": "traffic (MB)",
+    "seconds": "time, all included (s)",
     "seconds_per_round": "time per round (s)",
 }
 
