@@ -14,7 +14,7 @@ def test_every_field_but_source_and_method_has_a_default():
     config = Config(data=DATA, method=METHOD)
     assert config.training.lr == 0.005
     assert config.model == {"name": "mlp", "hidden": 100, "init": "torch"}
-    assert config.data.partition == {"kind": "dirichlet", "beta": 0.1, "style": "plain"}
+    assert config.data.partition == {"kind": "dirichlet", "beta": 0.1, "style": "plain", "min_samples": 2}
 
 
 def test_hyperparameters_are_filled_in_from_the_signature_and_survive_a_round_trip(tmp_path):

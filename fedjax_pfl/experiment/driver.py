@@ -232,7 +232,7 @@ def drive(
 def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], list[Run] | None]:
     """What each run goes on from: the newest checkpoint that all of them have, with its arrays, or the beginning.
 
-    All is read, and every directory taken, before anything is written.
+    Every directory is taken, and all is read, before anything is written.
     """
     pairs = list(zip(places, program.manifests, strict=True))
     found = []
@@ -244,7 +244,6 @@ def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], l
         if common:
             like = program.one_run()
             found = [place.read(max(common), manifest, like) for place, manifest in pairs]
-        if common:
             for place, (saved, _) in zip(places, found, strict=True):
                 place.go_back(saved)
         else:

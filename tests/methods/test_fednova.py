@@ -82,8 +82,9 @@ def test_a_client_with_less_than_a_batch_that_is_dropped_is_in_no_mean(model, tr
     some = np.flatnonzero(sizes >= 9)
     assert 1 < len(some) < np.sum(sizes > 0)
     method, view = fednova(model, trainer), model.init(KEY)
+    local = jax.jit(method.local)
     data = [client_data(federation.x, federation.y, client(federation.train, i)) for i in range(N)]
-    sent = [method.local(now(KEY, 0), view, (), each).upload for each in data]
+    sent = [local(now(KEY, 0), view, (), each).upload for each in data]
     uploads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sent)
     cohort = Cohort(jnp.arange(N), jnp.asarray(sizes, jnp.float32), N, N)
     found, _ = method.aggregate(now(KEY, 0), view, (), uploads, cohort)

@@ -243,10 +243,9 @@ def test_a_bias_whose_gradient_comes_with_the_kernels_is_the_same(launch, column
 
         return jax.vmap(lambda *operands: (loss(*operands), jax.grad(loss)(*operands), jax.grad(slope)(*operands)))
 
-    found, expected = (
-        value_and_two_gradients(way)((images, kernels, biases), sought)
-        for way in (functools.partial(conv_pool2x2, padding=1), usual)
-    )
+    ways = functools.partial(conv_pool2x2, padding=1), usual
+    both = jax.jit(lambda *operands: [value_and_two_gradients(way)(*operands) for way in ways])
+    found, expected = both((images, kernels, biases), sought)
     near(jax.tree.leaves(found), jax.tree.leaves(expected))
     assert {columns > 1 for columns in columns_on_a_gpu} == {launch == 0}
 
