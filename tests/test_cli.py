@@ -108,8 +108,8 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(quick):
     assert done.stderr == "error: training.lr = -1 is not usable: input should be greater than 0\n"
 
 
-@pytest.mark.parametrize(("end", "code"), [("KeyboardInterrupt", 130), ("SystemExit(143)", 143)])
-def test_an_interruption_says_how_to_go_on_and_is_the_exit_code(end, code, quick, tmp_path):
+@pytest.mark.parametrize(("end", "code", "saved"), [("KeyboardInterrupt", 130, False), ("SystemExit(143)", 143, True)])
+def test_an_interruption_says_how_to_go_on_and_is_the_exit_code(end, code, saved, quick, tmp_path):
     # A thread still at work, as XLA's are, would otherwise keep the process alive.
     first = f"""
 import threading, time, fedjax_pfl.experiment.driver as simulation
@@ -117,12 +117,14 @@ def simulate(*args, **options):
     threading.Thread(target=time.sleep, args=(300,)).start()
     raise {end}
 simulation.simulate = simulate"""
+    if saved:
+        (tmp_path / "out" / "checkpoints" / "3").mkdir(parents=True)
     done = command("run", quick, "--out", tmp_path / "out", first=first)
     assert done.returncode == code
-    assert done.stderr == "interrupted; there is no checkpoint to go on from\n"
-    (tmp_path / "out" / "checkpoints" / "3").mkdir(parents=True)
-    done = command("run", quick, "--out", tmp_path / "out", first=first)
-    assert done.stderr == f"interrupted; goes on with fedjax-pfl run --resume {tmp_path / 'out'}\n"
+    how = (
+        f"goes on with fedjax-pfl run --resume {tmp_path / 'out'}" if saved else "there is no checkpoint to go on from"
+    )
+    assert done.stderr == f"interrupted; {how}\n"
 
 
 def test_quiet_prints_nothing(quick, tmp_path):

@@ -149,15 +149,13 @@ class Comparison(NamedTuple):
         return plot_curves(self.cells, metric, x, errorbar, ax)
 
     def _changes(self) -> dict[str, str]:
-        """Method -> the hyperparameters, and fields of other sections, that it does not have as the config has them."""
-        common, found = flat(self.config.replace("method.name", "local").model_dump()), {}
-        for cell in self.cells:
-            own = flat(cell.config.model_dump())
-            usual = common | flat({"method": self.config.replace("method.name", cell.method).method})
-            changes = [f"{field}={own[field]!r}" for field in own if own[field] != usual.get(field)]
-            said = [change.removeprefix("method.") for change in changes if not change.startswith("run.")]
-            if said:
-                found[cell.method] = ", ".join(said)
+        """Method -> the hyperparameters and fields of training that it has otherwise than the config gives it."""
+        found = {}
+        for method, cell in {cell.method: cell for cell in self.cells}.items():
+            own, usual = (flat(of.model_dump()) for of in (cell.config, self.config.replace("method.name", method)))
+            changed = [field for field in own if own[field] != usual.get(field) and not field.startswith("run.")]
+            if changed:
+                found[method] = ", ".join(f"{field.removeprefix('method.')}={own[field]!r}" for field in changed)
         return found
 
     def _named(self) -> list[Cell]:

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     import pandas
 
 
+# Most letters of a run directory's name: file systems allow 255.
+_LONGEST_NAME = 200
+
+
 class Sweep(NamedTuple):
     """All runs of a sweep, in the order of the grid.
 
@@ -437,9 +441,6 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     except ImportError:
         return
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
-
-
-_LONGEST_NAME = 200
 
 
 def _folder(values: Mapping[str, Any]) -> str:
