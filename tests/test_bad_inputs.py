@@ -262,6 +262,14 @@ CASES = {
         "run config.toml method.name=fedprox method.mu=-1",
         "method.mu = -1 is not usable: input should be greater than or equal to 0",
     ),
+    "more rounds than can be counted": (
+        "run config.toml training.rounds=2147483648",
+        "training.rounds = 2147483648 is not usable: input should be less than 2147483648",
+    ),
+    "hyperparameter beyond what can be counted": (
+        "run config.toml method.name=fedrep method.head_epochs=2147483648",
+        "method.head_epochs = 2147483648 is not usable: input should be less than 2147483648",
+    ),
     "test share in percent": (
         "run config.toml data.test_share=25",
         "data.test_share = 25 is not usable: input should be less than 1",

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+import subprocess
 import sys
 import warnings
 
@@ -14,7 +15,7 @@ import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
-from fedjax_pfl import Config, ConfigError, load_sweep, simulate, sweep
+from fedjax_pfl import Config, ConfigError, compare, load_sweep, simulate, sweep
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.experiment.build import program_inputs
 from fedjax_pfl.experiment.checkpoint import Checkpoints
@@ -297,6 +298,8 @@ def test_other_fields_make_programs_of_their_own():
     ("grid", "message"),
     [
         ({}, "grid = {} is not usable: one field or more"),
+        ([("training.lr", [0.1])], r"grid = \[\('training\.lr', \[0\.1\]\)\] is not usable: one field or more"),
+        ({1: [0.1]}, r"grid = 1 is not usable: dotted fields such as training\.lr"),
         ({"training.lr": []}, r"grid\.training\.lr = \[\] is not usable: a list of one value or more"),
         ({"training.lr": 0.1}, r"grid\.training\.lr = 0\.1 is not usable: a list"),
         ({"training.lr": [0.1, 0.1]}, "each of them once"),
@@ -317,6 +320,23 @@ def test_bad_grids_are_refused_before_anything_runs(grid, message, tmp_path):
 def test_a_baseline_is_one_of_the_combinations():
     with pytest.raises(ConfigError, match=r"baseline = 'training\.lr=0\.3' is not usable: one of the combinations"):
         sweep(config(), {"training.lr": [0.1]}, baseline={"training.lr": 0.3})
+    with pytest.raises(ConfigError, match=r"baseline = 0\.1 is not usable: one of the combinations"):
+        sweep(config(), {"training.lr": [0.1]}, baseline=0.1)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
+def test_another_process_at_work_in_the_folder_is_left_in_peace(tmp_path):
+    there = "import fcntl, sys; fcntl.lockf(file := open(sys.argv[1], 'a'), fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", there, str(tmp_path / ".lock")]
+    message = r"out = '.*' is not usable: another directory, or wait: another process is running in this one"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(ConfigError, match=message):
+            sweep(config(), {"training.lr": [0.1]}, out=tmp_path)
+        with pytest.raises(ConfigError, match=message):
+            compare(config(), ["fedavg"], out=tmp_path)
+        other.kill()
+    assert [entry.name for entry in tmp_path.iterdir()] == [".lock"]
 
 
 def test_other_settings_are_not_mixed_into_a_sweep(swept, out):

@@ -18,7 +18,7 @@ from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.programs import lay_out
-from fedjax_pfl.experiment.record import writable, write_atomically
+from fedjax_pfl.experiment.record import alone_in, writable, write_atomically
 from fedjax_pfl.experiment.summary import FIGURES, POINTS, flat
 from fedjax_pfl.experiment.sweep import check_point, folder_of, run_cells
 from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of
@@ -190,7 +190,8 @@ def compare(
       baseline: the method that the others are compared with; the first one unless given.
       point: where all are compared, whatever they are judged by: ``pre`` or ``post``.
       out: a folder for run directories, ``comparison.md`` and ``comparison.csv``. Complete runs that are found there
-        are not run again, interrupted ones are resumed. Nothing is written unless given.
+        are not run again, interrupted ones are resumed. One process at a time runs in it. Nothing is written unless
+        given.
       data: as in `simulate`.
       progress: called with a line of text when the runs of a method start, every few seconds, and when they end.
       executor: where programs run, as in `sweep`.
@@ -199,8 +200,8 @@ def compare(
       The runs; one that failed is reported among them and does not stop the others.
 
     Raises:
-      ConfigError: no such method or hyperparameter, or a run directory holds another run; raised before anything is
-        run.
+      ConfigError: no such method or hyperparameter, a run directory holds another run, or another process is at work
+        in ``out``; raised before anything is run.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
     """
     folder = folder_of(config, out, executor)
@@ -218,7 +219,8 @@ def compare(
                 write_atomically(folder / "comparison.md", comparison.markdown())
                 write_atomically(folder / "comparison.csv", comparison.csv())
 
-    return Comparison(config, run_cells(cells, data, write, progress, executor), baseline, point)
+    with alone_in(folder):
+        return Comparison(config, run_cells(cells, data, write, progress, executor), baseline, point)
 
 
 def refusals(config: Config, methods: Sequence[str]) -> dict[str, str]:
@@ -269,7 +271,7 @@ def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | N
             raise ConfigError(f"methods.{method}", options, "a mapping from its hyperparameters to values; {} for none")
         changes: dict[str, Any] = {"method.name": method}
         for name, value in options.items():
-            section, dot, _ = name.partition(".")
+            section, dot, _ = str(name).partition(".")
             if dot and section != "training":
                 raise ConfigError(f"methods.{method}", name, "one of its hyperparameters, or a field of training")
             changes[name if dot else f"method.{name}"] = value

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Required, Self, TypedDict, Unpack, o
 import numpy as np
 import tomli_w
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -27,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from fedjax_pfl.data.augment import Augment, Copies
 from fedjax_pfl.data.partition import PARTITIONS
@@ -42,6 +43,8 @@ from fedjax_pfl.ops.robust import RULES
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 _Portion = Annotated[float, Field(gt=0, le=1)]
+# Programs count in int32.
+_TOO_MANY = 2**31
 # A value of one of these brings a table of options of its own.
 _SELECTORS = ("method.name", "model.name", "data.partition.kind")
 
@@ -56,8 +59,17 @@ def options_model(name: str, factory: Callable) -> type[BaseModel]:
     """The table of a factory's hyperparameters as a pydantic model, named ``name``."""
     hints = typing.get_type_hints(factory, include_extras=True)
     usual = {field: ... if arg.default is arg.empty else arg.default for field, arg in hyperparameters(factory).items()}
-    fields: dict[str, Any] = {field: (hints[field], default) for field, default in usual.items()}
+    fields: dict[str, Any] = {
+        field: (Annotated[hints[field], AfterValidator(_is_countable)], default) for field, default in usual.items()
+    }
     return create_model(name, __config__=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False), **fields)
+
+
+def _is_countable(value: Any) -> Any:
+    """A hyperparameter, if it is no whole number beyond int32."""
+    if type(value) is int and abs(value) >= _TOO_MANY:
+        raise PydanticCustomError("too_large", f"input should be less than {_TOO_MANY}")
+    return value
 
 
 def descriptions(documented: Any, heading: str = "Attributes") -> dict[str, str]:
@@ -181,7 +193,7 @@ class Data(_Section):
     """
 
     source: str
-    clients: int = Field(20, ge=1)
+    clients: int = Field(20, ge=1, lt=_TOO_MANY)
     partition: Annotated[dict[str, Any], _choose("data.partition", "kind", PARTITIONS)] = Field(
         {"kind": "dirichlet"}, validate_default=True
     )
@@ -193,7 +205,7 @@ class Data(_Section):
     stratified: bool = False
     evaluate_on: Literal["test", "validation"] = "test"
     new_clients: float = Field(0.0, ge=0, lt=1)
-    samples_per_client: int | None = Field(None, ge=1)
+    samples_per_client: int | None = Field(None, ge=1, lt=_TOO_MANY)
     seed: int | None = Field(None, ge=0, lt=2**32)
     mean: float | list[float] = 0.5
     std: Annotated[float, Field(gt=0)] | list[Annotated[float, Field(gt=0)]] = 0.5
@@ -246,9 +258,9 @@ class Training(_Section):
         any method; 0 for none, 0.1 is the official value.
     """
 
-    rounds: int = Field(100, ge=1)
-    epochs: int = Field(1, ge=1)
-    batch_size: int = Field(10, ge=1)
+    rounds: int = Field(100, ge=1, lt=_TOO_MANY)
+    epochs: int = Field(1, ge=1, lt=_TOO_MANY)
+    batch_size: int = Field(10, ge=1, lt=_TOO_MANY)
     lr: float = Field(0.005, gt=0)
     lr_decay: float = Field(1.0, gt=0, le=1)
     momentum: float = Field(0.0, ge=0, lt=1)
@@ -280,7 +292,7 @@ class Finetune(_Section):
       scope: what is trained: ``full``, ``head`` (the last layer alone) or ``extractor``.
     """
 
-    epochs: int = Field(0, ge=0)
+    epochs: int = Field(0, ge=0, lt=_TOO_MANY)
     lr: float | None = Field(None, gt=0)
     scope: Scope = "full"
 
@@ -305,10 +317,10 @@ class Calibration(_Section):
       batch_size: drawn features per step.
     """
 
-    samples_per_class: int = Field(0, ge=0)
+    samples_per_class: int = Field(0, ge=0, lt=_TOO_MANY)
     lr: float = Field(0.01, gt=0)
-    epochs: int = Field(1, ge=1)
-    batch_size: int = Field(32, ge=1)
+    epochs: int = Field(1, ge=1, lt=_TOO_MANY)
+    batch_size: int = Field(32, ge=1, lt=_TOO_MANY)
 
     @model_validator(mode="after")
     def _options_come_with_samples(self) -> "Calibration":
@@ -483,10 +495,10 @@ class Run(_Section):
     """
 
     seed: int = Field(0, ge=0, lt=2**32)
-    eval_every: int = Field(1, ge=1)
-    checkpoint_every: int = Field(0, ge=0)
+    eval_every: int = Field(1, ge=1, lt=_TOO_MANY)
+    checkpoint_every: int = Field(0, ge=0, lt=_TOO_MANY)
     placement: Literal["auto", "map", "vmap", "shard"] = "auto"
-    chunk: int | None = Field(None, ge=1)
+    chunk: int | None = Field(None, ge=1, lt=_TOO_MANY)
     client_state: Literal["device", "host"] = "device"
     precision: Literal["auto", "float32", "tensorfloat32", "bfloat16"] = "auto"
     out: str | None = Field(None, min_length=1)

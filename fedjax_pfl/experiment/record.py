@@ -90,22 +90,8 @@ class RunDirectory:
         Raises:
           ConfigError: another process runs here, or the directory cannot be created.
         """
-        if sys.platform == "win32":
-            return
-        import fcntl
-
-        with writable(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / _LOCK, os.O_WRONLY | os.O_CREAT)
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            os.close(lock)
-            allowed = "another directory, or wait: another process is running in this one"
-            raise ConfigError("run.out", str(self.path), allowed) from None
-        except OSError:
-            pass  # a file system without locks
-        self._leave = weakref.finalize(self, _unlock, self.path / _LOCK, lock)
+        lock = _lock(self.path, "run.out")
+        self._leave = None if lock is None else weakref.finalize(self, _unlock, self.path, lock)
 
     def leave(self) -> None:
         """Lets other processes in again."""
@@ -220,9 +206,54 @@ def _is_left_over(entry: Path) -> bool:
     return entry.name == _LOCK or (entry.name.startswith(".") and entry.name.endswith(".partial"))
 
 
-def _unlock(path: Path, lock: int) -> None:
+@contextmanager
+def alone_in(folder: Path | None) -> Iterator[None]:
+    """Keeps other processes from running many runs in a folder meanwhile: each would write the table of its own.
+
+    Args:
+      folder: None for none.
+
+    Raises:
+      ConfigError: another process is at work there, or the folder cannot be created.
+    """
+    if folder is None:
+        yield
+        return
+    new = not folder.exists()
+    lock = _lock(folder, "out")
+    try:
+        yield
+    finally:
+        if lock is not None:
+            _unlock(folder, lock)
+        if new:
+            with suppress(OSError):  # it holds something
+                folder.rmdir()
+
+
+def _lock(folder: Path, field: str) -> int | None:
+    """Takes a folder until `_unlock`, or until this process ends in any way."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    with writable(folder, field):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / _LOCK, os.O_WRONLY | os.O_CREAT)
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(lock)
+        allowed = "another directory, or wait: another process is running in this one"
+        raise ConfigError(field, str(folder), allowed) from None
+    except OSError:
+        pass  # a file system without locks
+    return lock
+
+
+def _unlock(folder: Path, lock: int) -> None:
     with suppress(OSError):
-        path.unlink()
+        (folder / _LOCK).unlink()
     os.close(lock)
 
 

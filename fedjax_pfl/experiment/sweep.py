@@ -22,7 +22,14 @@ from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.programs import alike
-from fedjax_pfl.experiment.record import RunDirectory, check_same_data, complete_run, writable, write_atomically
+from fedjax_pfl.experiment.record import (
+    RunDirectory,
+    alone_in,
+    check_same_data,
+    complete_run,
+    writable,
+    write_atomically,
+)
 from fedjax_pfl.experiment.summary import POINTS, flat
 from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of, show, without_seed
 from fedjax_pfl.experiment.worker import Outcome, dataset_of
@@ -197,7 +204,8 @@ def sweep(
       point: where all runs are compared: ``pre`` or ``post``.
       out: a folder for run directories, ``sweep.csv`` (and ``sweep.parquet`` where pyarrow is installed) and
         ``sweep.md``. Complete runs that are found there are not run again, interrupted ones go on from the newest
-        checkpoint (``run.checkpoint_every``, or that of a signal). Nothing is written unless given.
+        checkpoint (``run.checkpoint_every``, or that of a signal). One process at a time runs in it. Nothing is
+        written unless given.
       data: as in `simulate`.
       progress: called with a line of text when a program starts, every few seconds, and when it ends.
       executor: where programs run: ``local``, here, one after the other; ``ray``, as tasks of the Ray cluster that
@@ -216,15 +224,18 @@ def sweep(
       The runs; one that failed is reported among them and does not stop the others.
 
     Raises:
-      ConfigError: a field or value that no config can have, a run directory holds another run, or the executor is
-        unknown, not installed, has no such option or cannot be reached; raised before anything is run.
+      ConfigError: a field or value that no config can have, a run directory holds another run, another process is at
+        work in ``out``, or the executor is unknown, not installed, has no such option or cannot be reached; raised
+        before anything is run.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
     """
     out = folder_of(config, out, executor)
     cells = [Cell(values, _configure(config, values, out)) for values in _combinations(config, plain(grid))]
-    chosen = dict(baseline) if baseline is not None else without_seed(cells[0].values)
-    if all(without_seed(cell.values) != chosen for cell in cells):
-        raise ConfigError("baseline", show(chosen), "one of the combinations in the grid, without the seed")
+    named = without_seed(cells[0].values) if baseline is None else baseline
+    if not isinstance(named, Mapping) or all(without_seed(cell.values) != named for cell in cells):
+        given = show(named) if isinstance(named, Mapping) else named
+        raise ConfigError("baseline", given, "one of the combinations in the grid, without the seed")
+    chosen = dict(named)
     check_point(point)
 
     def write(done: list[Cell]) -> None:
@@ -234,9 +245,10 @@ def sweep(
                 write_atomically(out / "sweep.csv", found.csv())
                 write_atomically(out / "sweep.md", found.markdown())
 
-    found = Sweep(run_cells(cells, data, write, progress, executor), chosen, point)
-    if out is not None:
-        _write_parquet(out / "sweep.parquet", found.rows())
+    with alone_in(out):
+        found = Sweep(run_cells(cells, data, write, progress, executor), chosen, point)
+        if out is not None:
+            _write_parquet(out / "sweep.parquet", found.rows())
     return found
 
 
@@ -389,9 +401,11 @@ def load_sweep(
 
 
 def _combinations(config: Config, grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    if not grid:
-        raise ConfigError("grid", {}, "one field or more, each with a list of values")
+    if not isinstance(grid, Mapping) or not grid:
+        raise ConfigError("grid", grid, "one field or more, each with a list of values")
     for field, values in grid.items():
+        if not isinstance(field, str):
+            raise ConfigError("grid", field, "dotted fields such as training.lr")
         listed = isinstance(values, Sequence) and not isinstance(values, str)
         if not listed or not values or any(value in values[:at] for at, value in enumerate(values)):
             raise ConfigError(f"grid.{field}", values, "a list of one value or more, each of them once")
