@@ -20,6 +20,7 @@ N = 7
 KEY = jax.random.key(31)
 EVERYONE = Participation()
 SOME = Participation(0.3, 0.8, 0.2)
+_COHORTS: dict[tuple, list[tuple[list[int], int]]] = {}
 
 
 class Played(NamedTuple):
@@ -45,9 +46,18 @@ def drawn(engine: Engine, key, count, rounds: int):
 
 
 def cohorts(engine: Engine, key, federation: Federation, rounds: int) -> list[tuple[list[int], int]]:
-    """Of each of the first rounds: who is present, and how many were selected before any dropped out."""
-    both = (part.tolist() for part in drawn(engine, key, federation.train.count, rounds))
-    return [([i for i in ids if i < engine.clients], selected) for ids, selected in zip(*both, strict=True)]
+    """Of each of the first rounds: who is present, and how many were selected before any dropped out.
+
+    Drawn once for all methods: who takes part is not theirs to say.
+    """
+    counts = np.asarray(federation.train.count)
+    words = np.asarray(jax.random.key_data(key))
+    what = engine.participation, engine.placement, engine.clients, engine.new, str(key.dtype), rounds
+    known = *what, words.tobytes(), counts.tobytes()
+    if known not in _COHORTS:
+        both = (part.tolist() for part in drawn(engine, key, federation.train.count, rounds))
+        _COHORTS[known] = [([i for i in ids if i < engine.clients], n) for ids, n in zip(*both, strict=True)]
+    return _COHORTS[known]
 
 
 def unscored(method: Method) -> Method:

@@ -39,11 +39,17 @@ def client_key(key, t, client):
     return jax.random.fold_in(jax.random.split(jax.random.fold_in(key, t), 4)[3], client)
 
 
+@jax.jit
+def _draws_of(key, phase, epoch):
+    key = jax.random.fold_in(jax.random.fold_in(key, phase), epoch)
+    return jax.random.uniform(jax.random.split(key)[0], (64,))
+
+
 def batches(key, count, *, epochs, batch_size, phase="local"):
     """The positions in each mini-batch of one client in one phase: a fresh permutation in each epoch."""
-    key = jax.random.fold_in(key, np.uint32(zlib.crc32(phase.encode())))
+    word = np.uint32(zlib.crc32(phase.encode()))
     for epoch in range(epochs):
-        draws = np.asarray(jax.random.uniform(jax.random.split(jax.random.fold_in(key, epoch))[0], (64,)))
+        draws = np.asarray(_draws_of(key, word, np.int32(epoch)))
         order = np.argsort(draws[:count], kind="stable")
         yield from (order[first : first + batch_size] for first in range(0, count, batch_size))
 

@@ -224,6 +224,14 @@ def test_clients_of_all_seeds_side_by_side(kind):
     assert ax.get_xlabel() == "PRE accuracy of a client (%)"
 
 
+def test_a_thousand_clients_do_not_cover_the_strip():
+    many = {f"{point}_accuracy": np.linspace(0, 1, 1000) for point in ("pre", "post")}
+    ax = plot_clients(result(clients=many), "strip")
+    width, height = 72 * ax.bbox.size / ax.figure.dpi
+    strip = 0.5 * width * height  # of the one row, which is as high as the axes
+    assert 1000 * ax.collections[0].get_sizes()[0] < 0.5 * strip
+
+
 def test_clients_of_one_run():
     ax = plot_clients(result(clients=CLIENTS), "strip", point="post")
     np.testing.assert_allclose(ax.collections[0].get_offsets()[:, 0], [60, 100])
