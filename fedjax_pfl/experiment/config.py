@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal, Required, Self, TypedDict, Unpack, o
 import numpy as np
 import tomli_w
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
     ValidationError,
+    ValidationInfo,
     create_model,
     field_validator,
     model_validator,
@@ -49,6 +49,17 @@ _TOO_MANY = 2**31
 _SELECTORS = ("method.name", "model.name", "data.partition.kind")
 
 
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _countable(cls, value: Any, info: ValidationInfo) -> Any:
+        if type(value) is int and abs(value) >= _TOO_MANY and info.field_name != "seed":  # which has a bound of its own
+            raise PydanticCustomError("too_large", f"input should be less than {_TOO_MANY}")
+        return value
+
+
 def hyperparameters(factory: Callable) -> dict[str, inspect.Parameter]:
     """The keyword-only arguments of a factory: what its config table may hold."""
     parameters = inspect.signature(factory).parameters
@@ -59,17 +70,8 @@ def options_model(name: str, factory: Callable) -> type[BaseModel]:
     """The table of a factory's hyperparameters as a pydantic model, named ``name``."""
     hints = typing.get_type_hints(factory, include_extras=True)
     usual = {field: ... if arg.default is arg.empty else arg.default for field, arg in hyperparameters(factory).items()}
-    fields: dict[str, Any] = {
-        field: (Annotated[hints[field], AfterValidator(_is_countable)], default) for field, default in usual.items()
-    }
-    return create_model(name, __config__=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False), **fields)
-
-
-def _is_countable(value: Any) -> Any:
-    """A hyperparameter, if it is no whole number beyond int32."""
-    if type(value) is int and abs(value) >= _TOO_MANY:
-        raise PydanticCustomError("too_large", f"input should be less than {_TOO_MANY}")
-    return value
+    fields: dict[str, Any] = {field: (hints[field], default) for field, default in usual.items()}
+    return create_model(name, __base__=_Table, **fields)
 
 
 def descriptions(documented: Any, heading: str = "Attributes") -> dict[str, str]:
@@ -135,8 +137,8 @@ def _ratio(given: Any) -> Any:
     return tuple(float(end) for end in ends) if ends is given else float(given)
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+class _Section(_Table):
+    model_config = ConfigDict(frozen=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -193,7 +195,7 @@ class Data(_Section):
     """
 
     source: str
-    clients: int = Field(20, ge=1, lt=_TOO_MANY)
+    clients: int = Field(20, ge=1)
     partition: Annotated[dict[str, Any], _choose("data.partition", "kind", PARTITIONS)] = Field(
         {"kind": "dirichlet"}, validate_default=True
     )
@@ -205,7 +207,7 @@ class Data(_Section):
     stratified: bool = False
     evaluate_on: Literal["test", "validation"] = "test"
     new_clients: float = Field(0.0, ge=0, lt=1)
-    samples_per_client: int | None = Field(None, ge=1, lt=_TOO_MANY)
+    samples_per_client: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**32)
     mean: float | list[float] = 0.5
     std: Annotated[float, Field(gt=0)] | list[Annotated[float, Field(gt=0)]] = 0.5
@@ -258,9 +260,9 @@ class Training(_Section):
         any method; 0 for none, 0.1 is the official value.
     """
 
-    rounds: int = Field(100, ge=1, lt=_TOO_MANY)
-    epochs: int = Field(1, ge=1, lt=_TOO_MANY)
-    batch_size: int = Field(10, ge=1, lt=_TOO_MANY)
+    rounds: int = Field(100, ge=1)
+    epochs: int = Field(1, ge=1)
+    batch_size: int = Field(10, ge=1)
     lr: float = Field(0.005, gt=0)
     lr_decay: float = Field(1.0, gt=0, le=1)
     momentum: float = Field(0.0, ge=0, lt=1)
@@ -292,7 +294,7 @@ class Finetune(_Section):
       scope: what is trained: ``full``, ``head`` (the last layer alone) or ``extractor``.
     """
 
-    epochs: int = Field(0, ge=0, lt=_TOO_MANY)
+    epochs: int = Field(0, ge=0)
     lr: float | None = Field(None, gt=0)
     scope: Scope = "full"
 
@@ -317,10 +319,10 @@ class Calibration(_Section):
       batch_size: drawn features per step.
     """
 
-    samples_per_class: int = Field(0, ge=0, lt=_TOO_MANY)
+    samples_per_class: int = Field(0, ge=0)
     lr: float = Field(0.01, gt=0)
-    epochs: int = Field(1, ge=1, lt=_TOO_MANY)
-    batch_size: int = Field(32, ge=1, lt=_TOO_MANY)
+    epochs: int = Field(1, ge=1)
+    batch_size: int = Field(32, ge=1)
 
     @model_validator(mode="after")
     def _options_come_with_samples(self) -> "Calibration":
@@ -495,10 +497,10 @@ class Run(_Section):
     """
 
     seed: int = Field(0, ge=0, lt=2**32)
-    eval_every: int = Field(1, ge=1, lt=_TOO_MANY)
-    checkpoint_every: int = Field(0, ge=0, lt=_TOO_MANY)
+    eval_every: int = Field(1, ge=1)
+    checkpoint_every: int = Field(0, ge=0)
     placement: Literal["auto", "map", "vmap", "shard"] = "auto"
-    chunk: int | None = Field(None, ge=1, lt=_TOO_MANY)
+    chunk: int | None = Field(None, ge=1)
     client_state: Literal["device", "host"] = "device"
     precision: Literal["auto", "float32", "tensorfloat32", "bfloat16"] = "auto"
     out: str | None = Field(None, min_length=1)
