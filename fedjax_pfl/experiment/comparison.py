@@ -12,6 +12,7 @@ from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
 from fedjax_pfl.experiment.config import Config, plain
+from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor
 from fedjax_pfl.experiment.frames import difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.headline import runs_in_short
@@ -219,7 +220,7 @@ def compare(
                 write_atomically(folder / "comparison.md", comparison.markdown())
                 write_atomically(folder / "comparison.csv", comparison.csv())
 
-    with alone_in(folder):
+    with alone_in(folder if is_first() else None):
         return Comparison(config, run_cells(cells, data, write, progress, executor), baseline, point)
 
 

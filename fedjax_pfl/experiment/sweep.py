@@ -16,6 +16,7 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
 from fedjax_pfl.experiment.callbacks import check_tensorboard
 from fedjax_pfl.experiment.config import Config, check_config, load_config, plain, read_toml
+from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
 from fedjax_pfl.experiment.frames import difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.headline import runs_in_short
@@ -245,7 +246,7 @@ def sweep(
                 write_atomically(out / "sweep.csv", found.csv())
                 write_atomically(out / "sweep.md", found.markdown())
 
-    with alone_in(out):
+    with alone_in(out if is_first() else None):
         found = Sweep(run_cells(cells, data, write, progress, executor), chosen, point)
         if out is not None:
             _write_parquet(out / "sweep.parquet", found.rows())
