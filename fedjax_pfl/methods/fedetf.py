@@ -87,7 +87,7 @@ def fedetf(
             ce = balanced_cross_entropy(logits, batch.y, batch.mask, data.class_counts, strength=gamma)
             return regularized(model, ce, z, batch.mask)
 
-        params, info = train(now, loss, view, data, phase=phase)
+        params, info = train(now, loss, view, data, phase=phase, record=phase == "local")
         return Update(etf, params, info)
 
     def local(now: Round, view: Params, client: ETF, data: ClientData) -> Update:
@@ -107,6 +107,7 @@ def fedetf(
         tuned = trained(now, view, client, data, "finetune").upload
         features = cache_features(partial(model.features, tuned["extractor"]), data)
         plain = replace(train, momentum=0.0, weight_decay=0.0)
+        fit_etf, fit_projection = (partial(fit, epochs=finetune_epochs, record=False) for fit in (plain, train))
 
         def loss(part: Params, batch: Batch, key: Key[Array, ""], *, others: Params) -> Float[Array, ""]:
             del key
@@ -116,11 +117,9 @@ def fedetf(
             etf, projected = parts
             now_turn = Round(jax.random.fold_in(now.key, number), now.t)
             under = partial(loss, others={**tuned, **projected})
-            etf, _ = plain(now_turn, under, etf, features, phase="etf", epochs=finetune_epochs, lr=etf_lr)
+            etf, _ = fit_etf(now_turn, under, etf, features, phase="etf", lr=etf_lr)
             under = partial(loss, others={**tuned, **etf})
-            projected, _ = train(
-                now_turn, under, projected, features, phase="projection", epochs=finetune_epochs, lr=projection_lr
-            )
+            projected, _ = fit_projection(now_turn, under, projected, features, phase="projection", lr=projection_lr)
             return etf, projected
 
         start = {"etf": client}, {"projection": tuned["projection"]}
