@@ -437,6 +437,7 @@ def measures(result: Finished) -> Cell:
             "global": curve("global"),
             "megabytes": curve("megabytes", 3),
             "seconds": curve("seconds", 3),
+            "diagnostics": {name: curve(name) for name in history if name.startswith("diag")},
         },
     }
 

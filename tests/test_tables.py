@@ -771,9 +771,13 @@ def test_the_results_so_far_can_be_shown(path):
 
 
 def test_a_real_run_fills_the_table(paper):
-    call(paper, "table1 --settings three --methods local,fedavg --seeds 0,1")
+    options = "table1 --settings three --methods local,fedavg --seeds 0,1 --set run.diagnostics=true"
+    call(paper, options)
     cell = cells()["three", "fedavg", 1]
     assert cell["curve"]["round"] == [1, 2]
+    noted = cell["curve"]["diagnostics"]
+    assert [len(values) for values in noted.values()] == [2]
+    assert {name: values[-1] for name, values in noted.items()} == pytest.approx(cell["diagnostics"], abs=1e-6)
     assert cell["curve"]["pre"][-1] == pytest.approx(cell["personal"]["pre"]["last"], abs=1e-6)
     assert cell["curve"]["megabytes"][-1] == pytest.approx(cell["megabytes_total"], abs=1e-3)
     assert 0 < cell["timing"]["compile_seconds"] < cell["curve"]["seconds"][0] < cell["curve"]["seconds"][1]
@@ -796,7 +800,7 @@ def test_a_real_run_fills_the_table(paper):
     shown = np.mean([cells()["three", "local", seed]["personal"]["post"]["last"] for seed in (0, 1)])
     assert f"{100 * shown:.2f} ± " in rows(markdown(), "Local")[0][2]
     before = (tables.RESULTS / "toy_table1.json").read_bytes()
-    call(paper, "table1 --settings three --methods local,fedavg --seeds 0,1")
+    call(paper, options)
     assert (tables.RESULTS / "toy_table1.json").read_bytes() == before
 
 
