@@ -339,6 +339,24 @@ def test_another_process_at_work_in_the_folder_is_left_in_peace(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == [".lock"]
 
 
+def test_jax_has_not_started_when_the_first_program_begins(tmp_path):
+    """Else a CPU's cores could not be made devices any more."""
+    program = """
+import sys, jax
+from fedjax_pfl import Config, compare, sweep
+from fedjax_pfl.experiment import comparison
+def begin(*args):
+    jax.config.update("jax_num_cpu_devices", 3)  # an error once JAX has started
+    return []
+comparison.run_cells = sys.modules["fedjax_pfl.experiment.sweep"].run_cells = begin
+config = Config(data={"source": "digits"}, method={"name": "local"})
+compare(config, ["local"], out=sys.argv[1])
+sweep(config, {"training.lr": [0.1]}, out=sys.argv[1])
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_other_settings_are_not_mixed_into_a_sweep(swept, out):
     with pytest.raises(
         ConfigError, match=r"training\.epochs=2.*what the run in .* was started with: training\.epochs=1"

@@ -35,8 +35,8 @@ def start(run: Run) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes files and reports."""
-    return jax.process_index() == 0
+    """Whether this process is the one that writes files and reports; asking does not start JAX."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def put_everywhere(tree: PyTree, sharding: NamedSharding) -> PyTree:
