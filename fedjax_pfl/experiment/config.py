@@ -479,10 +479,10 @@ class Run(_Section):
         others are faster where the hardware has them; ``auto`` is tensorfloat32 on a GPU and bfloat16 on a TPU. On a
         CPU it changes nothing.
       out: the run directory; nothing is written without.
-      diagnostics: record how strongly each term of a method's loss pulls beside the cross-entropy
-        (``diagnostics.gradient_ratio_...``), from one mini-batch per client and round, and the mean cosine of two
-        clients' updates (``diagnostics.update_cosine``) for methods that send back what they got; costs compilation
-        time, and may move the last bits of the numbers.
+      diagnostics: record how strongly each part of a method pulls beside the cross-entropy, as far as it shows in a
+        gradient (``diagnostics.gradient_ratio_...``), mostly from one mini-batch per client and round, and the mean
+        cosine of two clients' updates (``diagnostics.update_cosine``) for methods that send back what they got; costs
+        compilation time, and may move the last bits of the numbers.
       export: what is kept of the personal models after the last round, the ones that PRE scores, on the samples that
         they are scored on: ``features``, the input of the last layer, and ``predictions``, with the logits. It goes to
         ``export.npz``, and to ``Result.exported``.

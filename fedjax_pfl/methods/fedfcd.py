@@ -108,6 +108,13 @@ def fedfcd(
             apart = 0.0 if is_off(pull) else centre_loss(z, batch.y, batch.mask, targets, reduction=reduction)
             return ce * label_loss(model, z, decide(beside, phi, z), batch) + pull * apart
 
+        def fusion_loss(theta: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
+            """What the shared head adds to the cross-entropy."""
+            del key
+            z, phi = model.features(theta, batch.x, batch.mask), client["head"]
+            own, both = (label_loss(model, z, decide(head, phi, z), batch) for head in (None, beside))
+            return both - own
+
         def in_turns(number: Int[Array, ""], carry: tuple[Params, TrainInfo]) -> tuple[Params, TrainInfo]:
             (client, before), turn = carry, Round(jax.random.fold_in(now.key, number), now.t)
             loss_under = partial(loss, phi=client["head"])
@@ -117,7 +124,8 @@ def fedfcd(
             return {"extractor": theta, "head": phi}, TrainInfo(before.loss + info.loss, before.steps + info.steps)
 
         under, theta = partial(loss, phi=client["head"]), client["extractor"]
-        said = train.gradient_ratios(now, partial(under, pull=0.0), {"lam": partial(under, ce=0.0)}, theta, data)
+        terms = {"lam": partial(under, ce=0.0)} | ({} if beside is None else {"fusion": fusion_loss})
+        said = train.gradient_ratios(now, partial(under, pull=0.0), terms, theta, data)
         if hierarchical:
             nothing = TrainInfo(jnp.zeros(()), jnp.zeros((), jnp.int32))
             client, (total, steps) = jax.lax.fori_loop(0, train.epochs, in_turns, (client, nothing))

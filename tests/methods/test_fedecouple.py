@@ -411,7 +411,11 @@ def test_before_its_first_participation_a_client_has_what_it_receives(model, tra
 
 
 def test_gradient_ratios_are_those_of_the_terms_in_numpy(model, trainer, federation):
-    """Of the anchors at the trained extractor under the trained head, on the client's one batch."""
+    """On the client's one batch.
+
+    Of the anchors at the trained extractor under the trained head; of the whole loss under the frozen head, beside that
+    under the trained one, at the received extractor.
+    """
     hyper = {"mu": 0.8, "lam": 0.6, "head_epochs": 2}
     whole = replace(trainer, batch_size=1000, diagnose=True)
     data = client_data(federation.x, federation.y, client(federation.train, 2))
@@ -428,19 +432,24 @@ def test_gradient_ratios_are_those_of_the_terms_in_numpy(model, trainer, federat
     models, of_all = map(to_numpy, (received, own)), {**SPECIFIED, **hyper, "tau": 2.0, "scale_by_temperature": False}
     alone = fedecouple_client(mlp, KEY, 0, *models, rows, rows, whole, SimpleNamespace(**of_all))
     jax.tree.map(near, upload, alone)  # measuring changes nothing
-    z, y = mlp.extract(w["extractor"], rows), mlp.y[rows]
-    means, _ = class_means(mlp.extract(to_numpy(received)["extractor"], rows), y, CLASSES)
-    pull = mlp.extract_gradient(w["extractor"], rows, hyper["mu"] * 2 * (z - means[y]) / len(y) / z.shape[1])
-    labels = mlp.extract_gradient(
-        w["extractor"], rows, softmax_loss(linear(w["head"], z), y)[1] @ w["head"]["kernel"].T
-    )
+    y, view = mlp.y[rows], to_numpy(received)
+    means, _ = class_means(mlp.extract(view["extractor"], rows), y, CLASSES)
 
-    def norm(tree):
-        return np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
+    def norms(extractor, head):
+        """Of the gradients of the anchors' pull, the cross-entropy and their sum."""
+        z = mlp.extract(extractor, rows)
+        pull = hyper["mu"] * 2 * (z - means[y]) / len(y) / z.shape[1]
+        labels = softmax_loss(linear(head, z), y)[1] @ head["kernel"].T
+        trees = (mlp.extract_gradient(extractor, rows, d_z) for d_z in (pull, labels, pull + labels))
+        return [np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(tree))) for tree in trees]
 
-    assert float(said["gradient_ratio_anchors"]) == pytest.approx(norm(pull) / norm(labels), rel=1e-3)
+    pull, labels, _ = norms(w["extractor"], w["head"])
+    assert float(said["gradient_ratio_anchors"]) == pytest.approx(pull / labels, rel=1e-3)
+    frozen, adapted = (norms(view["extractor"], head)[2] for head in (view["head"], w["head"]))
+    assert float(said["gradient_ratio_frozen_head"]) == pytest.approx(frozen / adapted, rel=1e-3)
+    assert frozen != pytest.approx(adapted, rel=0.01)
     assert float(said["gradient_ratio_distillation"]) > 0
-    assert set(said) == {"gradient_ratio_anchors", "gradient_ratio_distillation"}
+    assert set(said) == {"gradient_ratio_anchors", "gradient_ratio_distillation", "gradient_ratio_frozen_head"}
 
 
 # --- Server, limits and traffic --------------------------------------------------------------------------------------

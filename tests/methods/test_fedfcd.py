@@ -358,9 +358,10 @@ def test_what_a_variant_does_not_use_is_not_sent_down(changed, heads, classes, m
         assert shapes.sent_bytes(traffic) == 5 * down
 
 
-def test_the_pull_is_measured_beside_the_cross_entropy(model, trainer, federation, start):
+def test_pull_and_fusion_are_measured_beside_the_cross_entropy(model, trainer, federation, start):
     """On the client's own model as it begins the round, on one mini-batch."""
-    method, own = fedfcd(model, replace(trainer, diagnose=True), lam=0.7), model.init(OTHER_KEY)
+    diagnosed, own = replace(trainer, diagnose=True), model.init(OTHER_KEY)
+    method = fedfcd(model, diagnosed, lam=0.7)
     view = method.broadcast(start.state.server)
 
     @jax.jit
@@ -371,16 +372,24 @@ def test_the_pull_is_measured_beside_the_cross_entropy(model, trainer, federatio
     mlp, rows = MLP(federation.x, federation.y), held(federation.train, 2)
     rows = rows[next(batches(KEY, len(rows), epochs=1, batch_size=trainer.batch_size, phase="diagnostics"))]
     head, (means, _) = to_numpy(start.state.server)
-    w = fused(to_numpy(own), head)
+    personal = to_numpy(own)
+    w = fused(personal, head)
     z, y = mlp.features(w, rows), mlp.y[rows]
-    ce = softmax_loss(linear(w["head"], z), y)[1] @ w["head"]["kernel"].T
-    lengths = [
+    both, alone = (softmax_loss(linear(phi, z), y)[1] @ phi["kernel"].T for phi in (w["head"], personal["head"]))
+    pull, fusion, ce = [
         np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(mlp.extract_gradient(w["extractor"], rows, d_z))))
-        for d_z in (0.7 * 2 * (z - means[y]) / z.size, ce)
+        for d_z in (0.7 * 2 * (z - means[y]) / z.size, both - alone, both)
     ]
-    assert found.keys() == {"gradient_ratio_lam"}
-    near(found["gradient_ratio_lam"], lengths[0] / lengths[1])
-    assert lengths[0] > 0.01 * lengths[1]
+    assert found.keys() == {"gradient_ratio_lam", "gradient_ratio_fusion"}
+    near(found["gradient_ratio_lam"], pull / ce)
+    near(found["gradient_ratio_fusion"], fusion / ce)
+    assert min(pull, fusion) > 0.01 * ce
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    for changed in ({"fusion": False}, {"train_extractor_on": "local"}):
+        other = fedfcd(model, diagnosed, lam=0.7, **changed)
+        sent = other.broadcast(start.state.server)
+        said = jax.eval_shape(other.local, now(KEY, 1), sent, own, data).diagnostics
+        assert said.keys() == {"gradient_ratio_lam"}
 
 
 # --- Clients and server ----------------------------------------------------------------------------------------------

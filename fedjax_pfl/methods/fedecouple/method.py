@@ -120,6 +120,7 @@ def fedecouple(
         extractor = (view if global_extractor else mine)["extractor"]
         if frozen_head_epochs > 0:
             frozen = loss_under(view["head"])
+            said |= train.gradient_ratios(now, loss_under(head), {"frozen_head": frozen}, extractor, data)
             extractor, _ = train(
                 now, frozen, extractor, data, phase="frozen head", epochs=frozen_head_epochs, record=False
             )

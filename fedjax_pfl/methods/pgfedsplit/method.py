@@ -5,13 +5,13 @@ from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 from annotated_types import Ge, Gt, Le, Lt
-from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.method import Cohort, Diagnostics, Method, PerClass, Round, SentIf, Static, Update
-from fedjax_pfl.methods.pgfedsplit.gaussians import Covariance, Gaussians, Scale, add_synthetic, update_gaussians
+from fedjax_pfl.methods.pgfedsplit.gaussians import Covariance, Gaussians, update_gaussians
 from fedjax_pfl.methods.pgfedsplit.mixture import mix_heads, next_interval
+from fedjax_pfl.methods.pgfedsplit.synthetic import Scale, add_synthetic, synthetic_ratio
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.heads import train_head
@@ -137,11 +137,8 @@ def pgfedsplit(
         if not is_off(r):
             mixed = add_synthetic(now.key, mixed, Gaussians(targets, spread), r=r, scale=scale)
         gap = (now.t - client.adapted).astype(jnp.float32)
-        head, coefficient = lax.cond(
-            view.head.sent,
-            lambda: mix_heads(model, client.head, view.head.value, mixed, alpha, beta * gap, temperature),
-            lambda: (client.head, jnp.zeros(())),
-        )
+        head, coefficient = mix_heads(model, client.head, view.head, mixed, alpha, beta * gap, temperature)
+        said = synthetic_ratio(model, head, mixed, data.count) if train.diagnose and not is_off(r) else {}
         head = train_head(now, model, train, head, mixed)
 
         def loss(theta: Params, batch: Batch, key: Key[Array, ""], *, ce: float = 1.0, pull: Scalar = lam) -> Array:
@@ -152,7 +149,8 @@ def pgfedsplit(
             return total + pull * apart
 
         extractor, info = train(now, loss, view.extractor, data)
-        said = train.gradient_ratios(now, partial(loss, pull=0.0), {"lam": partial(loss, ce=0.0)}, view.extractor, data)
+        term = {"lam": partial(loss, ce=0.0)}
+        said |= train.gradient_ratios(now, partial(loss, pull=0.0), term, view.extractor, data)
         per_class = PerClass(data.class_counts, class_sums_under(model, extractor, data))
         upload = Upload(extractor, head, per_class, SentIf(view.head.sent, coefficient))
         client = Client(head, jnp.where(view.head.sent, now.t, client.adapted))

@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.method import SentIf
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.distill import distillation
 from fedjax_pfl.ops.training import Scalar
@@ -17,30 +18,34 @@ RESOLUTION = 2.0**-BISECTIONS  # of a coefficient; means of equal ones differ by
 def mix_heads(
     model: Model,
     own: Params,
-    received: Params,
+    received: SentIf,
     features: ClientData,
     alpha: Scalar | None,
     strength: Float[Array, ""],
     temperature: Scalar,
 ) -> tuple[Params, Float[Array, ""]]:
-    """alpha own + (1 - alpha) received, and alpha (Eq. 8).
+    """alpha own + (1 - alpha) received, and alpha (Eq. 8); the own head, and 0, where none was received.
 
     Args:
       model: classifies features with a head.
       own: phi_i.
-      received: phi_tmp.
+      received: phi_tmp, if it was sent.
       features: what alpha is chosen on.
       alpha: the coefficient; None for the minimiser of Eq. 13.
       strength: beta Delta_i, weight of alpha^2 times the divergence of the two heads.
       temperature: T_KD of the divergence.
     """
-    if alpha is None:
-        mine, theirs = model.classify(own, features.x), model.classify(received, features.x)
-        divergence = distillation(theirs, mine, features.valid, temperature=temperature)
-        coefficient = mixing_coefficient(mine, theirs, features.y, features.valid, strength * divergence)
-    else:
-        coefficient = jnp.asarray(alpha, jnp.float32)
-    return jax.tree.map(lambda a, b: coefficient * a + (1 - coefficient) * b, own, received), coefficient
+
+    def mixed() -> tuple[Params, Float[Array, ""]]:
+        if alpha is None:
+            mine, theirs = model.classify(own, features.x), model.classify(received.value, features.x)
+            divergence = distillation(theirs, mine, features.valid, temperature=temperature)
+            coefficient = mixing_coefficient(mine, theirs, features.y, features.valid, strength * divergence)
+        else:
+            coefficient = jnp.asarray(alpha, jnp.float32)
+        return jax.tree.map(lambda a, b: coefficient * a + (1 - coefficient) * b, own, received.value), coefficient
+
+    return lax.cond(received.sent, mixed, lambda: (own, jnp.zeros(())))
 
 
 def mixing_coefficient(

@@ -25,9 +25,10 @@ from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.method import Cohort, PerClass, SentIf
 from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.methods.pgfedsplit import pgfedsplit
-from fedjax_pfl.methods.pgfedsplit.gaussians import Gaussians, add_synthetic, update_gaussians
+from fedjax_pfl.methods.pgfedsplit.gaussians import Gaussians, update_gaussians
 from fedjax_pfl.methods.pgfedsplit.method import Upload
 from fedjax_pfl.methods.pgfedsplit.mixture import mixing_coefficient
+from fedjax_pfl.methods.pgfedsplit.synthetic import add_synthetic
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import phase_key
 from tests import generator
@@ -769,13 +770,18 @@ def norm(tree):
     return np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
 
 
-def test_the_pull_is_measured_beside_the_cross_entropy(model, trainer, federation):
-    """On the extractor as it is received, under the head as it was just trained, on one mini-batch."""
+def test_the_parts_are_measured_beside_the_cross_entropy(model, trainer, federation):
+    """The pull on the extractor as it is received, under the head as it was just trained, on one mini-batch.
+
+    Synthetic features on the head before that, beside all real ones.
+    """
     method = pgfedsplit(model, OnlyHeads(**{**vars(trainer), "diagnose": True}), **BASE)
     server, personal = jax.jit(lambda: method.init(KEY, N))()
-    prototypes = np.random.default_rng(0).uniform(-1, 1, (CLASSES, model.dim)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    prototypes = rng.uniform(-1, 1, (CLASSES, model.dim)).astype(np.float32)
+    spread = rng.uniform(0, 1, (CLASSES, model.dim)).astype(np.float32)
     valid = np.array([True, False, True])
-    gaussians = server.gaussians._replace(prototypes=Prototypes(jnp.asarray(prototypes), jnp.asarray(valid)))
+    gaussians = Gaussians(Prototypes(jnp.asarray(prototypes), jnp.asarray(valid)), jnp.asarray(spread))
     server = server._replace(gaussians=gaussians)
 
     @jax.jit
@@ -785,15 +791,30 @@ def test_the_pull_is_measured_beside_the_cross_entropy(model, trainer, federatio
 
     update = participate(client(federation.train, 2))
     mlp, rows = MLP(federation.x, federation.y), held(federation.train, 2)
+    theta, before, phi = to_numpy((server.extractor, personal.head, update.upload.head))
+    known = Server(theta, prototypes, valid, spread, before, Schedule(1))
+    z, y = mixed_set(KEY, mlp.extract(theta, rows), mlp.y[rows], known, SimpleNamespace(r=BASE["r"], scale="max"))
+    d_logits = softmax_loss(linear(before, z), y)[1]
+    real, synthetic = (norm(linear_gradient(z[of], d_logits[of])) for of in (slice(len(rows)), slice(len(rows), None)))
+    assert len(rows) < len(z)
+    assert synthetic != pytest.approx(real, rel=0.1)
+    assert update.diagnostics.keys() == {"gradient_ratio_r", "gradient_ratio_lam"}
+    near(update.diagnostics["gradient_ratio_r"], synthetic / real)
+
     rows = rows[next(batches(KEY, len(rows), epochs=1, batch_size=trainer.batch_size, phase="diagnostics"))]
-    theta, phi = to_numpy((server.extractor, update.upload.head))
     z, y = mlp.extract(theta, rows), mlp.y[rows]
     ce = softmax_loss(linear(phi, z), y)[1] @ phi["kernel"].T
     pull = BASE["lam"] * 2 * (z - prototypes[y]) * valid[y][:, None] / z.size
     expected = norm(mlp.extract_gradient(theta, rows, pull)) / norm(mlp.extract_gradient(theta, rows, ce))
-    assert update.diagnostics.keys() == {"gradient_ratio_lam"}
     near(update.diagnostics["gradient_ratio_lam"], expected)
     assert expected > 0.01
+    without = pgfedsplit(model, replace(trainer, diagnose=True), **{**BASE, "r": 0.0})
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    state = jax.eval_shape(lambda: without.init(KEY, N))
+    said = jax.eval_shape(
+        lambda w, own: without.local(now(KEY, 3), without.broadcast(w), own, data), *state
+    ).diagnostics
+    assert said.keys() == {"gradient_ratio_lam"}
 
 
 def test_the_mean_coefficient_and_the_interval_are_told_by_the_server(both):
