@@ -91,6 +91,22 @@ def test_complete_runs_are_not_run_again(comparison, out):
     assert [cell.summary for cell in again.cells] == [cell.summary for cell in comparison.cells[:4]]
 
 
+def test_a_comparison_says_how_long_the_others_would_take(monkeypatch):
+    now, seconds, lines = [0.0], iter([100.0, 200.0, 300.0]), []
+
+    def take_a_while(configs, dataset, say):
+        now[0] += next(seconds)
+        return "not run"
+
+    monkeypatch.setattr("fedjax_pfl.experiment.executors.run_program", take_a_while)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    compare(config(), METHODS, seeds=SEEDS, progress=lines.append)
+    assert lines == [
+        "program 1 of 3 (local, 2 runs): ended; 3 min left if the 2 to come take as long",
+        "program 2 of 3 (fedprox, 2 runs): ended; 2 min left if the 1 to come take as long",
+    ]
+
+
 def test_an_interrupted_comparison_goes_on(comparison, tmp_path):
     class KilledError(Exception):
         pass

@@ -14,7 +14,7 @@ import pytest
 from fedjax_pfl import Comparison, Config, ConfigError, Sweep, partition_html, simulate
 from fedjax_pfl.experiment import progress as module
 from fedjax_pfl.experiment.html import runs_html
-from fedjax_pfl.experiment.progress import Progress, lines, reporting
+from fedjax_pfl.experiment.progress import Progress, duration, lines, reporting
 from fedjax_pfl.experiment.tables import Cell
 
 CONFIG = Config(
@@ -350,6 +350,11 @@ def test_in_a_notebook_one_line_changes(notebook, clock, capsys):
     assert second.rstrip() == "round 2/4  loss 1.2500  pre 50.00%  post 62.50%  9 s left"
     assert (len(second), last[-1]) == (len(begin), "\n")  # nothing of the longer line is left
     assert last.startswith("round 4/4")
+
+
+def test_a_time_to_wait_is_said_in_a_unit_that_fits_it():
+    said = ["0 s", "89 s", "2 min", "46 min", "1.5 h", "30.0 h"]
+    assert [duration(seconds) for seconds in (0.2, 89, 91, 2777, 5400, 108000)] == said
 
 
 def test_what_is_compiled_is_said_to_run(notebook, clock, capsys):

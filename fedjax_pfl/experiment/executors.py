@@ -2,6 +2,7 @@
 
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.jobs import check_jobs, run_as_jobs
+from fedjax_pfl.experiment.progress import duration
 from fedjax_pfl.experiment.worker import Outcome, Report, dataset_of, run_elsewhere, run_program, surroundings
 
 Executor = str | Mapping[str, Any]
@@ -18,6 +20,7 @@ Executor = str | Mapping[str, Any]
 def _run_here(programs: Sequence[Sequence[Config]], data: Any, report: Report) -> Iterator[tuple[int, Outcome]]:
     """Runs one program after the other."""
     loaded: dict[str, Dataset] = {}
+    began = time.perf_counter()
 
     for number, configs in enumerate(programs):
 
@@ -28,7 +31,11 @@ def _run_here(programs: Sequence[Sequence[Config]], data: Any, report: Report) -
                 loaded[source] = dataset_of(first, data)
             return loaded[source]
 
-        yield number, run_program(configs, dataset, functools.partial(report, number))
+        outcome = run_program(configs, dataset, functools.partial(report, number))
+        if others := len(programs) - number - 1:
+            left = (time.perf_counter() - began) / (number + 1) * others
+            report(number, f"ended; {duration(left)} left if the {others} to come take as long")
+        yield number, outcome
 
 
 def _run_on_ray(programs: Sequence[Sequence[Config]], data: Any, report: Report) -> Iterator[tuple[int, Outcome]]:

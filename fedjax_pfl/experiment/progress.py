@@ -137,4 +137,11 @@ def _numbers(now: Progress) -> str:
     if now.last is not None:
         for point in ("pre", "post"):
             shown += f"  {point} {100 * now.last[point]['accuracy']:.2f}%"
-    return f"{shown}  {now.seconds_left:.0f} s left"
+    return f"{shown}  {duration(now.seconds_left)} left"
+
+
+def duration(seconds: float) -> str:
+    """A time to wait, as one says it: ``40 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
