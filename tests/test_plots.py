@@ -265,6 +265,23 @@ def test_bubbles_have_areas_as_the_numbers_of_samples():
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("client", "class")
 
 
+def test_shades_order_clients_by_the_class_that_they_have_most_of():
+    ax = plot_partition(PARTITION, "shades")
+    (drawn,) = ax.collections
+    counts = np.array(PARTITION["class_counts"])
+    np.testing.assert_array_equal(drawn.get_array(), counts[[1, 0, 3, 2]].T)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("client, by main class", "class")
+    assert ax.figure.axes[1].get_ylabel() == "samples"  # the colour bar
+    assert ax.get_legend() is None
+
+
+@pytest.mark.parametrize(("clients", "classes", "label"), [(100, 10, "client"), (1000, 10, "client, by main class")])
+def test_circles_too_small_to_tell_apart_are_shades(clients, classes, label):
+    assert (
+        plot_partition({"class_counts": np.eye(classes, dtype=int)[np.arange(clients) % classes]}).get_xlabel() == label
+    )
+
+
 def test_bars_stack_the_classes_of_a_client():
     ax = plot_partition(PARTITION, "bars")
     counts = np.array(PARTITION["class_counts"])
@@ -288,7 +305,7 @@ def test_what_is_no_partition():
     for given, name in ((result(), "Result"), ({"sizes": []}, "dict")):
         with pytest.raises(ConfigError, match=f"^partition = '{name}' is not usable: Result.partition, or what partit"):
             plot_partition(given)
-    with pytest.raises(ConfigError, match=r"^kind = 'pie' is not usable: one of bubbles, bars"):
+    with pytest.raises(ConfigError, match=r"^kind = 'pie' is not usable: one of bubbles, shades, bars"):
         plot_partition(PARTITION, "pie")
 
 

@@ -12,54 +12,58 @@ from fedjax_pfl.experiment.plots.style import class_bar, class_colours, drawing,
 if TYPE_CHECKING:
     import matplotlib.axes
 
-_KINDS = ("bubbles", "bars")
+_KINDS = ("bubbles", "shades", "bars")
+# Points across; smaller circles look alike, whatever number of samples they stand for.
+_SMALLEST = 4.0
 # More bars than this touch each other: gaps would be thinner than a printer's dots.
 _APART = 40
 
 
 def plot_partition(
-    partition: Mapping[str, Any], kind: str = "bubbles", *, ax: "matplotlib.axes.Axes | None" = None
+    partition: Mapping[str, Any], kind: str | None = None, *, ax: "matplotlib.axes.Axes | None" = None
 ) -> "matplotlib.axes.Axes":
     """Draws who holds what.
 
     Args:
       partition: ``Result.partition``, or the content of a run's ``partition.json``.
-      kind: ``bubbles``, a circle per client and class, with an area proportional to the number of samples; or ``bars``,
-        a bar per client of its samples, class 0 at the bottom.
+      kind: ``bubbles``, a circle per client and class, with an area proportional to the number of samples; ``shades``,
+        a field per client and class, the darker the more samples, with clients ordered by the class that they have most
+        of; or ``bars``, a bar per client of its samples, class 0 at the bottom. Bubbles unless given, or shades where
+        the largest circle would be too small to tell from others, as with a thousand clients.
       ax: what to draw on; a figure of its own unless given.
 
     Raises:
       ConfigError: this is no partition, there is no such kind, or matplotlib is not installed.
     """
-    if kind not in _KINDS:
+    if kind is not None and kind not in _KINDS:
         raise ConfigError("kind", kind, f"one of {', '.join(_KINDS)}")
     if not isinstance(partition, Mapping) or "class_counts" not in partition:
         raise ConfigError("partition", type(partition).__name__, "Result.partition, or what partition.json holds")
     counts = np.asarray(partition["class_counts"], float)
     with drawing(ax) as ax:
-        if kind == "bubbles":
-            _bubbles(counts, ax)
-        else:
-            _bars(counts, ax)
-        ax.set_xlabel("client")
+        if kind is None:
+            kind = "bubbles" if 2 * np.sqrt(_room(counts, ax) / np.pi) >= _SMALLEST else "shades"
+        {"bubbles": _bubbles, "shades": _shades, "bars": _bars}[kind](counts, ax)
+        ax.set_xlabel("client, by main class" if kind == "shades" else "client")
         whole_numbers(ax.xaxis)
         ax.set_xlim(-0.7, len(counts) - 0.3)
     return ax
 
 
+def _room(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") -> float:
+    """The area that one client has for one class, in square points: that of the largest circle, so that few touch."""
+    inches = ax.bbox.size / ax.figure.dpi
+    return float(72**2 * inches.prod() / counts.size)
+
+
 def _bubbles(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") -> None:
-    """The largest circle is as large as the room of one, so that few touch; many clients are drawn over each other."""
     from matplotlib.lines import Line2D
 
-    clients, classes = counts.shape
-    inches = ax.bbox.size / ax.figure.dpi
-    area_of_one = 72**2 * inches.prod() / (clients * classes) / max(1.0, counts.max())
+    area_of_one = _room(counts, ax) / max(1.0, counts.max())
     client, label = np.nonzero(counts)
     areas = area_of_one * counts[client, label]
     ax.scatter(client, label, s=areas, color="#0072B2", alpha=0.8, linewidth=0)
-    ax.set_ylim(-0.7, classes - 0.3)
-    ax.set_ylabel("class")
-    whole_numbers(ax.yaxis)
+    _class_axis(counts, ax)
     most = int(counts.max())
     shown = [
         Line2D([], [], linestyle="", marker="o", markeredgewidth=0, color="#0072B2", alpha=0.8, label=str(samples))
@@ -68,6 +72,32 @@ def _bubbles(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes")
     for handle in shown:
         handle.set_markersize(float(np.sqrt(area_of_one * int(str(handle.get_label())))))
     legend_above(ax, shown, title="samples")
+
+
+def _shades(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") -> None:
+    """Clients of one main class stand side by side, those with the most of it first, so that neighbours are alike.
+
+    A client may be narrower than a dot of the picture. Few samples are shown darker than their share of the most.
+    """
+    from matplotlib.colors import PowerNorm
+
+    main = counts.argmax(axis=1)
+    order = np.lexsort((-counts.max(axis=1), main))
+    clients, classes = counts.shape
+    edges = np.arange(clients + 1) - 0.5, np.arange(classes + 1) - 0.5
+    norm = PowerNorm(0.5, 0, max(1.0, counts.max()))
+    fields = ax.pcolormesh(*edges, counts[order].T, cmap="Blues", norm=norm, rasterized=True)
+    _class_axis(counts, ax)
+    bar = ax.figure.colorbar(fields, ax=ax, label="samples", pad=0.02)
+    whole_numbers(bar.ax.yaxis)
+    bar.ax.minorticks_off()
+    bar.outline.set_visible(False)
+
+
+def _class_axis(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") -> None:
+    ax.set_ylim(-0.7, counts.shape[1] - 0.3)
+    ax.set_ylabel("class")
+    whole_numbers(ax.yaxis)
 
 
 def _bars(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") -> None:
