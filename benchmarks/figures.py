@@ -196,6 +196,45 @@ def pgfedsplit_fig4(runs: Runs) -> Figure:
     return figure
 
 
+LONG = {
+    "FedeCouple, Table II, s = 20": ("fedecouple_table2_protocol", "cifar10_s20", ("fedrep", "fedecouple")),
+    "FedFCD, Table 1, Dir(0.1)": ("fedfcd_table1", "fmnist_dir01", ("fedrep", "fedfcd")),
+    "PGFedSplit, Table 3": ("pgfedsplit_table3_third", "cifar100", ("fedrep", "pgfedsplit")),
+    "FedCPD, Table 3": ("fedcpd_table3_200_rounds", "cifar100_dir01", ("none", "all")),
+    "pFedCSPC, Table II": ("pfedcspc_table2_100_rounds", "cifar10", ("fedrep", "pfedcspc")),
+}
+"""Tables that have been run as long as in the papers: file, setting, and the rows of FedRep and of the method."""
+
+
+def full_length(runs: Runs) -> Figure:
+    """PRE over the rounds of these tables, a mean over the seeds of a row; a mark where one round alone was scored."""
+    figure, panels = side_by_side(2, 3, height=4.2)
+    *panels, beside = panels.ravel()
+    for ax, (title, (name, setting, (fedrep, method))) in zip(panels, LONG.items(), strict=True):
+        rows = {
+            "Local": "local",
+            "FedAvg with fine-tuning": "fedavg_ft",
+            "FedRep": fedrep,
+            "the method without collaboration": "alone",
+            "the method": method,
+        }
+        cells, shown = json.loads((RESULTS / f"{name}.json").read_text())["cells"], []
+        for number, (label, row) in enumerate(rows.items()):
+            found = [cell["curve"] for cell in cells if (cell["setting"], cell["row"]) == (setting, row)]
+            rounds = found[0]["round"] if found else []
+            accuracy = 100 * np.mean([curve["pre"] for curve in found], axis=0) if found else []
+            ax.plot(rounds, accuracy, label=label, markevery=max(1, len(rounds) // 8), **line_style(number))
+            shown.extend(accuracy)
+        ax.grid(visible=True)
+        lowest, highest = np.quantile(shown, (0.02, 1.0))  # the first rounds would leave no room to the others
+        margin = 0.05 * (highest - lowest)
+        ax.set(xlabel="round", ylabel="PRE accuracy (%)", ylim=(lowest - margin, highest + margin))
+        ax.set_title(title, loc="left")
+    beside.set_axis_off()
+    beside.legend(handles=panels[0].get_legend_handles_labels()[0], loc="center left", frameon=False, handlelength=2.6)
+    return figure
+
+
 def partitions(settings: dict[str, tuple[str, list[str]]]) -> Figure:
     """Bubbles side by side, of configs with changes, by title."""
     figure, panels = side_by_side(1, len(settings), height=2.3)
@@ -238,6 +277,7 @@ FIGURES = {
         fedfcd_fig3,
         fedfcd_fig6_fig7,
         fedcpd_fig2,
+        full_length,
         pgfedsplit_fig1_fig2,
         pgfedsplit_fig4,
         pgfedsplit_fig5,
