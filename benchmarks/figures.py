@@ -197,7 +197,7 @@ def pgfedsplit_fig4(runs: Runs) -> Figure:
 
 
 LONG = {
-    "FedeCouple, Table II, s = 20": ("fedecouple_table2_protocol", "cifar10_s20", ("fedrep", "fedecouple")),
+    "FedeCouple, Table II, s = 20": ("fedecouple_table2_protocol_half", "cifar10_s20", ("fedrep", "fedecouple")),
     "FedFCD, Table 1, Dir(0.1)": ("fedfcd_table1", "fmnist_dir01", ("fedrep", "fedfcd")),
     "PGFedSplit, Table 3": ("pgfedsplit_table3_third", "cifar100", ("fedrep", "pgfedsplit")),
     "FedCPD, Table 3": ("fedcpd_table3_200_rounds", "cifar100_dir01", ("none", "all")),
