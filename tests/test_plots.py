@@ -277,9 +277,8 @@ def test_shades_order_clients_by_the_class_that_they_have_most_of():
 
 @pytest.mark.parametrize(("clients", "classes", "label"), [(100, 10, "client"), (1000, 10, "client, by main class")])
 def test_circles_too_small_to_tell_apart_are_shades(clients, classes, label):
-    assert (
-        plot_partition({"class_counts": np.eye(classes, dtype=int)[np.arange(clients) % classes]}).get_xlabel() == label
-    )
+    counts = np.eye(classes, dtype=int)[np.arange(clients) % classes]
+    assert plot_partition({"class_counts": counts.tolist()}).get_xlabel() == label
 
 
 def test_bars_stack_the_classes_of_a_client():
