@@ -20,7 +20,7 @@ from fedjax_pfl import (
     plot_sensitivity,
 )
 from fedjax_pfl.cli.commands import main
-from fedjax_pfl.experiment.plots.style import class_colours, line_style
+from fedjax_pfl.experiment.plots.style import class_colours, legend_above, line_style
 from fedjax_pfl.experiment.tables import Cell
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -292,6 +292,17 @@ def test_bars_stack_the_classes_of_a_client():
     assert colours == {"#000000", "#332288", "#882255"}
     assert len(ax.containers) == 3
     assert ax.figure.axes[1].get_ylabel() == "class"  # the colour bar
+
+
+def test_a_label_longer_than_the_axes_are_wide_takes_several_lines():
+    ax = pyplot.subplots(figsize=(3.3, 2.5))[1]
+    name = "fedavg_ft, run.out=runs/quickstart-fedavg_ft-20261126-054619"
+    legend_above(ax, [*ax.plot([1, 2], label=name), *ax.plot([2, 1], label="local")])
+    first, second = (text.get_text() for text in ax.get_legend().get_texts())
+    assert "".join(first.split()) == "".join(name.split())
+    assert second == "local"
+    ax.figure.draw_without_rendering()
+    assert ax.get_legend().get_window_extent().x1 <= ax.figure.bbox.x1
 
 
 def test_more_classes_than_colours_by_name():

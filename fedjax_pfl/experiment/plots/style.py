@@ -4,6 +4,7 @@ Lines have the colours of Okabe and Ito (2008), which people with colour blindne
 dashes and markers besides. Classes have the "muted" colours of Tol (2021) and black, from dark to light.
 """
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -166,9 +167,14 @@ def class_bar(ax: "matplotlib.axes.Axes", colours: "matplotlib.cm.ScalarMappable
 
 
 def legend_above(ax: "matplotlib.axes.Axes", handles: Sequence[Any], title: str | None = None) -> None:
-    """A legend above the axes, where it covers nothing, in as many columns as there is room for."""
+    """A legend above the axes, where it covers nothing, in as many columns as there is room for.
+
+    A label that is longer than the axes are wide, such as one with a run's directory, takes several lines.
+    """
     inches = ax.bbox.width / ax.figure.dpi
-    longest = max(len(str(handle.get_label())) for handle in handles)
+    room = max(20, int((inches - 0.5) / 0.065))
+    labels = [textwrap.fill(str(handle.get_label()), room) for handle in handles]
+    longest = max(len(line) for label in labels for line in label.splitlines())
     columns = min(len(handles), max(1, int(inches / (0.4 + 0.05 * longest))))
     where = {
         "loc": "lower left",
@@ -177,7 +183,7 @@ def legend_above(ax: "matplotlib.axes.Axes", handles: Sequence[Any], title: str 
         "frameon": False,
         "alignment": "left",
     }
-    ax.legend(handles=handles, title=title, ncols=columns, handlelength=2.6, columnspacing=1.2, **where)
+    ax.legend(handles=handles, labels=labels, title=title, ncols=columns, handlelength=2.6, columnspacing=1.2, **where)
 
 
 def whole_numbers(axis: Any) -> None:
