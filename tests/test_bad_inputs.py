@@ -688,7 +688,8 @@ CASES = {
     ),
     "sweep whose baseline is not in the grid": (
         "sweep baseline.toml",
-        "baseline = 'training.lr=0.2' is not usable: one of the combinations in the grid, without the seed",
+        "baseline = 'training.lr=0.2' is not usable: one of the combinations, without the seed, "
+        "such as {'training.lr': 0.1}",
     ),
     "sweep whose baseline is no table": (
         "sweep no_baseline.toml",

@@ -217,6 +217,37 @@ def test_a_folder_becomes_the_same_frames_again(swept, out):
         (folder / name).write_text(whole)
 
 
+def test_runs_are_loaded_from_their_directories_as_a_sweep(swept, out):
+    found = Sweep.load(out, baseline={"method.name": "fedavg"}, point="post")
+    fields = [{"method.name": "fedavg", "run.seed": seed} for seed in (0, 1)]
+    of_prox = [{"method.name": "fedprox", "run.seed": seed, "method.mu": mu} for mu in (0.01, 5.0) for seed in (0, 1)]
+    assert [cell.values for cell in found.cells] == fields + of_prox
+    before, now = swept._replace(cells=swept.cells[2:]).to_frame(), found.to_frame()
+    pandas.testing.assert_frame_equal(now, before.rename(columns={"fedprox.mu": "method.mu"})[list(now.columns)])
+    pandas.testing.assert_frame_equal(
+        found.differences().drop(columns=["method.mu"]),
+        swept._replace(baseline={"method.name": "fedavg"}, point="post").differences().drop(columns=["fedprox.mu"]),
+    )
+    one = out / "method.name=fedprox,fedprox.mu=5.0,run.seed=1"
+    assert [cell.values for cell in Sweep.load(one).cells] == [{"method.name": "fedprox"}]
+    two = Sweep.load(one, out / "method.name=fedavg,run.seed=1")
+    assert [cell.values for cell in two.cells] == [{"method.name": "fedprox"}, {"method.name": "fedavg"}]
+    assert two.cells[0].summary == swept.cells[-1].summary
+
+
+def test_runs_that_have_not_ended_are_no_sweep(swept, out, tmp_path):
+    begun = shutil.copytree(out / "method.name=fedavg,run.seed=0", tmp_path / "begun")
+    (begun / "summary.json").unlink()
+    with pytest.raises(ConfigError, match=r"paths = '.*begun' is not usable: runs of which one has ended"):
+        Sweep.load(begun)
+    ended = out / "method.name=fedavg,run.seed=1"
+    assert [(cell.values, cell.seed) for cell in Sweep.load(begun, ended).cells] == [({"method.name": "fedavg"}, 1)]
+    with pytest.raises(ConfigError, match=r"baseline = 'fedprox' is not usable: one of the combinations.*'fedavg'"):
+        Sweep.load(ended, baseline={"method.name": "fedprox"})
+    with pytest.raises(ConfigError, match="point = 'last' is not usable: pre"):
+        Sweep.load(ended, point="last")
+
+
 def test_a_file_for_other_programs_has_all_columns_though_the_first_run_failed(swept, out):
     pytest.importorskip("pyarrow")
     frame = pandas.read_parquet(out / "sweep.parquet")

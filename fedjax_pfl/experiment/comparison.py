@@ -37,7 +37,7 @@ class Comparison(NamedTuple):
     """All runs of a comparison, in the order in which the methods were given.
 
     A folder that `compare` has written becomes one again, without anything being run, by the same call with the same
-    ``out``.
+    ``out``; `Sweep.load` makes a table of it without the call's config and data.
 
     Attributes:
       config: what all runs share.

@@ -1,4 +1,4 @@
-"""Runs from their directories, and what tells them apart: what a report of them is made of."""
+"""Runs from their directories, and what tells them apart: what reports, pictures and `Sweep.load` are made of."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.record import FREE, Begun, read_begun, run_directories
 from fedjax_pfl.experiment.summary import flat
-from fedjax_pfl.experiment.tables import without_seed
+from fedjax_pfl.experiment.tables import Cell, show, without_seed
 
 OPTIONS_OF = ("method.name", "model.name", "data.partition.kind")
 """The fields that name a part, whose options stand beside the name."""
@@ -75,6 +75,21 @@ def differences(runs: Sequence[Begun]) -> list[dict[str, Any]]:
         {**values, "run.out": str(run.path)} if needs_its_directory(number) else values
         for number, (run, values) in enumerate(zip(runs, found, strict=True))
     ]
+
+
+def cells_of(runs: Sequence[Begun], table: str | None = None) -> list[Cell]:
+    """The runs that have ended, each with what tells it apart from all of these.
+
+    Args:
+      runs: those that have ended, and those that go on.
+      table: that of `table_in`, whose order they get.
+    """
+    cells = [
+        Cell(values or {"method.name": run.config.method["name"]}, run.config, run.summary, run.clients, run.history)
+        for values, run in zip(differences(runs), runs, strict=True)
+        if run.summary is not None
+    ]
+    return sorted(cells, key=lambda cell: row_in(table, show(without_seed(cell.values))))
 
 
 def _fields(config: Config) -> dict[str, Any]:

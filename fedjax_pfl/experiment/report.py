@@ -18,12 +18,12 @@ import numpy as np
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment import headline
 from fedjax_pfl.experiment.config import Config, without_fields
-from fedjax_pfl.experiment.gathered import OPTIONS_OF, WITHOUT_EFFECT, differences, gather, row_in, table_in
+from fedjax_pfl.experiment.gathered import OPTIONS_OF, WITHOUT_EFFECT, cells_of, differences, gather, row_in, table_in
 from fedjax_pfl.experiment.html import cells_html, details_html, notes_html, partition_html, runs_html, table_html
 from fedjax_pfl.experiment.plots.style import quantity
 from fedjax_pfl.experiment.record import Begun, write_atomically
 from fedjax_pfl.experiment.summary import POINTS, flat, without_nan
-from fedjax_pfl.experiment.tables import NONE, Cell, markdown, mean_and_spread, show, without_seed
+from fedjax_pfl.experiment.tables import NONE, markdown, mean_and_spread, show, without_seed
 
 # What lies across: where a run is, not how well it fares.
 _ACROSS = {"round": "round", "seconds": "seconds", "megabytes": "megabytes"}
@@ -218,11 +218,7 @@ def _results(runs: _Runs) -> str:
     """The final table, of the runs that have ended."""
     if runs.text is not None:
         return runs_html(runs.text)
-    ended = [
-        Cell(values, run.config, run.summary, run.clients, run.history)
-        for run, values in zip(runs.begun, runs.values, strict=True)
-        if run.summary is not None
-    ]
+    ended = cells_of(runs.begun)
     if not ended:
         return notes_html(["No run has ended yet: the curves show how far they are."])
     if len(runs.begun) == 1:

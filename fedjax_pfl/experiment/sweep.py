@@ -19,6 +19,7 @@ from fedjax_pfl.experiment.config import Config, check_config, load_config, plai
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
 from fedjax_pfl.experiment.frames import difference_frame, history_frame, pivot, run_frame
+from fedjax_pfl.experiment.gathered import cells_of, gather, table_in
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
@@ -49,7 +50,7 @@ class Sweep(NamedTuple):
     """All runs of a sweep, in the order of the grid.
 
     A folder that `sweep` has written becomes one again, without anything being run, by the same call with the same
-    ``out``.
+    ``out``, or by `Sweep.load`.
 
     Attributes:
       cells: one per combination.
@@ -60,6 +61,31 @@ class Sweep(NamedTuple):
     cells: list[Cell]
     baseline: dict[str, Any]
     point: str = "pre"
+
+    @classmethod
+    def load(
+        cls, *paths: str | os.PathLike[str], baseline: Mapping[str, Any] | None = None, point: str = "pre"
+    ) -> "Sweep":
+        """Runs that have ended, from their directories alone: their config files and data are not needed.
+
+        The fields in which the runs differ take the place of a grid's, so that runs of several sweeps and comparisons,
+        or some runs of one, become one table. Runs that have not ended are left out.
+
+        Args:
+          paths: run directories, and folders that hold some, as `sweep`, `compare` and `simulate` leave them.
+          baseline: as in `sweep`.
+          point: likewise.
+
+        Raises:
+          ConfigError: no run has ended there, there is no such baseline or point, a file is damaged, or a part that a
+            config names is not registered here.
+        """
+        folders = [Path(path) for path in paths]
+        ended = [run for run in gather(folders) if run.summary is not None]
+        if not ended:
+            raise ConfigError("paths", " ".join(map(str, paths)), "runs of which one has ended")
+        cells = cells_of(ended, table_in(folders))
+        return cls(cells, _baseline(cells, baseline), check_point(point))
 
     def __repr__(self) -> str:
         return runs_in_short("Sweep", self.cells, self.point)
@@ -232,11 +258,7 @@ def sweep(
     """
     out = folder_of(config, out, executor)
     cells = [Cell(values, _configure(config, values, out)) for values in _combinations(config, plain(grid))]
-    named = without_seed(cells[0].values) if baseline is None else baseline
-    if not isinstance(named, Mapping) or all(without_seed(cell.values) != named for cell in cells):
-        given = show(named) if isinstance(named, Mapping) else named
-        raise ConfigError("baseline", given, "one of the combinations in the grid, without the seed")
-    chosen = dict(named)
+    chosen = _baseline(cells, baseline)
     check_point(point)
 
     def write(done: list[Cell]) -> None:
@@ -399,6 +421,15 @@ def load_sweep(
     )
     chosen = tables.get("baseline")
     return config, flat(tables.get("grid", {})), None if chosen is None else flat(chosen)
+
+
+def _baseline(cells: Sequence[Cell], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The values that a baseline is known by, checked; those of the first run unless given."""
+    named = without_seed(cells[0].values) if baseline is None else baseline
+    if not isinstance(named, Mapping) or all(without_seed(cell.values) != named for cell in cells):
+        given, one = show(named) if isinstance(named, Mapping) else named, without_seed(cells[0].values)
+        raise ConfigError("baseline", given, f"one of the combinations, without the seed, such as {one}")
+    return dict(named)
 
 
 def _combinations(config: Config, grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

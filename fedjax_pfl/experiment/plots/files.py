@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.gathered import differences, gather, row_in, table_in
+from fedjax_pfl.experiment.gathered import cells_of, gather, table_in
 from fedjax_pfl.experiment.plots.clients import plot_clients
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.plots.partition import plot_partition
 from fedjax_pfl.experiment.plots.style import COLUMN, look, make_room
 from fedjax_pfl.experiment.sweep import Sweep
-from fedjax_pfl.experiment.tables import Cell, show, without_seed
 
 _KINDS = ("curves", "clients", "partition")
 # Without the date, the same picture is the same file.
@@ -65,12 +64,7 @@ def write_plot(
                 raise ConfigError("RUN", " ".join(map(str, paths)), allowed)
             plot_partition(begun[0].partition, ax=ax)
         else:
-            cells = [
-                Cell(values, run.config, run.summary, run.clients, run.history)
-                for values, run in zip(differences(begun), begun, strict=True)
-            ]
-            table = table_in(paths)
-            cells.sort(key=lambda cell: row_in(table, show(without_seed(cell.values))))
+            cells = cells_of(begun, table_in(paths))
             if kind == "clients":
                 plot_clients(Sweep(cells, {}), point=metric.partition(".")[0], ax=ax)
             else:
