@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def run(file: Path, out: Path, kill_after: float | None = None) -> float:
-    """Seconds that the command took, or None's worth of them until it was killed."""
+    """Seconds until the command ended or was killed."""
     began = time.perf_counter()
     command = [sys.executable, "-c", "from fedjax_pfl.cli.commands import main; main()"]
     process = subprocess.Popen([*command, "sweep", str(file), "--out", str(out), "--quiet"], stdout=subprocess.DEVNULL)

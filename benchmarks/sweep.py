@@ -1,4 +1,4 @@
-"""A sweep as one program, its runs or their clients over the cores, against `simulate` for each run.
+"""Times a sweep as one program, its runs or their clients over the cores, against one `simulate` per run.
 
 FedRep, eight seeds x three learning rates.
 

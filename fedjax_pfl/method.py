@@ -263,7 +263,7 @@ class Method(NamedTuple):
     Attributes:
       init: the state before round 0.
       local: a participant's work in a round.
-      aggregate: the server's work; the only function, with ``dispatch``, that sees a client axis.
+      aggregate: the server's work; besides it, ``dispatch`` and the server of ``calibrate`` see a client axis.
       personal: the parameters of a client's model: ``{"extractor": theta, "head": phi}``, as a model's ``init`` returns
         them, with whatever else ``predict`` needs.
       predict: what such a model answers; ``model.apply``, unless it is more than an extractor with one head.

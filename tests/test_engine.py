@@ -318,7 +318,8 @@ def test_the_server_stands_still_when_the_present_clients_have_no_samples(model,
     present = drawn(engine, KEY, train.count, 8)[0][:, 0].tolist()
     for t, who in enumerate(present):
         new = step(KEY, at(t), start, jnp.array(True), federation)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new._replace(loss=0.0)))
+        assert bool(np.isnan(new.loss)) == (who != 2)  # who has trained on nothing has no loss
         same = jax.tree.map(np.array_equal, new.state.server, start.state.server)
         assert all(jax.tree.leaves(same)) == (who != 2)
     assert {2} < set(present)
@@ -355,6 +356,24 @@ def digest(data):
     return jnp.sum(jnp.where(data.valid > 0, jnp.sum(x, axis=(1, 2, 3)), 0))
 
 
+def test_a_client_that_takes_no_step_has_no_part_in_the_mean_loss(federation):
+    """As where short batches are dropped."""
+
+    def local(now, view, client, data):
+        return Update((), (), TrainInfo(data.count.astype(jnp.float32), data.count // 8), post=(view, client))
+
+    method = Method(
+        init=lambda key, clients: (jnp.int32(0), ()),
+        local=local,
+        aggregate=lambda now, server, clients, uploads, cohort: (server, clients),
+        personal=lambda view, client: view,
+        predict=one_answer,
+    )
+    run = jax.jit(Engine(method, len(TRAIN_SIZES)).init)(KEY, federation)
+    run = jax.jit(Engine(method, len(TRAIN_SIZES)).round)(KEY, at(0), run, jnp.array(True), federation)
+    assert float(run.loss) == pytest.approx(np.mean([n for n in TRAIN_SIZES if n >= 8]))
+
+
 def test_the_mean_cosine_of_two_updates_is_that_of_all_pairs():
     rng = np.random.default_rng(2)
     updates = {"a": rng.normal(size=(5, 3, 2)).astype(np.float32), "b": rng.normal(size=(5, 4)).astype(np.float32)}
@@ -366,6 +385,8 @@ def test_the_mean_cosine_of_two_updates_is_that_of_all_pairs():
     assert float(found(updates, present)) == pytest.approx(np.mean(pairs), abs=1e-6)
     assert np.isnan(float(found(updates, np.arange(5) == 2)))
     opposite = {"a": np.array([[1, 2], [-2, -4]], np.float32)}
+    assert float(found(opposite, np.array([True, True]))) == pytest.approx(-1.0)
+    opposite["running_var"] = np.full((2, 1), 100.0, np.float32)
     assert float(found(opposite, np.array([True, True]))) == pytest.approx(-1.0)
 
 
@@ -585,9 +606,9 @@ def test_scores_see_the_calibrated_server_and_training_does_not(federation):
         found = jax.jit(engine.score)(KEY, at(2), run, federation)
         np.testing.assert_array_equal(found.pre.test.correct, right[:, (9 + more) % 3])
         assert float(found.shared.correct) == right[:, (9 + more) % 3].sum()
-        # POST is what was trained; a new client starts from what is scored.
+        # POST is what was trained; a new client, too, starts from what is broadcast.
         np.testing.assert_array_equal(found.post.test.correct[:6], right[:6, 8 % 3])
-        assert float(found.post.test.correct[6]) == right[6, (9 + more) % 3]
+        assert float(found.post.test.correct[6]) == right[6, 9 % 3]
 
 
 # --- Traffic of parts of which some classes are sent -----------------------------------------------------------------

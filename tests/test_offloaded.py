@@ -52,8 +52,12 @@ def assert_same(found, expected):
             id="with new clients and what they answer",
         ),
         pytest.param(
-            {"method": {"name": "ccvr"}, "run": {"eval_every": 3, "export": ["features"], "export_clients": [1, 4]}},
-            id="calibrated before scoring",
+            {
+                "data": {"new_clients": 0.2},
+                "method": {"name": "ccvr"},
+                "run": {"eval_every": 3, "export": ["features"], "export_clients": [1, 4]},
+            },
+            id="calibrated before scoring, but for the training of new clients",
         ),
         pytest.param({"participation": {"ratio": 1.0}}, id="everybody takes part"),
         pytest.param({"participation": {"ratio": [0.2, 0.6], "dropout": 0.4}}, id="some drop out"),

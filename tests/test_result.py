@@ -59,7 +59,7 @@ def runs(tmp_path_factory):
 
     def of(name):
         if name not in done:
-            made = with_new_client if name in ("fedavg", "ditto") else config
+            made = with_new_client if name in ("fedavg", "ditto", "ccvr") else config
             kept = {"export": ["predictions"], "client_history": True} if name == "fedavg" else {}
             tables = {"ditto": TUNED, "fedrod": {"data": HELD}}.get(name, {})
             out = folder / name
@@ -176,7 +176,7 @@ def test_a_result_that_was_asked_can_be_pickled(fedavg):
 # --- A client that never took part ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fedavg", "ditto"])
+@pytest.mark.parametrize("name", ["fedavg", "ditto", "ccvr"])
 def test_a_newcomer_adapts_as_new_clients_of_a_run_do(runs, name):
     result, out = runs(name)
     federation, _ = divide(result.config, DIGITS)
@@ -186,6 +186,12 @@ def test_a_newcomer_adapts_as_new_clients_of_a_run_do(runs, name):
     accuracy = np.mean(model.predict(DIGITS.images[test]) == DIGITS.labels[test])
     assert accuracy == pytest.approx(result.clients["post_accuracy"][NEW], abs=1e-6)
     assert np.abs(model.params["head"]["kernel"] - result.params(0)["head"]["kernel"]).max() > 1e-2
+
+
+def test_a_newcomer_starts_from_what_is_broadcast_and_not_from_what_is_scored(runs):
+    x, y = DIGITS.images[200:213], DIGITS.labels[200:213]
+    fedavg, ccvr = (runs(name)[0].adapt(x, y).params for name in ("fedavg", "ccvr"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), ccvr, fedavg)
 
 
 def test_a_newcomer_takes_the_steps_of_sgd(fedavg):

@@ -78,6 +78,18 @@ def test_a_loop_that_its_numbers_end_counts_one_step_and_says_so():
     assert count(until_small, jnp.zeros((2, 2)), known=[None]) == Work(2 * 2**3, False)
 
 
+def test_a_checkpoint_is_a_call_and_a_branch_that_is_not_whole_tells():
+    def until_small(x):
+        return lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x @ x, x)
+
+    def larger_branch_is_whole(which, x):
+        return lax.switch(which, [until_small, lambda x: x @ x @ x], x)
+
+    product, x = 2 * 2**3, jnp.zeros((2, 2))
+    assert count(jax.checkpoint(lambda x: x @ x), x, known=[None]) == Work(product, True)
+    assert count(larger_branch_is_whole, jnp.int32(0), x, known=[None, None]) == Work(2 * product, False)
+
+
 @pytest.mark.parametrize("name", ["fedala", "pgfedsplit"])
 def test_methods_that_stop_when_they_have_converged_are_not_counted_whole(name, model, trainer, federation):
     assert not work(name, model, trainer, federation).whole

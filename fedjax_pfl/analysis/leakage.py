@@ -26,6 +26,7 @@ from fedjax_pfl.experiment.programs import drawn_once
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.trained import checked_labels, checked_samples
 from fedjax_pfl.method import PerClass, Round, SentIf
+from fedjax_pfl.ops.tree import where_rows
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -307,9 +308,7 @@ def _victim(run: Config | Result, config: Config, data: DataShape, client: int) 
 def _visible(node: PyTree) -> PyTree:
     """A part of an upload without what is not sent."""
     if isinstance(node, PerClass):
-        held = node.held != 0
-        rows = jax.tree.map(lambda leaf: jnp.where(held.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, 0), node.rows)
-        return node._replace(rows=rows)
+        return node._replace(rows=where_rows(node.held != 0, node.rows, jax.tree.map(jnp.zeros_like, node.rows)))
     if isinstance(node, SentIf):
         return node._replace(value=jax.tree.map(lambda leaf: jnp.where(node.sent, leaf, 0), node.value))
     return node

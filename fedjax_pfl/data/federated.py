@@ -102,8 +102,8 @@ class ClientData(NamedTuple):
       id: who the client is, from 0, []; None where a server trains on something else than a client's samples.
       validation: the client's validation samples, to select on (rule R11); None without ``data.validation_share``.
       augmentation: what the samples go through when they are taken; None for nothing.
-      most: the size of the largest client that runs beside this one, which all of them take as long as; None for one
-        that runs alone.
+      most: the number of samples of the largest client that runs side by side with this one, which bounds the loops of
+        all; None for one that runs alone.
     """
 
     x: Shaped[Array, "samples ..."]
@@ -133,7 +133,7 @@ class ClientData(NamedTuple):
     def batches(self, order: Int[Array, " capacity"], batch_size: int) -> Callable[[Int[Array, ""]], Batch]:
         """Number of a batch -> so many of the client's samples in a row, in this order; where they end, padding.
 
-        What the batches of an epoch are is looked up once for all, and not with a kernel in every step.
+        The rows of all batches of an epoch are looked up at once, and not with a kernel in every step.
 
         Args:
           order: positions of this client's list; the first ``count`` of them mean anything.
@@ -173,7 +173,7 @@ class ClientData(NamedTuple):
         return self.count if self.most is None else self.most
 
     def map(self, fn: Callable[..., Array], *, batch_size: int = 128) -> Shaped[Array, "capacity ..."]:
-        """Applies a function to all samples of the client, block by block, and to little more than these.
+        """Applies a function to all samples of the client, in blocks of which only the last one is padded.
 
         Args:
           fn: (x [batch, ...], positions [batch]) -> [batch, ...].

@@ -274,8 +274,8 @@ def natural(users: Int[np.ndarray, " samples"], clients: int, seed: int, size: i
 
     Args:
       users: int ``[samples]``, the user of each sample.
-      clients: number of users taken, at random from those with at least two samples, or `size` samples where given:
-        the largest would not stand for all.
+      clients: number of users taken, at random from those with at least two samples, or `size` samples where given; to
+        take the largest would be biased.
       seed: seed of the draw.
       size: samples per client, taken at random from those of its user; None takes all.
 

@@ -1,4 +1,4 @@
-"""Who works, with which state and on which samples, and how the work of a client is mapped over many."""
+"""Selects a round's cohort, gathers its states and samples, and maps a client's work over it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from fedjax_pfl.method import Cohort, Method, Round, State, Update
 from fedjax_pfl.ops.training import phase_key
 from fedjax_pfl.ops.tree import take_rows
 
-# Clients up to which a cohort is the head of a permutation, which sorts all of them twice: 2 microseconds each.
+# Up to so many clients, a cohort is the head of a random permutation: two sorts, about 2 microseconds per client.
 _MOST_SORTED = 20_000
 
 
@@ -30,9 +30,9 @@ class Group(NamedTuple):
 
     Attributes:
       ids: in the order in which they work; N where a row is absent.
-      clients: every leaf [K, ...]: row k is the state of ids[k], anything where that is absent. With ``at``, the states
-        of M clients, among them these; every leaf [M, ...].
-      at: the row of each among the M; None where the rows are theirs alone.
+      clients: the states. Without ``at``, every leaf is [K, ...], and row k belongs to ids[k] (anything where that is
+        absent). With it, every leaf is [M, ...], and row at[k] belongs to ids[k].
+      at: the row of each client among M; None where the rows are theirs alone.
     """
 
     ids: Int[Array, " K"]
@@ -56,8 +56,8 @@ class Cohorts:
       diagnostics: names of what is recorded of `Update.diagnostics`, and `UPDATE_COSINE` if it is wanted.
       features: the model's, theta, x -> z, where `answers` shall have them.
       metrics: name -> what models are scored with besides.
-      equal: whether all clients hold as many training samples as each other. Of a cohort of known size, side by side,
-        all then take the same number of steps, which the compiler knows.
+      equal: whether all clients hold the same number of training samples. In a cohort of fixed size, the number of
+        steps is then known to the compiler.
     """
 
     method: Method
@@ -142,7 +142,7 @@ class Cohorts:
         return augment(phase_key(key, "base augmentation"), data, self.augment, every=self.augment_every)
 
     def _map(self, fn: Callable, shared: PyTree, rows: PyTree, *, complete: bool = False) -> Any:
-        """`map_clients`; of clients side by side, each knows how many samples the largest has.
+        """`map_clients`; side by side, each client also gets the number of samples of the largest.
 
         Args:
           fn: (shared, row) -> result.
@@ -170,7 +170,8 @@ class Cohorts:
     def _map_group(self, fn: Callable, shared: PyTree, group: Group, rows: PyTree, *, complete: bool = False) -> Any:
         """`_map` of ``fn(shared, client, row)`` over a group, with each client's state.
 
-        A state is read where it is as its client's turn comes: all of them, in the group's order, would be a copy.
+        Each state is read in place when its client runs: to bring all of them into the group's order first would copy
+        them.
         """
         if group.at is None:
 

@@ -32,12 +32,12 @@ class Evaluator(Cohorts):
           run: what they left.
           data: the federation.
         """
-        run = run._replace(state=self.calibrated(key, t, run.state, data))
-        pre, post = self.pre(key, t, run.state, data), self.post(key, t, run, data)
-        return Evaluation(pre, post, *self.of_server(run, data))
+        scored = run._replace(state=self.calibrated(key, t, run.state, data))
+        pre, post = self.pre(key, t, scored.state, data), self.post(key, t, run, data)
+        return Evaluation(pre, post, *self.of_server(scored, data))
 
     def of_server(self, run: Run, data: Federation) -> tuple[Scores | None, Diagnostics, dict[str, Float[Array, ""]]]:
-        """What an `Evaluation` says beside the clients' scores: of the global model, and of the method's parts.
+        """The rest of an `Evaluation`: scores and metrics of the global model, and the diagnostics.
 
         Args:
           run: with the server's state `calibrated`; its clients are not looked at.
@@ -126,7 +126,7 @@ class Evaluator(Cohorts):
         return put_rows(run.post, group.ids, self.post_of(key, t, run.state.server, group, data))
 
     def post_of(self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
-        """POST scores of some new clients after t rounds; arguments as in `pre_of`."""
+        """POST scores of some new clients after t rounds; arguments as in `pre_of`, but no calibrated server."""
         _, (train, validation, scored) = self._gather(group.ids, (data.train, data.validation, self._scored(data)))
         keys = round_keys(key, t)
         group = self._told(keys.aggregate, t, server, group, train.count)
@@ -155,7 +155,7 @@ class Evaluator(Cohorts):
         return scores_of(total, jnp.sum(data.pooled.class_counts, axis=0))
 
     def global_measures(self, server: PyTree, data: Federation) -> dict[str, Float[Array, ""]]:
-        """Likewise, what the config's metrics make of its answers."""
+        """The config's metrics of the global model on the pooled test set."""
         predict = self.method.global_predict
         assert predict is not None
         if not self.metrics:
@@ -181,7 +181,7 @@ class Evaluator(Cohorts):
         clients: PyTree,
         data: Federation,
     ) -> Answers:
-        """What some clients' PRE models after t rounds make of the samples that they are scored on.
+        """The answers of some clients' PRE models after t rounds to the samples that they are scored on.
 
         Args:
           key: the randomness of the whole run.
@@ -241,7 +241,7 @@ class Evaluator(Cohorts):
         Args:
           keys: of the initial state and of the rounds.
           t: rounds done.
-          server: what they left, `calibrated`.
+          server: what they left, which is what is broadcast: not calibrated.
           x: the samples that the table points into.
           y: their labels.
           client_id: the number that the client goes by.

@@ -29,7 +29,7 @@ def measure(
 ) -> dict[str, Float[Array, ""]]:
     """The value of each metric on the samples with mask 1; 0 without any.
 
-    A model that answers with what is no number is measured as it answers.
+    Logits that are NaN or infinite reach the metric as they are.
     """
     count = jnp.sum(mask)
 

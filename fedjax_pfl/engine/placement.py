@@ -19,7 +19,7 @@ from jaxtyping import Int, PyTree
 
 # The axis of the clients that run side by side on a device.
 SIDE_BY_SIDE = "side_by_side"
-# Bytes of a leaf, over all rows, up to which copying it to all devices costs less than splitting work on it.
+# A leaf of at most so many bytes, over all rows, is copied to every device: to split the work on it would cost more.
 _SMALL = 2**26
 
 

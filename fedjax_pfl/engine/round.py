@@ -1,9 +1,8 @@
 """The engine: a communication round, and rounds in a row.
 
 A round selects a cohort, gathers its rows of the state, maps ``method.local`` over them (`cohort.py`), lets
-``method.aggregate`` combine the uploads, and scatters the rows back; models are scored by `evaluation.py`. These three
-are the only code that indexes clients. Functions that end in ``_of`` are about some clients whose states are at hand,
-whoever gathers and scatters them: the others do so on the device.
+``method.aggregate`` combine the uploads, and scatters the rows back; models are scored by `evaluation.py`. Functions
+that end in ``_of`` take the states of some clients as arguments; the others gather and scatter them on the device.
 """
 
 import functools
@@ -23,6 +22,7 @@ from fedjax_pfl.engine.scoring import Scored, Scores
 from fedjax_pfl.engine.traffic import Traffic, traffic_of
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.method import Cohort, Round, Setup, State, Update
+from fedjax_pfl.models.norm import without_statistics
 from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
 
 UPDATE_COSINE = "update_cosine"
@@ -59,7 +59,7 @@ def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
 
 
 def mean_cosine(updates: PyTree, present: Bool[Array, " K"]) -> Float[Array, ""]:
-    """How far participants pull in one direction: the mean cosine of two of their updates, over all pairs.
+    """The mean cosine of two participants' updates, over all pairs; running statistics have no part in it.
 
     Args:
       updates: upload - view, or an upload that is a change already; every leaf has K rows.
@@ -68,7 +68,7 @@ def mean_cosine(updates: PyTree, present: Bool[Array, " K"]) -> Float[Array, ""]
     Returns:
       1 where all are parallel, around 0 where they have nothing in common; NaN for fewer than two.
     """
-    leaves = [leaf.reshape(len(present), -1) for leaf in jax.tree.leaves(updates)]
+    leaves = [leaf.reshape(len(present), -1) for leaf in jax.tree.leaves(without_statistics(updates))]
     length = jnp.sqrt(sum(jnp.sum(leaf**2, axis=1) for leaf in leaves))
     unit = jnp.where(present & (length > 0), 1.0 / jnp.where(length > 0, length, 1.0), 0.0)
     # |sum of K unit vectors|^2 = K + the cosines of all K (K - 1) ordered pairs.
@@ -181,8 +181,8 @@ class Engine(Evaluator):
             (score_now, common), (own, scored, last) = shared, row
             update = self.local(common, own)
             post, (*_, x, y) = update.trained, common
-            # A condition around the whole map would hold collectives, which XLA does not keep in order with those
-            # after it on a CPU: devices that meet them in another order wait for each other for ever.
+            # The condition stays inside the map. Around it, it would hold collectives, which XLA on a CPU may move past
+            # later ones: devices that meet them in different orders wait for each other for ever.
             scores = lax.cond(score_now, lambda: self._score_model(*post, x, y, scored), lambda: last)
             return update._replace(post=None), scores
 
@@ -201,21 +201,22 @@ class Engine(Evaluator):
         server = jax.tree.map(lambda new, old: jnp.where(happened, new, old), combined, server)
 
         count = jnp.sum(present)
+        # A client without a whole batch, where short ones are dropped, has no loss.
+        trained = present & (update.info.steps > 0)
 
-        def mean(values: Float[Array, " K"]) -> Float[Array, ""]:
-            return jnp.sum(jnp.where(present, values, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
+        def mean(values: Float[Array, " K"], of: Bool[Array, " K"]) -> Float[Array, ""]:
+            return jnp.sum(jnp.where(of, values, 0.0)) / jnp.maximum(jnp.sum(of), 1).astype(jnp.float32)
 
+        loss = jnp.where(jnp.any(trained), mean(update.info.loss, trained), run.loss)
         of_clients = update.diagnostics or {}
-        said = {name: mean(of_clients[name]) for name in self.diagnostics if name in of_clients}
+        diagnostics = {name: mean(of_clients[name], present) for name in self.diagnostics if name in of_clients}
         if UPDATE_COSINE in self.diagnostics:
             updates = uploads if method.sends_change else jax.tree.map(jnp.subtract, uploads, view)
-            said[UPDATE_COSINE] = mean_cosine(updates, present)
-        loss, said = jax.tree.map(
-            lambda new, old: jnp.where(count > 0, new, old), (mean(update.info.loss), said), (run.loss, run.diagnostics)
-        )
+            diagnostics[UPDATE_COSINE] = mean_cosine(updates, present)
+        diagnostics = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), diagnostics, run.diagnostics)
         sent = traffic_of(selected, view, count, uploads)
         state, traffic = run.state._replace(server=server), jax.tree.map(jnp.add, run.traffic, sent)
-        return Run(state, put_rows(run.post, ids, scores), loss, traffic, said), new
+        return Run(state, put_rows(run.post, ids, scores), loss, traffic, diagnostics), new
 
     def _setup(self, setup: Setup, key: Key[Array, ""], state: State, data: Federation) -> tuple[State, Traffic]:
         """Round -1: every client prepares an upload, and the server combines all of them; nothing is sent down."""

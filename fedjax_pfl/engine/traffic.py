@@ -53,7 +53,7 @@ class Exchange(NamedTuple):
 
     Attributes:
       view: what is sent down to every participant.
-      client: a client's personal state; of its field ``inbox``, if any, every round sends a new value down.
+      client: a client's personal state. Its field ``inbox``, if any, is sent down anew in every round.
       upload: what is sent up.
       diagnostics: names of what it says for the record, which counts as no traffic.
     """

@@ -19,7 +19,8 @@ class Work(NamedTuple):
 
     Attributes:
       flops: floating-point operations of products and convolutions, forward and backward.
-      whole: False where a loop's number of steps depends on the numbers in it; one step of it is counted then.
+      whole: False where a loop's number of steps depends on run-time values: one step of it is counted then; or where
+        an operation holds a program that is no call.
     """
 
     flops: float
@@ -98,11 +99,16 @@ def _equation(eqn: JaxprEqn, known: Known) -> tuple[Work, Known]:
         if known[0] is not None:
             branches = [branches[int(np.clip(known[0], 0, len(branches) - 1))]]
         found = [_walk(branch.jaxpr, [None] * len(branch.consts), known[1:])[0] for branch in branches]
-        return max(found, key=lambda work: work.flops), unknown
+        most = max(found, key=lambda work: work.flops)
+        return most._replace(whole=all(work.whole for work in found)), unknown
     inner = [value for value in params.values() if isinstance(value, ClosedJaxpr)]
+    if name == "checkpoint":
+        inner = [ClosedJaxpr(params["jaxpr"], [])]
     if inner and len(inner[0].jaxpr.invars) == len(known):  # a call
         return _walk(inner[0].jaxpr, inner[0].consts, known)
-    if all(value is not None for value in known) and all(_size(out) <= _SMALL for out in eqn.outvars) and not inner:
+    if inner:
+        return Work(0.0, False), unknown
+    if all(value is not None for value in known) and all(_size(out) <= _SMALL for out in eqn.outvars):
         results = eqn.primitive.bind(*known, **params)
         return NOTHING, [np.asarray(result) for result in (results if eqn.primitive.multiple_results else [results])]
     return NOTHING, unknown
@@ -127,7 +133,7 @@ def _while(params: dict[str, Any], known: Known) -> Work:
 
 
 def _constants_of_scan(eqn: JaxprEqn) -> int:
-    """How many of its first inputs every step sees: JAX's versions do not agree on the parameter that says so.
+    """How many of a scan's first inputs are the same in every step; versions of JAX name that parameter differently.
 
     What is scanned has an axis less in a step, and so have the results of single steps.
     """

@@ -464,7 +464,9 @@ class Privacy(_Section):
 
 
 class Run(_Section):
-    """How a run is carried out; nothing here changes its numbers, except the seed.
+    """How a run is carried out.
+
+    Only ``seed`` changes the experiment; precision and placement change results by rounding.
 
     Attributes:
       seed: seed of initial model, cohorts and batches, and of the partition unless ``data.seed`` is given.

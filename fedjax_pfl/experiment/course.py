@@ -1,4 +1,4 @@
-"""One of a program's runs on its way: what is recorded of it, who is told, and what it leaves."""
+"""One run of a program: records its evaluations, calls its callbacks, and makes its result."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

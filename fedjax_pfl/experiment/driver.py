@@ -1,6 +1,12 @@
 """``simulate(config) -> Result``, and the one loop of every experiment: block of rounds, evaluate, record, checkpoint.
 
 `drive` takes one run, or several as rows of one program (`programs`); a single run is R = 1.
+
+From here to a gradient step: `drive` lays out a program (`programs.lay_out`, where `build.make_engine` puts method,
+model and trainer together), and calls its ``rounds``, which are compiled from `Engine.rounds` (`engine/round.py`). Each
+round maps `Cohorts.local` (`engine/cohort.py`) over the cohort's clients; that calls ``method.local`` (such as the one
+in `methods/fedavg.py`), which calls a `Trainer` (`ops/training.py`), whose ``step`` takes the gradient of the method's
+loss on a batch.
 """
 
 import functools
@@ -80,7 +86,8 @@ def simulate(
         complete, and can be resumed.
 
     Returns:
-      Summary, history per evaluated round, per-client table, final state. The numbers depend on config and data alone.
+      Summary, history per evaluated round, per-client table, final state. The numbers depend on config and data and, up
+      to rounding, on placement and hardware.
 
     Raises:
       ConfigError: config, data and method do not fit together, the run directory holds something or another process
@@ -196,7 +203,8 @@ def drive(
             end = max(course.end for course in courses)
             due = first.run.checkpoint_every and (t % every == 0 or t == end)
             interrupted = stopping.signal and (back or t < end)
-            # What is returned has a round more, which is evaluated: not so in a run that was not interrupted.
+            # What is returned has one more round, evaluated for it alone: a checkpoint of it would not be that of a
+            # run that was never interrupted.
             if (due or interrupted) and not (back and left_behind):
                 seconds = (time.perf_counter() - began) / runs
                 for course, state in zip(courses, program.each(states), strict=True):

@@ -1,4 +1,4 @@
-"""Clients' states in the host's memory (``run.client_state = "host"``): a device holds those of whoever works, alone.
+"""Clients' states in the host's memory (``run.client_state = "host"``): devices hold those of running clients alone.
 
 A round is one compiled function of its cohort's states, which the host hands over and takes back. What concerns all
 clients, above all their evaluation, goes by groups of as many as a cohort has.
@@ -224,7 +224,7 @@ class Offloaded:
         pre, post = self._of_everyone(self._parts.pre, shared, row, state), run.post
         if self._parts.post is not None:
             new = self._engine.trainers, self._engine.clients
-            ids, scores = self._by_groups(self._parts.post, shared, row, state, *new)
+            ids, scores = self._by_groups(self._parts.post, shared, row, run.state, *new)
             post = jax.tree.map(np.array, jax.device_get(post))
             _put(post, ids, scores)
         without_clients = run._replace(state=State(state.server, None))

@@ -204,10 +204,10 @@ class Program:
         ]
 
     def end(self, run: int, t: int) -> None:
-        """Lets a run go no further than t rounds, a bound that a block of rounds ends at.
+        """Stops a run after t rounds, with which a block of rounds must end.
 
-        It costs no more rounds, keeps its state, and its scores mean nothing after these. Where runs go side by side,
-        or the program has no ``room``, nothing is saved by its end: it goes on with the others.
+        Its state is kept, and later scores of it mean nothing. Where runs go side by side, or the program has no
+        ``room``, it computes on with the others.
         """
         if self.over == "clients":
             self._ends[run] = t

@@ -377,7 +377,7 @@ def check_point(point: str) -> str:
     Raises:
       ConfigError: it is none.
     """
-    if point not in ("pre", "post"):
+    if point not in POINTS:
         raise ConfigError("point", point, "pre (after aggregation) or post (after local training)")
     return point
 

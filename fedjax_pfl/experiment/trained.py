@@ -168,9 +168,9 @@ class Trained:
         capacity = 1 << (len(x) - 1).bit_length()
         more = capacity - len(x)
         train = _table(np.pad(np.arange(len(x)), (0, more)), len(x), np.bincount(y, minlength=data.classes))
-        t = np.int32(self._kept.round)
+        t, server = np.int32(self._kept.round), self._kept.state.server
         x, y = (np.pad(part, [(0, more), *[(0, 0)] * (part.ndim - 1)]) for part in (x, y))
-        return self._trained(self._newcomers[epochs](self._keys, t, self._server, x, y, np.int32(client), train))
+        return self._trained(self._newcomers[epochs](self._keys, t, server, x, y, np.int32(client), train))
 
     def _trained(self, params: PyTree) -> TrainedModel:
         own = _own(params)

@@ -30,11 +30,11 @@ LIES: dict[str, Lie] = {
 def attacked(method: Method, kind: str, attackers: Bool[Array, " N"], scale: Scalar = 1.0) -> Method:
     """The method, some of whose clients lie.
 
-    With ``label_flip``, an attacker does all its work on labels C - 1 - y. With the others it works as it should, and
-    lies in what it sends: of each array's update u (see `origin_of`; all of an array that is no update of anything sent
-    down) it sends -u (``sign_flip``), scale u (``scaled``), or u and noise whose standard deviation is ``scale`` times
-    the root mean square of u (``gaussian``). Running statistics, whole numbers, counts of classes held, and n_i, by
-    which the server weighs, are not lied about. It lies in every upload, also in that of round -1.
+    With ``label_flip``, an attacker trains on labels C - 1 - y. With the others it trains honestly, and lies in what it
+    sends: of each array's update u (see `origin_of`; all of an array that is no update of anything sent down) it sends
+    -u (``sign_flip``), scale u (``scaled``), or u and noise whose standard deviation is ``scale`` times the root mean
+    square of u (``gaussian``). Running statistics, whole numbers, counts of classes held, and n_i, by which the server
+    weighs, are not lied about. It lies in every upload, also in that of round -1.
 
     Args:
       method: what the others run.

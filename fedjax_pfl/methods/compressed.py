@@ -87,7 +87,7 @@ def int8() -> Codec:
 
 
 def compressed(method: Method, encode: Codec) -> Method:
-    """The method, whose clients compress what they send, array by array; what is lost is lost (no error feedback).
+    """The method with uploads compressed array by array, without error feedback.
 
     Of each array the update is compressed (see `origin_of`), which the server adds to what it had sent down. In a
     `PerClass`, each class's row is an array. Sent as they are: what is no real number, running statistics, counts of

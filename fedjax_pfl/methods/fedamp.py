@@ -59,10 +59,10 @@ def fedamp(
     Shared: nothing but the u_i. Personal: w_i. Headline: POST (equal to the next round's PRE). xi_ij = alpha A'(d_ij)
     with A'(d) = exp(-d / sigma) / sigma, and xi_ii is what is left to 1; where the others come to more than 1, they are
     divided by their sum. d_ij is the mean of (w_i - w_j)^2 over the parameters, so that one sigma suits models of any
-    size; the paper's is the sum, and its alpha and sigma |w| times these. Models much farther apart than sigma have
-    nothing to do with each other (Local), much nearer ones all count alike: the diagnostic ``attention``, the mean of
-    1 - xi_ii, tells. Mixed are the last models of all clients that have taken part, in whatever round; server and
-    clients hold 3 N models. In PFLlib the pull has no gradient, so that its clients train alone.
+    size; the paper's is the sum, and its alpha and sigma |w| times these. Models much farther apart than sigma do not
+    influence each other (as in Local), and much nearer ones count alike: the diagnostic ``attention``, the mean of
+    1 - xi_ii, tells. The last models of all clients that have ever taken part are mixed; server and clients hold 3 N
+    models. In PFLlib the pull has no gradient, so that its clients train alone.
 
     Args:
       model: extractor and head.

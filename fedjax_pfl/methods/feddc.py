@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Key
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.method import Cohort, Logits, Method, Round, Samples, Update
 from fedjax_pfl.models.base import Model, Params
-from fedjax_pfl.models.norm import is_statistic
+from fedjax_pfl.models.norm import without_statistics
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import proximal, supervised
 from fedjax_pfl.ops.training import Trainer, is_off
@@ -98,7 +98,7 @@ def feddc(
         params, info = train(now, loss, view.params, data)
         change = jax.tree.map(jnp.subtract, params, view.params)
         learned = variate_change(now, train, info, change, control)
-        own = jax.tree.map(jnp.add, client, Client(_trained(change), learned))
+        own = jax.tree.map(jnp.add, client, Client(without_statistics(change), learned))
         upload = Upload(change, jax.tree.map(lambda c: size * c, learned))
         return Update(own, upload, info, post=(view._replace(params=params), client))
 
@@ -113,7 +113,7 @@ def feddc(
         def moved(mean: Params, change: Params) -> Params:
             return jax.tree.map(lambda mean, change: mean + share * change, mean, change)
 
-        drift = moved(server.drift, _trained(change))
+        drift = moved(server.drift, without_statistics(change))
         params = jax.tree.map(lambda w, change, h: w + change + h, server.params, change, drift)
         return Server(params, moved(server.control, learned), drift), clients
 
@@ -127,8 +127,3 @@ def feddc(
     return Method(
         init, local, aggregate, personal, model.apply, broadcast, global_predict=global_predict, sends_change=True
     )
-
-
-def _trained(change: Params) -> Params:
-    """The change of what is trained; zeros for running statistics."""
-    return jax.tree.map_with_path(lambda path, leaf: jnp.zeros_like(leaf) if is_statistic(path) else leaf, change)

@@ -55,7 +55,7 @@ def decorrelated(model: Model, beta: Scalar, norm: Norm = "code") -> Model:
 
 
 def decorrelation(z: Float[Array, "batch K"], mask: Float[Array, " batch"], *, norm: Norm = "code") -> Float[Array, ""]:
-    """R(z) of the features of a batch of b samples; 0 for fewer than two.
+    """R(z) of the features of a batch of b samples; 0 for fewer than two samples or, by ``"code"``, features.
 
     Args:
       z: features.
@@ -73,5 +73,5 @@ def decorrelation(z: Float[Array, "batch K"], mask: Float[Array, " batch"], *, n
         found = jnp.sum((products / jnp.maximum(samples - 1.0, 1.0)) ** 2) / dim**2
     else:
         apart = products - jnp.diag(jnp.diagonal(products))
-        found = jnp.sum(apart**2) / (dim * (dim - 1) * jnp.maximum(samples, 1.0))
+        found = jnp.sum(apart**2) / (dim * max(dim - 1, 1) * jnp.maximum(samples, 1.0))
     return jnp.where(samples < 2, 0.0, found)

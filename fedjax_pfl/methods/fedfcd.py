@@ -70,7 +70,8 @@ def fedfcd(
       reduction: mean or sum of the pull over the features.
 
     Reference:
-      FedFCD: Algorithm 1, Eqs. 5-10. Its numbers are in benchmarks/papers/.
+      K. Li, X. Wang, H. Wang. Hierarchical Optimization Method for Federated Learning with Feature Alignment and
+      Decision Fusion. Computers, Materials & Continua, 2024. doi:10.32604/cmc.2024.054484. Algorithm 1, Eqs. 5-10.
     """
     train_server = Trainer(epochs=server_epochs, batch_size=server_batch_size, lr=server_lr)
 

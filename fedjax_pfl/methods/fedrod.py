@@ -52,8 +52,8 @@ def fedrod(
             return regularized(model, balanced, z, batch.mask) + cross_entropy(both, batch.y, batch.mask)
 
         params, info = train(now, loss, personal(view, client), data)
-        own = params.pop("personal")
-        return Update(own, params, info)
+        shared = {name: part for name, part in params.items() if name != "personal"}
+        return Update(params["personal"], shared, info)
 
     def personal(view: Params, client: Params) -> Params:
         return {**view, "personal": client}

@@ -18,7 +18,7 @@ class Tuned(NamedTuple):
 
 
 def finetuned(method: Method, model: Model, train: Trainer, *, epochs: int, lr: Scalar | None, scope: Scope) -> Method:
-    """The method, whose PRE models are trained on the client's samples by plain cross-entropy, and then thrown away.
+    """The method with its PRE models fine-tuned on the client's samples by plain cross-entropy before they are scored.
 
     Training, the global model and POST are the method's.
 

@@ -13,7 +13,7 @@ from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.method import Cohort, Method, Round, Update
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.models.base import Model, Params
-from fedjax_pfl.models.norm import is_statistic
+from fedjax_pfl.models.norm import is_statistic, without_statistics
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.meta import deal, inner_step
@@ -85,7 +85,7 @@ def perfedavg(
             if version == "first_order":
                 return supervised(model, adapted, outer)
             value, g = jax.value_and_grad(supervised, argnums=1)(model, adapted, outer)
-            curvature = hessian_times(here, _without_statistics(g), *rest)
+            curvature = hessian_times(here, without_statistics(g), *rest)
 
             def corrected(path: tuple, g: Array, h: Array) -> Array:
                 return g if is_statistic(path) else g - rate * h
@@ -113,8 +113,3 @@ def perfedavg(
         return train.over_batches(now, step, view, data, phase="personalize", steps=1), client
 
     return base._replace(local=local, aggregate=aggregate, personalize=personalize)
-
-
-def _without_statistics(gradient: Params) -> Params:
-    """The gradient with zeros for running statistics, which are no direction to differentiate in."""
-    return jax.tree.map_with_path(lambda path, g: jnp.zeros_like(g) if is_statistic(path) else g, gradient)

@@ -2,18 +2,19 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from fedjax_pfl.method import Cohort, Method, Round
 from fedjax_pfl.ops.training import Scalar, is_off, phase_key
+from fedjax_pfl.ops.tree import by_row
 
 
 def private(method: Method, *, clip: Scalar, noise: Scalar, expected: float) -> Method:
-    """The method, whose server learns of each round nothing but w + (sum_k clipped(w_k - w) + N(0, (z S)^2)) / E[K].
+    """The method with a server that sees of each round only w + (sum_k clipped(w_k - w) + N(0, (z S)^2)) / E[K].
 
     The server does with this what it would do with a single upload. Every participant counts alike, and a round in
     which nobody takes part adds noise, too: the number of participants is secret, and does not divide the sum. Updates
-    are clipped where they arrive, whatever clients do; one that is no number counts as zero.
+    are clipped where they arrive, whatever clients do; one that is no number, or longer than 1e19, counts as zero.
 
     Private is what leaves the server and what follows from it, the models that clients receive; not a client's own
     state, which it keeps, nor the scores, losses and diagnostics that a simulation reports.
@@ -35,9 +36,6 @@ def private(method: Method, *, clip: Scalar, noise: Scalar, expected: float) -> 
         length = jnp.sqrt(jax.tree.reduce(jnp.add, squares))
         counted = present & jnp.isfinite(length)
         factor = jnp.where(counted, jnp.minimum(1.0, clip / jnp.maximum(length, 1e-30)), 0.0)
-
-        def by_row(row: Float[Array, " K"], leaf: Array) -> Array:
-            return row.reshape(-1, *(1,) * (leaf.ndim - 1))
 
         def moved(path: tuple, w: Array, leaf: Array) -> Array:
             total = jnp.sum(jnp.where(by_row(counted, leaf), by_row(factor, leaf) * leaf, 0.0), axis=0)

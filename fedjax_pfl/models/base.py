@@ -52,7 +52,7 @@ class Model(NamedTuple):
       maps: (h, w, c) of each feature map.
       layers: the extractor's layers by name, as they stand in theta, from the input to the features.
       projection: the extractor's two parts, where it ends in a projection head; the maps are then the encoder's.
-      regularizer: z, mask -> a term that every loss adds which trains the extractor on labels; None for no term.
+      regularizer: z, mask -> a term of every loss that trains the extractor on labels; None for no term.
     """
 
     init: Callable[[Key[Array, ""]], Params]

@@ -8,7 +8,7 @@ samples is normalised with the running statistics and leaves them as they are.
 Losses are pure functions of theta, so a training pass hands the update over as the gradient of the statistics: what is
 to be subtracted from them. The trainer takes it as is, past learning rate, momentum, weight decay and clipping. (Flax
 does the same for the scales of 8-bit floats, in its collection ``_overwrite_with_gradient``.) A loss without a training
-pass leaves the statistics alone; one with several passes of a batch each adds up their updates.
+pass leaves the statistics as they are; one with several adds up their updates.
 """
 
 import flax.linen as nn
@@ -28,6 +28,11 @@ MOMENTUM = 0.1
 def is_statistic(path: tuple) -> bool:
     """Whether the leaf at this path of a tree of parameters is a running statistic, which no optimiser may touch."""
     return any(getattr(step, "key", None) in STATISTICS for step in path[-1:])
+
+
+def without_statistics(params: PyTree) -> PyTree:
+    """Parameters, a gradient or a change of them, with zeros for running statistics."""
+    return jax.tree.map_with_path(lambda path, leaf: jnp.zeros_like(leaf) if is_statistic(path) else leaf, params)
 
 
 class BatchNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""Where the training passes of a model that draws random numbers, as dropout does, get them from: the step they are in.
+"""Random numbers of training passes (dropout): each pass draws from the key of the training step that it is in.
 
 Losses are functions of parameters and a batch, and hand no key to the model. The trainer says which step is being
 traced, and the model asks for that step's key; where no model asks, nothing is traced. All training passes in a step

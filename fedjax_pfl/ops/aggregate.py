@@ -9,19 +9,23 @@ from jax import lax
 from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from fedjax_pfl.models.norm import is_statistic
+from fedjax_pfl.models.norm import is_statistic, without_statistics
+from fedjax_pfl.ops.tree import by_row
 
 
 def weighted_mean(stacked: PyTree[Float[Array, "K ..."]], weight: Float[Array, " K"]) -> PyTree[Float[Array, "..."]]:
     """sum_k weight_k x_k / sum_k weight_k for every leaf; zeros where all weights are 0."""
     share = weight / jnp.maximum(jnp.sum(weight), 1e-12)
-    return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, axes=1), stacked)
+    # On accelerators, products of layers may round what they multiply: parameters would lose what a round has changed.
+    return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, axes=1, precision=lax.Precision.HIGHEST), stacked)
 
 
 def coordinate_median(
     stacked: PyTree[Float[Array, "K ..."]], weight: Float[Array, " K"]
 ) -> PyTree[Float[Array, "..."]]:
-    """The median of the rows with a weight above 0, coordinate by coordinate, all alike; zeros where there is none.
+    """The unweighted median of the rows with a weight above 0, coordinate by coordinate; zeros where there is none.
+
+    A value that is no number counts as the largest.
 
     Reference:
       D. Yin, Y. Chen, K. Ramchandran, P. Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical
@@ -32,8 +36,7 @@ def coordinate_median(
     low, high = jnp.maximum(number - 1, 0) // 2, number // 2
 
     def median(leaf: Float[Array, "K ..."]) -> Float[Array, "..."]:
-        absent_last = jnp.where(present.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.inf)
-        ordered = jnp.sort(absent_last, axis=0)
+        ordered = jnp.sort(jnp.where(by_row(present, leaf) & ~jnp.isnan(leaf), leaf, jnp.inf), axis=0)
         middle = (jnp.take(ordered, low, axis=0) + jnp.take(ordered, jnp.minimum(high, len(leaf) - 1), axis=0)) / 2
         return jnp.where(number > 0, middle, 0.0)
 
@@ -63,11 +66,14 @@ def cosine_weights(
 ) -> Float[Array, " K"]:
     """Weights in proportion to cos(w_k, w_avg) over the concatenated leaves (FedeCouple, Eq. 7); they sum to 1.
 
+    Running statistics have no part in the cosine: a variance can be larger than all parameters together.
+
     Args:
       stacked: the uploads w_k.
       mean: w_avg.
       present: whose upload counts; the others get weight 0. A present one gets a similarity of at least 1e-6.
     """
+    stacked, mean = without_statistics(stacked), without_statistics(mean)
     dots = jax.tree.map(lambda w, mean: jnp.sum((w * mean).reshape(len(present), -1), axis=1), stacked, mean)
     squares = jax.tree.map(lambda w: jnp.sum((w * w).reshape(len(present), -1), axis=1), stacked)
     norms = jnp.sqrt(jax.tree.reduce(jnp.add, squares) + 1e-12)
@@ -79,10 +85,10 @@ def cosine_weights(
 
 class _Pivoting(NamedTuple):
     free: Bool[Array, " K"]  # the coordinates that may be positive
-    x: Float[Array, " K"]  # the solution if these may be negative, too, and all others are 0
+    x: Float[Array, " K"]  # the minimiser over the free coordinates, whatever their signs; 0 elsewhere
     wrong: Bool[Array, " K"]  # which of them should be exchanged
     fewest: Int[Array, ""]  # the smallest number of wrong ones so far
-    chances: Int[Array, ""]  # how often all may be exchanged without there being fewer afterwards
+    chances: Int[Array, ""]  # full exchanges left before it goes on one coordinate at a time
     step: Int[Array, ""]
 
 
@@ -101,11 +107,11 @@ def simplex_qp(
       q: symmetric and positive semidefinite.
       present: the coordinates that may differ from 0; with none, all weights are 0.
       most: steps after which it stops in any case.
-      tolerance: how much of a slope, relative to what it is at 0, counts as rounding.
+      tolerance: slopes below this share of the slope at 0 count as rounding.
     """
     clients = len(present)
     diagonal = jnp.diagonal(q)
-    # A flat direction (zero variance, zero bias) is as good as weight gets, but must not become infinite.
+    # A diagonal of 0 (no variance, no bias) would get infinite weight.
     floor = 1e-8 * jnp.sum(jnp.where(present, diagonal, 0.0)) / jnp.maximum(jnp.sum(present), 1).astype(q.dtype)
     diagonal = jnp.maximum(diagonal, jnp.maximum(floor, 1e-30))
     scale = jnp.where(present, lax.rsqrt(diagonal), 0.0)
@@ -116,7 +122,7 @@ def simplex_qp(
 
     def solution(free: Bool[Array, " K"]) -> tuple[Float[Array, " K"], Bool[Array, " K"]]:
         held = free.astype(q.dtype)
-        # What is added to the diagonal keeps a singular matrix factorable; the refinement takes it back.
+        # The added diagonal makes a singular matrix factorable; the refinement corrects for it.
         among = jnp.where(ends > 0, 1.0 + 1e-5, unit * held[:, None] * held)
         factor = jnp.linalg.cholesky(among), True
         x = held * cho_solve(factor, scale * held)

@@ -31,7 +31,7 @@ class Packed(NamedTuple):
 
 
 def pack(params: Params, *, largest: int = SMALL) -> tuple[Packed, Callable[[Packed], Params]]:
-    """The parameters with the small arrays in one vector, and the function that makes such a thing parameters again.
+    """The parameters with their small arrays packed into one vector, and the function that unpacks them.
 
     Args:
       params: any tree of arrays.

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from fedjax_pfl.ops.aggregate import coordinate_median, weighted_mean
+from fedjax_pfl.ops.tree import by_row
 
 Uploads = PyTree[Float[Array, "K ..."]]
 Combined = PyTree[Float[Array, "..."]]
@@ -35,14 +36,14 @@ def trimmed_mean(stacked: Uploads, weight: Float[Array, " K"], *, trim: float = 
     kept = (rank >= cut) & (rank < number - cut)
 
     def mean(leaf: Float[Array, "K ..."]) -> Float[Array, "..."]:
-        ordered = jnp.sort(jnp.where(_by_row(present, leaf) & ~jnp.isnan(leaf), leaf, jnp.inf), axis=0)
-        return jnp.sum(jnp.where(_by_row(kept, leaf), ordered, 0.0), axis=0) / _count(number - 2 * cut, leaf)
+        ordered = jnp.sort(jnp.where(by_row(present, leaf) & ~jnp.isnan(leaf), leaf, jnp.inf), axis=0)
+        return jnp.sum(jnp.where(by_row(kept, leaf), ordered, 0.0), axis=0) / _count(number - 2 * cut, leaf)
 
     return jax.tree.map(mean, stacked)
 
 
 def krum(stacked: Uploads, weight: Float[Array, " K"], *, byzantine: float = 0.2) -> Combined:
-    """Krum: the row whose nearest rows are nearest, all leaves as one vector; zeros where nobody is present.
+    """Krum: the row that is nearest to its nearest rows, all leaves as one vector; zeros where nobody is present.
 
     A row's score is the sum of its squared distances to the n - f - 2 nearest rows, at least one, of the n with a
     weight above 0, all alike; f = floor(byzantine n). Rows with the same score, such as two that are each other's only
@@ -77,15 +78,15 @@ def _mean_of_best(stacked: Uploads, weight: Float[Array, " K"], byzantine: float
 
     def mean(leaf: Float[Array, "K ..."]) -> Float[Array, "..."]:
         # Not a product with 0: a row that is not chosen may hold anything.
-        return jnp.sum(jnp.where(_by_row(chosen, leaf), leaf, 0.0), axis=0) / _count(jnp.sum(chosen), leaf)
+        return jnp.sum(jnp.where(by_row(chosen, leaf), leaf, 0.0), axis=0) / _count(jnp.sum(chosen), leaf)
 
     return jax.tree.map(mean, stacked)
 
 
 def _squared_distances(stacked: Uploads, weight: Float[Array, " K"]) -> Float[Array, "K K"]:
     """Between any two rows; infinite to oneself, to an absent row, and where it is no number."""
-    # Seen from their median the rows are about as long as their distances, which products then do not round away; of
-    # any other centre, a single row could make all of them long.
+    # Centred at their median, rows are about as long as their distances, so that products cancel few digits; with the
+    # mean as centre, a single row could make all of them long.
     centre = coordinate_median(stacked, weight)
 
     def product(leaf: Float[Array, "K ..."], centre: Float[Array, "..."]) -> Float[Array, "K K"]:
@@ -100,12 +101,8 @@ def _squared_distances(stacked: Uploads, weight: Float[Array, " K"]) -> Float[Ar
 
 
 def _shares(share: float, most: int) -> Int[Array, " counts"]:
-    """floor(share n) for n = 0 ... most, as it is in decimals: 0.29 of 100 is 29."""
+    """floor(share n) for n = 0 ... most, without float error: 0.29 of 100 is 29."""
     return jnp.asarray(np.floor(np.round(share * np.arange(most + 1), 9)), jnp.int32)
-
-
-def _by_row(mask: Bool[Array, " K"], leaf: Float[Array, "K ..."]) -> Bool[Array, "K ..."]:
-    return mask.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
 def _count(number: Int[Array, ""], leaf: Float[Array, "K ..."]) -> Float[Array, ""]:

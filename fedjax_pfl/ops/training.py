@@ -62,7 +62,8 @@ def scan_batches(
 ) -> Carry:
     """Folds a step over the mini-batches of a client, a fresh permutation each epoch (rules R1, R12).
 
-    A client runs its own number of steps; beside larger ones it stands still until the largest is done.
+    A client runs its own number of steps; side by side with larger ones, what it carries then stays as it is until the
+    largest is done.
 
     Args:
       key: the randomness of this phase.
@@ -78,8 +79,8 @@ def scan_batches(
     width = min(batch_size, data.capacity)
 
     in_epoch = _batches(data.count, batch_size, width, drop_last)
-    # With a bound of its own, each of several clients side by side would make the loop carry all of them through a
-    # choice in every pass, and hide the number of passes from the compiler.
+    # Side by side, all clients share the bound of the largest: bounds of their own would add a choice over all that is
+    # carried to every pass, and hide the number of passes from the compiler.
     side_by_side = data.most is not None and steps is None
     alike = isinstance(data.count, np.integer)
     if steps is not None:
@@ -109,7 +110,7 @@ def scan_batches(
 
 
 class Progress(NamedTuple):
-    """What a fold over mini-batches has gone through so far; `Trainer.info` says what that was on average.
+    """Running totals over mini-batches; `Trainer.info` turns them into means.
 
     Attributes:
       total: sum of the losses, each times the samples of its batch.
@@ -183,14 +184,13 @@ class Trainer:
           epochs: instead of the configured number.
           steps: a number of steps instead, through as many epochs as they take.
           lr: instead of the configured rate; decays alike.
-          record: whether the loss is recorded. What nobody reads would still take kernels in every step on an
-            accelerator.
+          record: whether the loss is recorded, which costs an accelerator kernels in every step, read or not.
 
         Returns:
           The trained params, and the mean loss (nan where it is not recorded) and number of steps. A client without
           samples returns its input.
         """
-        # The norm that clips is that of the whole tree, summed up array by array.
+        # Packing would change the order in which the norm that clips is summed up.
         packed, unpack = pack(params, largest=SMALL if self.clip_norm is None else 0)
         optimizer = self.optimizer(now.t, packed, lr=lr)
 
@@ -207,7 +207,7 @@ class Trainer:
         return unpack(packed), info if record else info._replace(loss=jnp.nan * info.loss)
 
     def info(self, progress: Progress, data: ClientData) -> TrainInfo:
-        """What so many steps over a client's mini-batches were on average: mean loss, 0 without samples, and steps."""
+        """The mean loss over the samples seen, 0 without any, and the number of steps."""
         width = min(self.batch_size, data.capacity)
         in_epoch = _batches(data.count, self.batch_size, width, self.drop_last)
         samples_in_epoch = in_epoch * width if self.drop_last else data.count

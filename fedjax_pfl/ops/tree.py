@@ -1,17 +1,19 @@
-"""Arithmetic on pytrees whose leaves carry a leading client axis."""
+"""Rows and selections of pytrees whose leaves carry a leading client axis."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
+
+
+def by_row(values: Shaped[Array, " K"], leaf: Shaped[Array, "K ..."]) -> Shaped[Array, "K ..."]:
+    """A value per row, in the shape that broadcasts against a leaf."""
+    return values.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
 def where_rows(mask: Bool[Array, " K"], new: PyTree, old: PyTree) -> PyTree:
     """Takes row k of every leaf from ``new`` where mask[k], else from ``old``."""
 
-    def leaf(new: Array, old: Array) -> Array:
-        return jnp.where(mask.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-    return jax.tree.map(leaf, new, old)
+    return jax.tree.map(lambda new, old: jnp.where(by_row(mask, new), new, old), new, old)
 
 
 def take_rows(tree: PyTree, ids: Int[Array, " K"]) -> PyTree:

@@ -1,4 +1,4 @@
-"""Uploads as updates: what may happen to them between a client and its server, whatever the method."""
+"""Uploads as updates of what was sent down, for compression, attacks and diagnostics of any method."""
 
 from collections.abc import Callable
 from typing import Any

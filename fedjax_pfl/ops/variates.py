@@ -12,7 +12,7 @@ from fedjax_pfl.ops.training import Trainer, effective_steps
 
 
 def tilt(params: Params, correction: Params) -> Float[Array, ""]:
-    """Zero, with the correction as its gradient: a loss that adds it takes steps along g + correction.
+    """A term of value 0 and gradient ``correction``: with it in the loss, steps follow g + correction.
 
     Args:
       params: w.

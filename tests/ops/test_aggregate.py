@@ -44,6 +44,26 @@ def test_the_median_is_numpys_over_the_rows_present_whatever_their_weight(weight
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
 
 
+def test_the_mean_multiplies_in_full_precision_whatever_layers_do():
+    """With the operands rounded to bfloat16, the mean of equal models would be another model."""
+    stacked = {"w": jnp.ones((3, 4))}
+    with jax.default_matmul_precision("bfloat16"):
+        traced = jax.make_jaxpr(weighted_mean)(stacked, jnp.ones(3))
+    (product,) = (eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name in ("dot_general", "jit", "pjit"))
+    inner = product.params["jaxpr"].jaxpr.eqns if "jaxpr" in product.params else [product]
+    precision = [eqn.params["precision"] for eqn in inner if eqn.primitive.name == "dot_general"]
+    assert precision == [(jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)]
+
+
+def test_what_is_no_number_is_the_largest_in_a_median_wherever_absent_rows_are():
+    values, three, two = np.array([[1.0, np.nan, 3.0, 7.0], [1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]], np.float32)
+    median = jax.jit(coordinate_median)
+    for order in itertools.permutations(range(4)):
+        at = np.array(order)
+        assert float(median({"w": values[at]}, three[at])["w"]) == 3.0
+        assert float(median({"w": values[at]}, two[at])["w"]) == np.inf
+
+
 # --- Similarity weights ----------------------------------------------------------------------------------------------
 
 # Rows that mostly agree, as uploads do.
@@ -80,6 +100,11 @@ def test_the_length_of_an_upload_does_not_count():
     longer = jax.tree.map(lambda leaf: leaf * np.array([1, 3, 0.1, 1, 50]).reshape(5, *[1] * (leaf.ndim - 1)), UPLOADS)
     plain, found = (cosine_weights(single(stacked), mean, size > 0) for stacked in (UPLOADS, longer))
     np.testing.assert_allclose(found, plain, rtol=1e-5)
+
+
+def test_running_statistics_have_no_part_in_the_cosine():
+    variances = {"running_var": np.array([500.0, 1, 1, 300, 1])[:, None] * np.ones(3)}
+    np.testing.assert_allclose(found_weights({**UPLOADS, **variances}, np.ones(5)), found_weights(UPLOADS, np.ones(5)))
 
 
 def test_the_absent_weigh_nothing():

@@ -57,7 +57,7 @@ def ccvr(
 
 
 def calibrated(host: Method, model: Model, train_server: Trainer, *, samples_per_class: int) -> Method:
-    """The host, but that its global model is scored with a retrained head; training and POST never see that head.
+    """The host with its global model scored under a retrained head, which training and POST never see.
 
     Args:
       host: its server state, and what it broadcasts, are the global model or have it in a field ``params``.

@@ -72,7 +72,7 @@ def fedcpd(
       combine: how the server averages theta, and phi where it is shared.
       alpha: weight of the alignment, the distance to the prototype of the own class.
       beta: weight of the contrast, the own class's prototype against all others.
-      gamma: weight of the distillation from the client's last extractor.
+      gamma: weight of the distillation from the client's last extractor; of 0, 0.1 and 10 tried, 0.1 did nothing.
       tau: temperature of the contrast.
       head_epochs: epochs of the head phase.
       base: the method that the terms are added to; ``"fedavg"`` shares the head and trains the model as one (Fig. 2).
@@ -82,8 +82,8 @@ def fedcpd(
       ValueError: gamma > 0 and the model has no feature maps.
 
     Reference:
-      FedCPD. Its numbers are in benchmarks/papers/. It states neither the coefficients nor tau; alpha, beta and tau
-      were chosen on validation samples (benchmarks/README.md), and of gamma 0, 0.1 and 10 tried, 0.1 doing nothing.
+      K. Jin et al. FedCPD: Personalized Federated Learning with Prototype-Enhanced Representation and Memory
+      Distillation. IJCAI 2025. It states no alpha, beta and tau: chosen on validation samples (benchmarks/README.md).
     """
     weights: dict[str, Scalar] = {"alpha": alpha, "beta": beta, "gamma": gamma}
     on = {name: weight for name, weight in weights.items() if not is_off(weight)}

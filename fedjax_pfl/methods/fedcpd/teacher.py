@@ -39,7 +39,7 @@ class Teacher(NamedTuple):
 def taught(
     model: Model, teacher: Teacher | None, data: ClientData, *, epochs: int
 ) -> tuple[ClientData, Callable[[Batch], tuple[Samples, Distance]]]:
-    """What to train on, and the function from a batch of it to the images and L_fd on them; 0 where nobody teaches.
+    """The samples to train on, and the function from a batch of them to the images and L_fd, 0 without a teacher.
 
     The teacher stands still for a round, and looks at each image once. Of several epochs over the same images, its maps
     are kept, which saves a twentieth of a round of five epochs under `cnn2`: for each position of the client's list 4

@@ -34,6 +34,7 @@ def fedecouple(
     lam: Annotated[float, Ge(0)] = 0.8,
     mu: Annotated[float, Ge(0)] = 2.0,
     tau: Annotated[float, Gt(0)] = 2.0,
+    head_lr: Annotated[float, Gt(0)] | None = None,
     head_epochs: Annotated[int, Ge(0)] = 5,
     frozen_head_epochs: Annotated[int, Ge(0)] = 1,
     teacher: Teacher = "adapted",
@@ -59,6 +60,7 @@ def fedecouple(
       lam: lambda, weight of the distillation (Eq. 3).
       mu: weight of the anchor loss (Eqs. 5, 6).
       tau: temperature of the distillation.
+      head_lr: of the head phase, decays alike; None for the local rate: the paper has one eta, FedPAC's code 0.1 here.
       head_epochs: E_cl, epochs of the head phase (GPC).
       frozen_head_epochs: epochs of the extractor under the frozen global head (GLF, Eq. 5); 0 switches them off.
       teacher: the global head adapts while it teaches, or stays as received, or there is no distillation (Table IX).
@@ -75,10 +77,11 @@ def fedecouple(
         not say; with the latter a late joiner is scored and taught with a random head.
 
     Reference:
-      FedeCouple: Algorithm 1, Eqs. 3-7, section IV-D (augmentation). Its numbers are in benchmarks/papers/.
+      M. Yang et al. FedeCouple: Fine-Grained Balancing of Global-Generalization and Local-Adaptability in Federated
+      Learning. 2025. arXiv:2511.09599. Algorithm 1, Eqs. 3-7, section IV-D (augmentation).
     """
 
-    teaching = Teaching(teacher, lam, tau, scale_by_temperature, head_epochs)
+    teaching = Teaching(teacher, lam, tau, scale_by_temperature, head_epochs, head_lr)
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Params, Client]:
         del clients

@@ -1,5 +1,6 @@
 """GPC: the personal head learns from the labels and from the global head, which adapts (FedeCouple, Eqs. 3, 4)."""
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ class Teaching(NamedTuple):
       temperature: tau.
       scaled: multiply the distillation by tau^2.
       epochs: E_cl.
+      lr: rate of both heads; None for the trainer's.
     """
 
     teacher: Teacher
@@ -41,6 +43,7 @@ class Teaching(NamedTuple):
     temperature: Scalar
     scaled: bool
     epochs: int
+    lr: Scalar | None = None
 
     def __call__(
         self, now: Round, model: Model, train: Trainer, heads: Heads, features: ClientData
@@ -67,12 +70,11 @@ class Teaching(NamedTuple):
         def fixed_teacher_loss(personal: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             return loss(Heads(personal, heads.teacher), batch, key)
 
+        phase = partial(train, phase="head", epochs=self.epochs, lr=self.lr, record=False)
         if self.teacher == "adapted":
-            heads, _ = train(now, loss, heads, features, phase="head", epochs=self.epochs, record=False)
+            heads, _ = phase(now, loss, heads, features)
         else:
-            head, _ = train(
-                now, fixed_teacher_loss, heads.personal, features, phase="head", epochs=self.epochs, record=False
-            )
+            head, _ = phase(now, fixed_teacher_loss, heads.personal, features)
             heads = heads._replace(personal=head)
 
         def part(number: int) -> Loss[Params]:

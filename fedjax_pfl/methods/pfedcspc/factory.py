@@ -117,9 +117,10 @@ def pfedcspc(
       ValueError: the model has no projection head.
 
     Reference:
-      pFedCSPC (IEEE TNNLS 2025): Eqs. 2-18. Epochs, batch size, weight decay and the rounds in which the rate drops are
-      those of its predecessor FedCSPC's code; the losses are the paper's. That code retrains on the last prototypes of
-      all clients that ever took part, which is the same where all do. The paper's numbers are in benchmarks/papers/.
+      L. Meng, Z. Qi, L. Wu, X. Du, Z. Li, L. Cui, X. Meng. Improving Global Generalization and Local Personalization
+      for Federated Learning. IEEE TNNLS, 2025. Eqs. 2-18. Epochs, batch size, weight decay and the rounds in which the
+      rate drops are those of its predecessor FedCSPC's code; the losses are the paper's. That code retrains on the last
+      prototypes of all clients that ever took part, which is the same where all do.
     """
     calibrator = Calibrator(
         eta=eta,

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from fedjax_pfl.method import PerClass
 from fedjax_pfl.ops.matrices import map_matrices
 from fedjax_pfl.ops.prototypes import Prototypes, class_means, update_prototypes
+from fedjax_pfl.ops.tree import by_row
 
 Covariance = Literal["diagonal", "full"]
 
@@ -45,7 +46,7 @@ def update_gaussians(old: Gaussians, uploaded: PerClass, ids: Int[Array, " K"]) 
     local, valid = jax.vmap(class_means)(sums, counts)
     held = valid.astype(jnp.float32)
     holders = jnp.sum(held, axis=0)
-    new = Prototypes(jnp.sum(local, axis=0) / jnp.maximum(holders, 1.0)[:, None], holders > 0)
+    new = class_means(jnp.sum(local, axis=0), holders)
     prototypes = update_prototypes(old.prototypes, new)
     if old.spread is None:
         return Gaussians(prototypes, None)
@@ -56,8 +57,7 @@ def update_gaussians(old: Gaussians, uploaded: PerClass, ids: Int[Array, " K"]) 
     else:
         # QR depends on the order of rows; sort by client id.
         spread = _root_of_covariance(deviations[jnp.argsort(ids)])
-    keep = new.valid.reshape(-1, *(1,) * (spread.ndim - 1))
-    return Gaussians(prototypes, jnp.where(keep, spread, old.spread))
+    return Gaussians(prototypes, jnp.where(by_row(new.valid, spread), spread, old.spread))
 
 
 def _root_of_covariance(deviations: Float[Array, "clients C K"]) -> Float[Array, "C K K"]:

@@ -111,7 +111,8 @@ def pgfedsplit(
       ValueError: the interval is not within its bounds.
 
     Reference:
-      PGFedSplit: Algorithms 1, 2, Eqs. 4-17. Its numbers are in benchmarks/papers/.
+      Y. Kang, J. Song. Separate Aggregation of Split Network for Personalized Federated Learning. 2026.
+      arXiv:2605.26571. Algorithms 1, 2, Eqs. 4-17.
     """
     if not interval_min <= interval <= interval_max:
         raise ValueError(f"the interval of {interval} rounds is not within {interval_min} ... {interval_max}")
