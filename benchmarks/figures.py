@@ -305,6 +305,7 @@ def main() -> None:
                 figure.savefig(picture, dpi=200)
             Image.open(picture).convert("RGB").quantize(128).save(PICTURES / f"{name}.png", optimize=True)
             pyplot.close(figure)
+            print(f"written to {PICTURES / f'{name}.png'}")
 
 
 if __name__ == "__main__":

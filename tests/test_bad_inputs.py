@@ -225,6 +225,11 @@ CASES = {
         "run config.toml data.partition.alpha=0.1",
         "data.partition.alpha = 0.1 is not usable: no such key of iid; allowed: none",
     ),
+    "a field by the name that other libraries have for it": (
+        "run config.toml data.partition.kind=dirichlet data.partition.alpha=0.1",
+        "data.partition.alpha = 0.1 is not usable: no such key of dirichlet; did you mean beta? allowed: beta, style, "
+        "min_samples",
+    ),
     "unknown placement": (
         "run config.toml run.placement=gpu",
         "run.placement = 'gpu' is not usable: input should be 'auto', 'map', 'vmap' or 'shard'",
@@ -601,7 +606,8 @@ CASES = {
     ),
     "resume without a checkpoint": (
         "run --resume no_checkpoint",
-        "resume = 'HERE/no_checkpoint' is not usable: a run directory that holds a checkpoint",
+        "resume = 'HERE/no_checkpoint' is not usable: a run directory that holds a checkpoint: there is none in it "
+        "(run.checkpoint_every)",
     ),
     "resume into another directory": (
         "run --resume interrupted --out other",

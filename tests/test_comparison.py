@@ -2,16 +2,22 @@
 
 import csv
 import json
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
-from fedjax_pfl import Config, ConfigError, compare, simulate
+from fedjax_pfl import Config, ConfigError, FederatedData, compare, simulate
 from fedjax_pfl.cli.commands import app
+from fedjax_pfl.data.dataset import fingerprint
+from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.experiment.comparison import Comparison, refusals
+from fedjax_pfl.experiment.course import Course
+from fedjax_pfl.experiment.statistics import holm
 from fedjax_pfl.experiment.tables import Cell
 from fedjax_pfl.methods import METHODS as EVERY
 
@@ -150,6 +156,51 @@ def test_hyperparameters_are_given_per_method(comparison, out, tmp_path):
             CliRunner().invoke(app, [*command, "--set", wrong], catch_exceptions=False)
 
 
+def test_a_variant_of_a_method_has_a_name_of_its_own(tmp_path):
+    variants = {"fedprox": {}, "a strong pull": {"method": "fedprox", "mu": 5.0}}
+    found = compare(config(), variants, seeds=[0], out=tmp_path / "table", baseline="a strong pull")
+    assert [cell.config.method["mu"] for cell in found.cells] == [0.01, 5.0]
+    assert [cell.summary["timing"]["runs_in_the_program"] for cell in found.cells] == [2, 2]
+    alone = simulate(config(method={"name": "fedprox", "mu": 5.0})).summary["personal"]["pre"]["last"]
+    assert found.by_seed("a strong pull")[0] == pytest.approx(alone)
+    assert "its own: a strong pull: fedprox, mu=5.0." in found.markdown()
+    assert found.differences()["method"].tolist() == ["fedprox"]
+    assert [row["method"] for row in found.rows()] == ["fedprox", "a strong pull"]
+    path = tmp_path / "config.toml"
+    path.write_text(config().to_toml())
+    command = ["compare", str(path), "--methods", "fedprox, a strong pull = fedprox", "--set", "a strong pull.mu=5.0"]
+    shown = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "table"), "--quiet"])  # nothing is run again
+    assert shown.exit_code == 0, shown.output
+    for methods, message in [
+        (
+            {"big": {"mu": 1.0}},
+            r"methods = 'big' .*allowed: .*; or, of a variant, \{\"method\": \"fedprox\", \"mu\": 1.0\}",
+        ),
+        ({"big": {"method": "fedprx"}}, r"methods\.big = 'fedprx' is not usable: did you mean fedprox\?"),
+        (
+            {"local": {"method": "fedprox"}},
+            "methods = 'local' is not usable: a name of its own for a variant of fedprox",
+        ),
+        ({"big": {"method": "fedprox", "nu": 1.0}}, r"method\.nu = 1\.0 is not usable: no such key of fedprox"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            compare(config(), methods, out=tmp_path / "table")
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_while_a_program_ends_ends_the_comparison(number, raised, tmp_path, monkeypatch):
+    record = Course.record
+
+    def with_a_signal(course, *arguments):
+        record(course, *arguments)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Course, "record", with_a_signal)
+    with pytest.raises(raised):
+        compare(config(run={"eval_every": 3}), METHODS[:2], seeds=[0], out=tmp_path)
+    assert [path.parent.name for path in tmp_path.glob("*/summary.json")] == ["local-seed0"]
+
+
 def synthetic():
     """Three methods, the second judged by POST, with figures that are easy to follow."""
 
@@ -208,6 +259,18 @@ def test_the_table_by_hand():
     assert float(rows[1]["headline"]) == 0.7
 
 
+def test_p_values_are_corrected_and_other_clients_have_no_interval():
+    found = synthetic().differences("post")  # at POST, both rows have a test
+    assert found["p_holm"].tolist() == holm(found["p"].tolist()) != found["p"].tolist()
+    cells = [
+        cell._replace(clients={"pre_accuracy": np.full(3 + (cell.method == "fedavg"), 0.5)})
+        for cell in synthetic().cells
+    ]
+    found = synthetic()._replace(cells=cells).differences().set_index("method")
+    assert np.isnan(found.loc["fedavg", "clients_low"])
+    assert not np.isnan(found.loc["ditto", "clients_low"])
+
+
 def test_differences_are_the_tables_as_numbers():
     table = synthetic()
     found = table.differences().set_index("method")
@@ -238,7 +301,7 @@ def test_the_interval_over_clients_is_of_those_that_the_mean_is_over():
 def test_runs_on_other_samples_are_not_mixed_into_a_table(tmp_path):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(300, 16)).astype(np.float32), np.arange(300) % 10
-    of_arrays = config(data={"source": "arrays"}, training={"rounds": 1})
+    of_arrays = config(data={"source": "arrays"}, training={"rounds": 1}, run={"checkpoint_every": 1})
     assert not compare(of_arrays, ["local"], data=(x, y), out=tmp_path).failed
     for methods in (["local"], ["local", "fedprox"]):
         with pytest.raises(
@@ -247,8 +310,24 @@ def test_runs_on_other_samples_are_not_mixed_into_a_table(tmp_path):
             compare(of_arrays, methods, data=(x + 1, y), out=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["local-seed0"]
     assert len(compare(of_arrays, ["local"], data=(x, y), out=tmp_path).cells) == 1
-    with pytest.raises(ConfigError, match=r"data\.source|resume"):
-        simulate(of_arrays.replace("training.rounds", 2), (x + 1, y), resume=tmp_path / "local-seed0")
+    longer = of_arrays.replace({"method.name": "local", "training.rounds": 2})
+    with pytest.raises(ConfigError, match=r"resume = .*local-seed0' .* other samples"):
+        simulate(longer, (x + 1, y), resume=tmp_path / "local-seed0")
+
+
+def test_the_same_samples_of_other_users_or_with_another_test_part_are_other_data():
+    x, y = np.zeros((30, 4), np.float32), np.arange(30) % 3
+    users, others = np.arange(30) % 5, np.arange(30) % 6
+    divided = [[(x[of == user], y[of == user]) for user in range(5)] for of in (np.sort(users), np.sort(others) % 5)]
+    data = [
+        (x, y),
+        (x[:20], y[:20], x[20:], y[20:]),
+        (x[:15], y[:15], x[15:], y[15:]),
+        FederatedData(x, y, users=users),
+        FederatedData(x, y, users=others),
+        *divided,
+    ]
+    assert len({fingerprint(as_dataset(of)) for of in data}) == len(data)
 
 
 def test_what_a_kill_before_the_first_round_leaves_is_begun_anew(comparison, tmp_path):

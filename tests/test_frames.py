@@ -274,6 +274,13 @@ def test_a_comparison_as_frames():
         ("fedavg", 1, 2),
     ]
     np.testing.assert_array_equal(curves["pre.accuracy"][1::2], figures)
+    clients = found.clients_frame()
+    assert list(clients.columns)[:3] == ["method", "seed", "client"]
+    assert clients[["method", "seed", "client"]].to_numpy().tolist() == [
+        ["fedavg", seed, client] for seed in (0, 1) for client in range(4)
+    ]
+    accuracies = np.concatenate([cell.clients["pre_accuracy"] for cell in found.cells[2:]])
+    np.testing.assert_array_equal(clients["pre_accuracy"], accuracies)
     assert list(found.pivot().index) == ["fedcpd", "fedavg"]
     np.testing.assert_allclose(found.pivot()["headline"], [math.nan, np.mean(figures)])
     assert "% Failed: fedcpd, seed 1: method.name = 'fedcpd' is not usable" in found.to_latex()

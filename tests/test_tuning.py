@@ -94,6 +94,21 @@ def test_the_best_params_are_changes_of_a_config(study):
     assert changed.method == {"name": "fedprox", "mu": best.params["method.mu"]}
 
 
+def test_choices_that_fit_in_the_trials_are_all_tried_once(tmp_path):
+    space, storage = (
+        {"training.lr": Choice([0.05, 0.1]), "method.mu": Choice([0.0, 0.5])},
+        f"sqlite:///{tmp_path / 'a'}",
+    )
+    points = [{"training.lr": lr, "method.mu": mu} for lr in (0.05, 0.1) for mu in (0.0, 0.5)]
+    assert [trial.params for trial in search(4, space, batch=3, storage=storage).trials] == points
+    more = search(5, space, batch=3, storage=storage).trials
+    assert [trial.params for trial in more[:4]] == points
+    assert len(more) == 5
+    assert more[4].params in points
+    drawn = search(3, space)  # more points than trials: the sampler chooses
+    assert len(drawn.trials) == 3
+
+
 def test_a_search_has_a_seed_and_a_second_batch_compiles_nothing(study):
     before = set(programs._store)
     again = search(TRIALS + 3)  # the second batch has fewer trials

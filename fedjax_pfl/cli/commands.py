@@ -31,6 +31,16 @@ Overrides = Annotated[
 ]
 Point = Annotated[str, typer.Option(help="Where all are compared: pre or post, before or after local training.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run's files in the directory.")]
+ExecutorName = Annotated[
+    str, typer.Option(help="Where programs run: local; ray, as tasks of a cluster; submitit, as jobs of SLURM.")
+]
+JobOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What submitit asks of SLURM, e.g. slurm_partition=gpu, timeout_min=240; may be given again.",
+        metavar="KEY=VALUE",
+    ),
+]
 
 
 # What Typer raises for a command line that it cannot read; it exports this class's children alone.
@@ -125,7 +135,11 @@ def compare(
     config: ConfigFile,
     overrides: Overrides = None,
     methods: Annotated[
-        str, typer.Option(help="Names, separated by commas, or all: those that can run on the config's model and data.")
+        str,
+        typer.Option(
+            help="Names, separated by commas, or all: those that can run on the config's model and data. A variant has "
+            "a name of its own: fedprox,strong=fedprox with --set strong.mu=1."
+        ),
     ] = "local,fedavg_ft,fedrep",
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
     change: Annotated[
@@ -139,6 +153,8 @@ def compare(
     baseline: Annotated[str | None, typer.Option(help="What others are compared with; else the first method.")] = None,
     point: Point = "pre",
     out: Annotated[str | None, typer.Option(help="Where runs and table go; by default a folder under runs/.")] = None,
+    executor: ExecutorName = "local",
+    job: JobOptions = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the table and errors.")] = False,
 ) -> None:
     """Run methods side by side, all else equal, and print the table that papers print.
@@ -155,9 +171,13 @@ def compare(
     from fedjax_pfl.methods import METHODS
 
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
+    split = [name.partition("=") for name in names]
+    names = [name.strip() for name, _, _ in split]
     if len(set(names)) < len(names):
         raise ConfigError("methods", names, "one or more, each of them once")
-    options: dict[str, dict[str, Any]] = {name: {} for name in names}
+    options: dict[str, dict[str, Any]] = {
+        name: {"method": of.strip()} if equals else {} for name, (_, equals, of) in zip(names, split, strict=True)
+    }
     for given in change or ():
         method, key, value = _setting(given, names)
         options[method][key] = value
@@ -169,7 +189,17 @@ def compare(
                 del options[name]
                 if report:
                     report(f"{name} is left out: {why}")
-        found = compare(loaded, options, seeds=numbers, baseline=baseline, point=point, out=out, progress=report)
+        where = _executor(executor, job)
+        found = compare(
+            loaded,
+            options,
+            seeds=numbers,
+            baseline=baseline,
+            point=point,
+            out=out,
+            progress=report,
+            executor=where,
+        )
     _show_runs(found, out)
 
 
@@ -179,16 +209,8 @@ def sweep(
     overrides: Overrides = None,
     out: Annotated[str | None, typer.Option(help="Where runs and tables go; by default a folder under runs/.")] = None,
     point: Point = "pre",
-    executor: Annotated[
-        str, typer.Option(help="Where programs run: local; ray, as tasks of a cluster; submitit, as jobs of SLURM.")
-    ] = "local",
-    job: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What submitit asks of SLURM, e.g. slurm_partition=gpu, timeout_min=240; may be given again.",
-            metavar="KEY=VALUE",
-        ),
-    ] = None,
+    executor: ExecutorName = "local",
+    job: JobOptions = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the table and errors.")] = False,
 ) -> None:
     """Run every combination of the values in a grid, as few programs as possible.
@@ -199,7 +221,7 @@ def sweep(
 
     config, grid, baseline = load_sweep(file, overrides or [])
     out = out or str(Path("runs") / f"sweep-{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    where = {"name": executor, **dict(_job_option(given) for given in job or ())}
+    where = _executor(executor, job)
     with _interruptible(out):
         report = None if quiet else _say
         found = sweep(config, grid, baseline=baseline, point=point, out=out, progress=report, executor=where)
@@ -443,6 +465,11 @@ def _setting(given: str, methods: list[str]) -> tuple[str, str, Any]:
     if method not in methods:
         raise ConfigError("--set", given, f"one of the methods compared: {', '.join(methods)}")
     return method, key, parse_value(text)
+
+
+def _executor(name: str, job: list[str] | None) -> dict[str, Any]:
+    """Where programs run, as `sweep` takes it."""
+    return {"name": name, **dict(_job_option(given) for given in job or ())}
 
 
 def _job_option(given: str) -> tuple[str, Any]:

@@ -105,12 +105,19 @@ def _joined(parts: list[np.ndarray]) -> Shaped[np.ndarray, "samples ..."]:
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """12 hexadecimal digits that tell this data from other: of its labels and of up to 512 evenly spaced samples."""
+    """12 hexadecimal digits that tell this data from other: of its labels and of up to 512 evenly spaced samples.
+
+    Where there are a test part and users, of these, too.
+    """
     images, labels = dataset.images, dataset.labels
     rows = np.linspace(0, len(images) - 1, min(len(images), 512)).astype(np.int64)
     digest = hashlib.sha256(f"{images.shape} {images.dtype}".encode())
     digest.update(np.ascontiguousarray(images[rows]).tobytes())
     digest.update(labels.astype("<i8").tobytes())
+    if dataset.train_rows is not None:
+        digest.update(f"{dataset.train_rows} to train on".encode())
+    if dataset.users is not None:
+        digest.update(f"{'divided' if dataset.divided else 'users'}".encode() + dataset.users.astype("<i8").tobytes())
     return digest.hexdigest()[:12]
 
 

@@ -135,6 +135,11 @@ def deal(
     if dataset.users is not None and not dataset.divided and kind not in ("natural", "indices"):
         note = f'the users of {dataset.name} are not looked at: the partition is "{kind}", and theirs is "natural"'
         dealt = dealt._replace(notes=(*dealt.notes, note))
+    if dataset.name == "arrays" and not official and dataset.train_rows not in (None, len(dataset.labels)):
+        note = (
+            'the test part given is divided anew with the training part: data.split = "official" keeps it for testing'
+        )
+        dealt = dealt._replace(notes=(*dealt.notes, note))
     if new:
         note = f"clients {clients - new} to {clients - 1} are new: they never train"
         dealt = dealt._replace(notes=(*dealt.notes, note))

@@ -14,14 +14,14 @@ from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
 from fedjax_pfl.experiment.config import Config, plain
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor
-from fedjax_pfl.experiment.frames import difference_frame, history_frame, pivot, run_frame
+from fedjax_pfl.experiment.frames import client_frame, difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.experiment.record import alone_in, writable, write_atomically
 from fedjax_pfl.experiment.summary import FIGURES, POINTS, flat
-from fedjax_pfl.experiment.sweep import check_point, folder_of, run_cells
+from fedjax_pfl.experiment.sweep import check_point, file_name, folder_of, run_cells
 from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of
 from fedjax_pfl.methods import METHODS
 
@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     import pandas
 
 Methods = Sequence[str] | Mapping[str, Mapping[str, Any]]
-"""Names, or names with hyperparameters: ``{"fedprox": {"mu": 0.1, "training.lr": 0.02}, "ditto": {}}``."""
+"""Names, or names with hyperparameters: ``{"fedprox": {"mu": 0.1, "training.lr": 0.02}, "ditto": {}}``.
+
+A name of one's own, for a variant, says of which method it is: ``{"fedprox": {}, "strong": {"method": "fedprox", "mu":
+1.0}}``.
+"""
 
 
 class Comparison(NamedTuple):
@@ -68,11 +72,11 @@ class Comparison(NamedTuple):
         Raises:
           ConfigError: there is no such method or figure.
         """
-        if method not in (known := dict.fromkeys(cell.method for cell in self.cells)):
+        if method not in (known := dict.fromkeys(map(_name, self.cells))):
             raise ConfigError("method", method, f"one of those compared: {', '.join(known)}")
         if figure not in FIGURES:
             raise ConfigError("figure", figure, f"one of {', '.join(FIGURES)}")
-        return {cell.seed: cell.figures[figure] for cell in self.cells if cell.method == method and cell.summary}
+        return {cell.seed: cell.figures[figure] for cell in self.cells if _name(cell) == method and cell.summary}
 
     def rows(self) -> list[dict[str, Any]]:
         """A row per run: method, seed, the figures of `summary.figures_of`, any error."""
@@ -105,6 +109,14 @@ class Comparison(NamedTuple):
           ConfigError: pandas is not installed.
         """
         return history_frame(self._named()) if history else run_frame(self._named())
+
+    def clients_frame(self) -> "pandas.DataFrame":
+        """The clients of all runs as a pandas frame: ``method``, ``seed``, and the columns of ``Result.clients``.
+
+        Raises:
+          ConfigError: pandas is not installed.
+        """
+        return client_frame(self._named())
 
     def pivot(
         self,
@@ -152,16 +164,25 @@ class Comparison(NamedTuple):
     def _changes(self) -> dict[str, str]:
         """Method -> the hyperparameters and fields of training that it has otherwise than the config gives it."""
         found = {}
-        for method, cell in {cell.method: cell for cell in self.cells}.items():
-            own, usual = (flat(of.model_dump()) for of in (cell.config, self.config.replace("method.name", method)))
+        for name, cell in {_name(cell): cell for cell in self.cells}.items():
+            own, usual = (
+                flat(of.model_dump()) for of in (cell.config, self.config.replace("method.name", cell.method))
+            )
             changed = [field for field in own if own[field] != usual.get(field) and not field.startswith("run.")]
-            if changed:
-                found[method] = ", ".join(f"{field.removeprefix('method.')}={own[field]!r}" for field in changed)
+            said = [cell.method] if cell.method != name else []
+            said += [f"{field.removeprefix('method.')}={own[field]!r}" for field in changed]
+            if said:
+                found[name] = ", ".join(said)
         return found
 
     def _named(self) -> list[Cell]:
         """The runs with their values under the names of `rows`."""
-        return [cell._replace(values={"method": cell.method, "seed": cell.seed}) for cell in self.cells]
+        return [cell._replace(values={"method": _name(cell), "seed": cell.seed}) for cell in self.cells]
+
+
+def _name(cell: Cell) -> str:
+    """What a method, or a variant of one, goes by."""
+    return str(cell.values["method.name"])
 
 
 def compare(
@@ -186,7 +207,7 @@ def compare(
       config: what all runs share. The hyperparameters in its ``method`` table are those of the method it names.
       methods: names in ``METHODS``, or a mapping from these to hyperparameters, which win over the config's; what is
         not given has the method's default. Fields of ``training`` may be among them, such as ``"training.lr"``: a rate
-        for one method alone.
+        for one method alone. A variant of a method goes by a name of its own, with the method under ``"method"``.
       seeds: values of ``run.seed``.
       baseline: the method that the others are compared with; the first one unless given.
       point: where all are compared, whatever they are judged by: ``pre`` or ``post``.
@@ -262,22 +283,35 @@ def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | N
     for field, given in (("methods", list(methods)), ("seeds", seeds)):
         if not given or len(set(given)) < len(given):
             raise ConfigError(field, given, "one or more, each of them once")
-    unknown = [method for method in methods if method not in METHODS]
-    if unknown:
-        raise ConfigError("methods", unknown[0], one_of(unknown[0], METHODS))
     cells = []
-    for method in methods:
-        options = methods[method] if isinstance(methods, Mapping) else {}
+    for name in methods:
+        options = methods[name] if isinstance(methods, Mapping) else {}
         if not isinstance(options, Mapping):
-            raise ConfigError(f"methods.{method}", options, "a mapping from its hyperparameters to values; {} for none")
-        changes: dict[str, Any] = {"method.name": method}
-        for name, value in options.items():
-            section, dot, _ = str(name).partition(".")
+            raise ConfigError(f"methods.{name}", options, "a mapping from its hyperparameters to values; {} for none")
+        changes: dict[str, Any] = {"method.name": _method(name, options)}
+        for key, value in options.items():
+            section, dot, _ = str(key).partition(".")
             if dot and section != "training":
-                raise ConfigError(f"methods.{method}", name, "one of its hyperparameters, or a field of training")
-            changes[name if dot else f"method.{name}"] = value
+                raise ConfigError(f"methods.{name}", key, "one of its hyperparameters, or a field of training")
+            if key != "method":
+                changes[key if dot else f"method.{key}"] = value
         for seed in seeds:
-            folder = None if out is None else str(out / f"{method}-seed{seed}")
+            folder = None if out is None else str(out / file_name(f"{name}-seed{seed}"))
             changed = config.replace({**changes, SEED: seed, "run.out": folder})
-            cells.append(Cell({"method.name": method, SEED: seed}, changed))
+            cells.append(Cell({"method.name": name, SEED: seed}, changed))
     return cells
+
+
+def _method(name: Any, options: Mapping[str, Any]) -> Any:
+    """The method that a name is, or is a variant of.
+
+    Raises:
+      ConfigError: there is none, or the name is that of another method.
+    """
+    method = options.get("method", name)
+    if method not in METHODS:
+        hint = '; or, of a variant, {"method": "fedprox", "mu": 1.0}' if options and "method" not in options else ""
+        raise ConfigError("methods" if method is name else f"methods.{name}", method, one_of(method, METHODS) + hint)
+    if method != name and (name in METHODS or not isinstance(name, str) or not name.strip()):
+        raise ConfigError("methods", name, f"a name of its own for a variant of {method}")
+    return method

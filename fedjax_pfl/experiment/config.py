@@ -812,6 +812,21 @@ def _given(table: Any) -> Any:
     return table.model_dump(exclude_unset=True) if isinstance(table, _Section) else table
 
 
+# What other libraries and papers call a field that they mistake for one of ours.
+_ELSEWHERE = {
+    "alpha": "beta",
+    "dataset": "source",
+    "fraction_fit": "ratio",
+    "global_rounds": "rounds",
+    "join_ratio": "ratio",
+    "learning_rate": "lr",
+    "local_epochs": "epochs",
+    "local_learning_rate": "lr",
+    "num_clients": "clients",
+    "num_rounds": "rounds",
+}
+
+
 def _config_error(error: ValidationError, section: str, allowed: Sequence[str], owner: str = "") -> ConfigError:
     """The first mistake, as one sentence with the dotted field, the value and what is allowed."""
     # A misspelt name is an unknown key and, where it has no default, a missing one: the unknown one says more.
@@ -827,7 +842,8 @@ def _config_error(error: ValidationError, section: str, allowed: Sequence[str], 
     field, table = ".".join(path), _section(path[:-1])
     if first["type"] == "extra_forbidden":
         known = list(table.model_fields) if table else allowed
-        return ConfigError(field, first["input"], f"no such key{owner}; {one_of(path[-1], known)}")
+        here = _ELSEWHERE.get(path[-1], path[-1])
+        return ConfigError(field, first["input"], f"no such key{owner}; {one_of(here, known)}")
     if first["type"] == "missing":
         told = descriptions(table).get(path[-1], "").replace("``", "").rstrip(".") if table else ""
         return ConfigError(field, "(missing)", f"it has no default and must be given{told and f': {told}'}")

@@ -234,6 +234,8 @@ def drive(
         course.finish(result)
     for course, result in zip(courses, results, strict=True):
         course.tell("on_end", result)
+    if stopping.signal and not (returns and stopping.signal == signal.SIGINT):
+        stopping.leave()  # it came when these runs had nothing left to do, and was not for them alone
     return results
 
 

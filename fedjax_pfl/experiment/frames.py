@@ -43,13 +43,28 @@ def history_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
     Raises:
       ConfigError: pandas is not installed.
     """
-    runs = [(cell.values, cell.history, len(cell.history["round"])) for cell in cells if cell.history]
+    return _stacked(cells, [cell.history for cell in cells])
+
+
+def client_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
+    """A row per run and client: the run's values, the client, the columns of ``Result.clients``.
+
+    A run that failed has no rows; what a run does not measure is NaN.
+
+    Raises:
+      ConfigError: pandas is not installed.
+    """
+    return _stacked(cells, [cell.clients for cell in cells])
+
+
+def _stacked(cells: Sequence[Cell], tables: Sequence[Mapping[str, np.ndarray] | None]) -> "pandas.DataFrame":
+    """The tables of runs, one below the other, with the runs' values beside them."""
+    runs = [(cell.values, of, len(next(iter(of.values())))) for cell, of in zip(cells, tables, strict=True) if of]
     columns: dict[str, Any] = {
-        field: [values.get(field) for values, _, rounds in runs for _ in range(rounds)] for field in fields_of(cells)
+        field: [values.get(field) for values, _, rows in runs for _ in range(rows)] for field in fields_of(cells)
     }
-    for name in dict.fromkeys(name for _, history, _ in runs for name in history):
-        parts = [history.get(name, np.full(rounds, np.nan)) for _, history, rounds in runs]
-        columns[name] = np.concatenate(parts)
+    for name in dict.fromkeys(name for _, of, _ in runs for name in of):
+        columns[name] = np.concatenate([of.get(name, np.full(rows, np.nan)) for _, of, rows in runs])
     return frame(columns)
 
 

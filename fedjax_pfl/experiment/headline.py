@@ -24,7 +24,8 @@ _CAPTION = (
 
 def title(summary: Mapping[str, Any]) -> str:
     """What was run."""
-    return f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} rounds"
+    unit = "round" if summary["rounds"] == 1 else "rounds"
+    return f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} {unit}"
 
 
 def table(summary: Mapping[str, Any]) -> list[list[str]]:

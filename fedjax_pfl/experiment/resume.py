@@ -80,7 +80,13 @@ class RunPlace:
             return []
         found = self.checkpoints.rounds()
         if not found and self._resume is not None:
-            raise ConfigError("resume", str(Path(self._resume).absolute()), "a run directory that holds a checkpoint")
+            why = (
+                "its run is complete, and wrote none"
+                if self._record and self._record.complete
+                else "there is none in it"
+            )
+            allowed = f"a run directory that holds a checkpoint: {why} (run.checkpoint_every)"
+            raise ConfigError("resume", str(Path(self._resume).absolute()), allowed)
         return found
 
     def read(self, round: int, manifest: dict[str, Any], like: Run) -> tuple[Saved, Run]:

@@ -18,7 +18,7 @@ from fedjax_pfl.experiment.callbacks import check_tensorboard
 from fedjax_pfl.experiment.config import Config, check_config, load_config, plain, read_toml
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
-from fedjax_pfl.experiment.frames import difference_frame, history_frame, pivot, run_frame
+from fedjax_pfl.experiment.frames import client_frame, difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.gathered import cells_of, gather, table_in
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
@@ -121,6 +121,14 @@ class Sweep(NamedTuple):
           ConfigError: pandas is not installed.
         """
         return history_frame(self.cells) if history else run_frame(self.cells)
+
+    def clients_frame(self) -> "pandas.DataFrame":
+        """The clients of all runs as a pandas frame: the fields of the grid, and the columns of ``Result.clients``.
+
+        Raises:
+          ConfigError: pandas is not installed.
+        """
+        return client_frame(self.cells)
 
     def pivot(
         self,
@@ -490,8 +498,12 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _folder(values: Mapping[str, Any]) -> str:
-    """A run directory's name, as readable as file systems allow, and another for each combination."""
-    name = ",".join(f"{field}={value}" for field, value in values.items())
+    """A run directory's name, another for each combination."""
+    return file_name(",".join(f"{field}={value}" for field, value in values.items()))
+
+
+def file_name(name: str) -> str:
+    """A name as readable as file systems allow, another for each name."""
     allowed = "".join(letter if letter.isalnum() or letter in "=,._-+" else "_" for letter in name)
     short = allowed[:_LONGEST_NAME]
     if short == name:

@@ -4,6 +4,7 @@ Trials that differ in numbers that no shape depends on share a program, and ever
 judged on validation samples alone, and one that falls behind is stopped between two blocks of rounds.
 """
 
+import itertools
 import json
 import math
 import os
@@ -123,7 +124,8 @@ def tune(
       space: dotted field -> what its values are drawn from, e.g. ``{"training.lr": LogUniform(1e-3, 0.3),
         "method.mu": Uniform(0, 1), "training.batch_size": Choice([10, 50])}``. Real-valued hyperparameters are inputs
         of a program; each value of another field has a program of its own.
-      n_trials: that the study is to have in the end: complete, or pruned.
+      n_trials: that the study is to have in the end: complete, or pruned. A space of choices alone with no more points
+        than that is gone through point by point, before the sampler chooses again.
       batch: trials that go together, as rows of a program. The smallest multiple of the number of devices that is 8 or
         more unless given: one of a larger batch knows less of the others.
       seed: of the sampler.
@@ -165,6 +167,9 @@ def tune(
     _check(config, space, dataset)
     study = _study(storage, study_name, pruner, sampler, _DIRECTIONS[metric])
     _go_on(study, config, distributions, [metric, point])
+    if sampler is None:
+        for params in _grid(distributions, n_trials):
+            study.enqueue_trial(params, skip_if_exists=True)
     devices = jax.local_device_count()
     left = n_trials - _finished(study)
     batch = min(batch or math.ceil(_BATCH / devices) * devices, max(left, 1))
@@ -421,6 +426,16 @@ def _finished(study: "optuna.Study") -> int:
     from optuna.trial import TrialState
 
     return len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
+
+
+def _grid(distributions: Mapping[str, "BaseDistribution"], most: int) -> Iterator[dict[str, Any]]:
+    """All points of a space of choices, if there are so many at most; else none: a sampler would draw some twice."""
+    from optuna.distributions import CategoricalDistribution
+
+    choices = [found.choices for found in distributions.values() if isinstance(found, CategoricalDistribution)]
+    if len(choices) == len(distributions) and math.prod(map(len, choices)) <= most:
+        for values in itertools.product(*choices):
+            yield dict(zip(distributions, values, strict=True))
 
 
 def _sampler(seed: int, done: int) -> "optuna.samplers.TPESampler":
