@@ -40,6 +40,20 @@ def quadratic(matrix, centre, start):
     )
 
 
+def half_running(model):
+    """The quadratic, of whose point all but two coordinates are a running statistic: its gradient is its update."""
+
+    def init(key):
+        params = model.init(key)
+        point = params["extractor"]["point"]
+        return {**params, "extractor": {"point": point[:2], "running_mean": point[2:]}}
+
+    def features(theta, x, mask=None):
+        return model.features({"point": jnp.concatenate([theta["point"], theta["running_mean"]])}, x, mask)
+
+    return model._replace(init=init, features=features)
+
+
 def curved(seed=0, dim=4):
     """A positive definite matrix with eigenvalues up to a few ones, a centre and a starting point, in float64."""
     rng = np.random.default_rng(seed)

@@ -23,11 +23,12 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.experiment.checkpoint import Checkpoints, Saved
-from fedjax_pfl.method import Static
+from fedjax_pfl.method import Cohort, Static
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import build
 from fedjax_pfl.models.projection import Projected
 from fedjax_pfl.models.resnet import ResNet
+from fedjax_pfl.ops.aggregate import weighted_mean
 from fedjax_pfl.ops.tree import take_rows
 from tests import generator
 from tests.conftest import CLASSES, TRAIN_SIZES, release_programs
@@ -346,9 +347,12 @@ def test_the_personal_model_has_features_of_every_sample_it_is_scored_on(name, m
 
 
 @every_method
-def test_it_trains_convolutions_and_normalises_over_samples_alone(name, trainer, federation):
-    """Nothing is compiled to see that a method gets by with hand-written derivatives, and hands on a batch's mask."""
-    masks = []
+def test_it_trains_convolutions_normalises_over_samples_alone_and_adds_the_regulariser(name, trainer, federation):
+    """Nothing is compiled to see that a method gets by with hand-written derivatives, and hands on a batch's mask.
+
+    Nor to see that its server averages by the rule that it is given.
+    """
+    masks, regularised, averaged = [], [], []
 
     def recorded(fn):
         def call(theta, x, mask=None):
@@ -357,12 +361,22 @@ def test_it_trains_convolutions_and_normalises_over_samples_alone(name, trainer,
 
         return call
 
+    def rule(stacked, weight):
+        averaged.append(stacked)
+        return weighted_mean(stacked, weight)
+
+    def regularizer(z, mask):
+        regularised.append(z)
+        return jnp.sum(mask[:, None] * z**2)
+
     extractor = Projected(ResNet((4,), (0,), "cifar", "batch", 4, "torch"), 6, "torch")
     mean, std = jax.device_put((np.zeros(1, np.float32), np.ones(1, np.float32)))
     model = build(extractor, (4, 4, 1), CLASSES, init="torch", mean=mean, std=std)
     passes = {part: recorded(getattr(model, part)) for part in ("features", "features_and_maps", "apply")}
     projection = model.projection._replace(encode=recorded(model.projection.encode))
-    method = METHODS[name](model._replace(**passes, projection=projection), replace(trainer, epochs=1))
+    model = model._replace(**passes, projection=projection, regularizer=regularizer)
+    takes_a_rule = "combine" in inspect.signature(METHODS[name]).parameters
+    method = METHODS[name](model, replace(trainer, epochs=1), **({"combine": rule} if takes_a_rule else {}))
     server, own = jax.eval_shape(lambda key: method.init(key, N), KEY)
     view = jax.eval_shape(method.broadcast, server)
     tables = federation.train, federation.validation
@@ -374,6 +388,16 @@ def test_it_trains_convolutions_and_normalises_over_samples_alone(name, trainer,
     after = jax.eval_shape(lambda *args: method.local(now(KEY, 1), *args), view, own, jax.eval_shape(samples))
     chex.assert_trees_all_equal_shapes_and_dtypes(after.client, own)
     assert any(mask is not None for mask in masks)
+    assert regularised or name == "feddecorr", "which puts its own in the place of the model's"
+
+    def aggregate(server, client, upload):
+        rows, uploads = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (client, upload))
+        cohort = Cohort(jnp.arange(2), jnp.array([3.0, 5.0]), N, N)
+        return method.aggregate(now(KEY, 1), server, rows, uploads, cohort)
+
+    if takes_a_rule:
+        jax.eval_shape(aggregate, server, after.client, after.upload)
+    assert bool(averaged) == takes_a_rule
 
 
 @every_method

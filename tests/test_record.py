@@ -1,9 +1,10 @@
-"""Event files for TensorBoard hold what ``metrics.jsonl`` holds."""
+"""Event files for TensorBoard hold what ``metrics.jsonl`` holds; no file is ever half of one."""
 
 import importlib.util
 import math
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from fedjax_pfl import Config, ConfigError, compare, simulate, sweep
 from fedjax_pfl.data.rows import Holdings, Split
 from fedjax_pfl.experiment.callbacks import Running, TensorBoard
-from fedjax_pfl.experiment.record import RunDirectory
+from fedjax_pfl.experiment.record import RunDirectory, write_atomically
 
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="the package tensorboard is not installed"
@@ -115,3 +116,16 @@ def test_what_event_files_need(run, monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r'without the package .*: pip install "fedjax_pfl\[tensorboard\]"'):
         run(config(out=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_cannot_be_written_to_its_end_stays_as_it_was(tmp_path, monkeypatch):
+    def write_half(path, text, **_):
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError("no space left on device")
+
+    write_atomically(tmp_path / "a.json", "as it was")
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match="no space left"):
+        write_atomically(tmp_path / "a.json", "something else")
+    assert (tmp_path / "a.json").read_text() == "as it was"

@@ -68,7 +68,7 @@ def plain():
     return simulate(config({"method.name": "fedprox", "method.mu": 0.5}))
 
 
-def test_parts_from_python_run_as_those_of_the_package(plain):
+def test_parts_from_python_run_as_those_of_the_package(plain, monkeypatch):
     """A method as it is, a model and a data set under names, and metrics: all in one run."""
     from scipy.special import softmax
 
@@ -99,6 +99,16 @@ def test_parts_from_python_run_as_those_of_the_package(plain):
     assert result.history["global_Brier"][-1] == pytest.approx(expected, rel=1e-5)
     assert result.summary["metrics"]["pre.Brier"] == {"last": result.history["pre.Brier"][-1]}
     assert not [name for name in plain.history if "Brier" in name]
+
+    class CompiledError(Exception):
+        pass
+
+    def compiled(**_):
+        raise CompiledError
+
+    monkeypatch.setattr(programs, "ThreadPoolExecutor", compiled)
+    with pytest.raises(CompiledError):  # another function under the same name is another program
+        simulate(given, method=mine, metrics={**METRICS_OF_MINE, "Brier": lambda logits, labels: brier(logits, labels)})
 
 
 def test_a_registered_method_is_known_to_configs_and_compiled_anew_when_registered_again(tmp_path, plain):

@@ -26,7 +26,8 @@ from fedjax_pfl.models import MODELS, build
 DIGITS = load("digits")
 CLIENTS, NEW = 4, 3  # the last one is new
 METHODS = ("fedavg", "ditto", "ccvr", "fedrod")
-TUNED = {"finetune": {"epochs": 2}}  # so that Ditto's own models are made of samples, too
+# So that Ditto's own models are made of samples, too, and it matters which samples a batch holds.
+TUNED = {"finetune": {"epochs": 2}, "training": {"batch_size": 5}}
 HELD = {"samples_per_client": 24, "validation_share": 0.5}
 
 
@@ -183,6 +184,8 @@ def test_a_newcomer_adapts_as_new_clients_of_a_run_do(runs, name):
     train, test = rows_of(federation.train, NEW), rows_of(federation.test, NEW)
     assert len(train) == 16 < len(DIGITS.labels)
     model = Result.load(out).adapt(DIGITS.images[train], DIGITS.labels[train], epochs=2, client=NEW)
+    shares = model.predict_proba(DIGITS.images[test])[np.arange(len(test)), DIGITS.labels[test]]
+    assert -np.log(shares).mean() == pytest.approx(result.history["new_post.loss"][-1], rel=1e-4)
     accuracy = np.mean(model.predict(DIGITS.images[test]) == DIGITS.labels[test])
     assert accuracy == pytest.approx(result.clients["post_accuracy"][NEW], abs=1e-6)
     assert np.abs(model.params["head"]["kernel"] - result.params(0)["head"]["kernel"]).max() > 1e-2
@@ -350,6 +353,12 @@ def test_the_best_state_is_that_of_the_best_round_also_after_an_interruption(tmp
         simulate(best_of("other", checkpoint_every=4, keep="final"), progress=kill)
     with pytest.raises(ConfigError, match=r"run\.keep = 'best' is not usable: .final. or .none. for this run"):
         simulate(best_of("other", checkpoint_every=4), resume=tmp_path / "other")
+
+
+def test_of_equally_good_rounds_the_first_is_kept():
+    result = simulate(config("fedrod", data=HELD, training={"lr": 1e-12}, run={"keep": "best"}))
+    assert len(set(result.history["validation_pre.accuracy"])) == 1
+    assert result.kept.round == result.summary["personal"]["pre"]["by_validation_round"] == 1
 
 
 def test_the_best_needs_validation_samples():

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_pfl import Config, ConfigError, simulate
+from fedjax_pfl import Config, ConfigError, Result, simulate
+from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.checkpoint import Checkpoints
 
 
@@ -108,24 +109,35 @@ def test_a_run_that_goes_on_elsewhere_is_left_in_peace(copy):
     assert not written.exists()
 
 
+def signal_in(round_number, number):
+    def progress(now):
+        if now.round == round_number:
+            os.kill(os.getpid(), number)
+
+    return progress
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_and_ends_the_run(number, whole, tmp_path):
     """Without ``checkpoint_every``; the signal comes while rounds are running."""
     out, handlers = tmp_path / "run", [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     without = config(out, run={"checkpoint_every": 0})
-
-    def send(now):
-        if now.round == 1:
-            os.kill(os.getpid(), number)
-
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as stopped:
-        simulate(without, progress=send)
+        simulate(without, progress=signal_in(1, number))
     if number == signal.SIGTERM:
         assert stopped.value.code == 128 + signal.SIGTERM
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert not (out / "summary.json").exists()
     assert 1 < Checkpoints(out / "checkpoints").rounds()[-1] < 6
     assert_same(simulate(without, resume=out), whole[0], out, whole[1])
+
+
+def test_a_signal_that_comes_after_the_last_round_is_passed_on_when_the_run_is_complete(whole, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        simulate(config(out), progress=signal_in(6, signal.SIGINT))
+    assert (out / "summary.json").exists()
+    assert_same(Result.load(out), whole[0], out, whole[1])
 
 
 def test_more_rounds_can_be_added_to_a_complete_run(whole, tmp_path):
@@ -169,6 +181,9 @@ def test_another_config_is_refused_with_the_fields_that_differ(copy):
 def test_other_data_are_refused(copy):
     x, y = np.zeros((400, 8, 8, 1), np.uint8), np.arange(400) % 10
     fails_untouched(copy, r"data\.source.*another partition", config(copy), data=(x, y))
+    digits = load("digits")
+    inverted = 255 - digits.images, digits.labels
+    fails_untouched(copy, r"resume = .*a directory for other samples", config(copy), data=inverted)
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path, copy):

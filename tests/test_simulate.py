@@ -322,7 +322,8 @@ def test_dropout_and_partial_participation_run_end_to_end(tested):
 
 def test_hyperparameters_can_be_chosen_on_validation_samples(tested, validated):
     tested, _ = tested
-    # Only what is scored differs.
+    # Only what is scored differs: these samples take the place of the test samples, and are not scored twice.
+    assert not [metric for metric in validated.history if metric.startswith("validation")]
     assert tested.partition == validated.partition
     assert tested.history["train_loss"].tolist() == validated.history["train_loss"].tolist()
     jax.tree.map(np.testing.assert_array_equal, tested.state, validated.state)

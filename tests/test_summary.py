@@ -18,27 +18,31 @@ from fedjax_pfl.experiment.summary import (
 COSTS = {"traffic": {"megabytes_total": 1.0}, "timing": {"seconds_per_round": 0.1}}
 
 
-def scores(accuracy, n, loss=0.5):
+def scores(accuracy, n):
     accuracy = np.asarray(accuracy, np.float32)
-    return Scores(accuracy * n, accuracy, accuracy / 2, accuracy / 3, np.full(len(n), loss, np.float32))
+    return Scores(accuracy * n, accuracy, accuracy / 2, accuracy / 3, np.full(len(n), 0.5, np.float32))
 
 
-def lines(accuracies, validation=None, *, every=1, loss=0.5):
+def lines(accuracies, validation=None, *, every=1):
     """The lines of a run of two clients, the second with three times the samples."""
     n = np.array([10, 30])
     manifest = {"n_train": [5, 5], "n_test": n.tolist(), "n_validation": [2, 2]}
     found = []
     for at, accuracy in enumerate(accuracies):
         held = None if validation is None else scores(np.full(2, validation[at]), np.array([2, 2]))
-        point = Scored(scores(accuracy, n, loss if at == 1 else 0.5), held, np.zeros((2, 3)), {})
+        point = Scored(scores(accuracy, n), held, np.zeros((2, 3)), {})
         shared = Scores(*(np.float32(0.25) for _ in Scores._fields))
         line = line_of(Evaluation(point, point, shared, {}, {}), manifest, "test", 0)
         found.append({"round": every * (at + 1), "train_loss": 1.0, **line, "megabytes": 1.0, "seconds": 1.0})
     return found
 
 
+def summed_up(found):
+    return summary_of(found, {"headline": "pre"}, COSTS, new=0)
+
+
 def summary(*args, **options):
-    return summary_of(lines(*args, **options), {"headline": "pre"}, COSTS, new=0)
+    return summed_up(lines(*args, **options))
 
 
 CURVE = [(0.2, 0.9), (0.9, 0.5), (0.4, 0.4)]
@@ -53,6 +57,7 @@ def test_weighted_and_unweighted_have_a_best_round_each():
     figures = figures_of(summary(CURVE))
     assert figures["weighted_best"] == found["weighted_best"]
     assert np.isnan(figures["by_validation"])
+    assert figures_of(summary(CURVE[:2]))["weighted"] == pytest.approx((9 + 15) / 40)
 
 
 def test_the_round_can_be_chosen_on_validation_samples():
@@ -72,9 +77,12 @@ def test_the_last_ten_rounds_are_rounds_not_evaluations():
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_run_whose_answers_are_no_numbers_has_diverged(loss):
-    assert summary(CURVE)["diverged_round"] is None
-    assert summary(CURVE, loss=loss)["diverged_round"] == 2
+@pytest.mark.parametrize("point", ["pre", "post"])
+def test_a_run_whose_answers_are_no_numbers_has_diverged(point, loss):
+    found = lines(CURVE)
+    assert summed_up(found)["diverged_round"] is None
+    found[1][point]["loss"] = loss
+    assert summed_up(found)["diverged_round"] == 2
 
 
 def test_old_and_new_names_agree():
@@ -90,7 +98,7 @@ def test_old_and_new_names_agree():
 def test_the_mean_of_lines_is_taken_number_by_number():
     first, second = lines(CURVE[:1])[0], lines(CURVE[1:2])[0]
     mean = mean_line([first, {**second, "round": 1}])
-    assert mean["round"] == 1
+    assert (mean["round"], type(mean["round"])) == (1, int)
     assert mean["pre"]["accuracy"] == pytest.approx((0.55 + 0.7) / 2)
     assert mean_line([{**first, "global": None}, first])["global"] is None
     assert mean_line([first]) == first
@@ -101,6 +109,13 @@ def test_clients_without_samples_are_left_out():
     assert found["accuracy"] == 0.75
     assert found["weighted"] == pytest.approx(4 / 6)
     assert found["macro_f1_union"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("clients", "worst"), [(9, 1), (19, 1), (20, 2)])
+def test_the_worst_tenth_of_the_clients_is_rounded_down_to_one_at_least(clients, worst):
+    accuracy = np.linspace(0.9, 0.1, clients)
+    found = summarize(scores(accuracy, np.full(clients, 4)), np.full(clients, 4))
+    assert found["worst_10_percent"] == pytest.approx(accuracy[-worst:].mean())
 
 
 # --- Labels and controls ---------------------------------------------------------------------------------------------
@@ -143,5 +158,4 @@ def test_diagnostics_have_a_last_value_and_no_best():
     found = []
     for at, line in enumerate(lines(CURVE)):
         found.append({**line, "diagnostics": {"alpha": [np.nan, 0.5, 0.25][at]}})
-    metrics = summary_of(found, {"headline": "pre"}, COSTS, new=0)["metrics"]
-    assert metrics["diagnostics.alpha"] == {"last": 0.25}
+    assert summed_up(found)["metrics"]["diagnostics.alpha"] == {"last": 0.25}

@@ -73,7 +73,8 @@ def fedavg_on(base: BaseLoss, model: Model, train: Trainer, combine: Combine) ->
 
         params, info = train(now, loss if base.around is None else base.around(loss), view, data)
         terms: dict[str, Loss[Params]] = {} if term is None else {"term": partial(loss, labels=False)}
-        said = train.gradient_ratios(now, partial(loss, added=False), terms, view, data)
+        # At the received model, where training starts, a pull towards it has no gradient.
+        said = train.gradient_ratios(now, partial(loss, added=False), terms, params, data)
         own = client.replaced(params, info) if base.keeps_last else client
         return Update(own, params, info, diagnostics=said)
 

@@ -16,7 +16,7 @@ from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.models.norm import is_statistic
 from fedjax_pfl.ops.losses import proximal, supervised
 from fedjax_pfl.ops.training import Scalar, Trainer, is_off
-from fedjax_pfl.ops.tree import put_rows
+from fedjax_pfl.ops.tree import put_rows, take_rows
 
 
 class Server(NamedTuple):
@@ -101,7 +101,8 @@ def drawn_together(model: Model, train: Trainer, attention: Attention, pull: Sca
         return jnp.where(self, 1.0 - jnp.sum(xi, axis=1, keepdims=True), xi)
 
     def dispatch(now: Round, server: Server, clients: Client, cohort: Cohort) -> Params:
-        xi = weights(server, clients.params, cohort.ids)
+        # As the server has them, the common initial model before a first upload: what a client has got stays with it.
+        xi = weights(server, take_rows(server.models, cohort.ids), cohort.ids)
         return jax.tree.map(lambda w: jnp.tensordot(xi, w, axes=1, precision=lax.Precision.HIGHEST), server.models)
 
     def local(now: Round, view: tuple[()], client: Client, data: ClientData) -> Update:

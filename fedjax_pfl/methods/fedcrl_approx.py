@@ -40,8 +40,8 @@ def fedcrl_approx(
     text nor code of FedCRL (later FedCoSR) was at hand beyond the abstract: never report it as FedCRL. Known is that
     the server averages parameters and class means of features, that clients contrast their features with these, and
     that a local aggregation is weighted by that loss; the rule k_i = contrast / (contrast + CE), of the round's mean
-    losses, and all numbers are ours. k_i is 1 until one of the client's classes has a prototype. With lam = 0 and k_i
-    held at 1 it is FedAvg, bit for bit.
+    losses, and all numbers are ours. k_i is 1 until one of the client's classes has a prototype, and stays as it was in
+    a round without a step. With lam = 0 and k_i held at 1 it is FedAvg, bit for bit.
 
     Args:
       model: extractor and head.
@@ -88,7 +88,7 @@ def fedcrl_approx(
         start = params, optimizer.init(params), (Progress.none(),) * 3
         params, _, progress = train.over_batches(now, step, start, data)
         info, (ce, _), (contrast, _) = (train.info(each, data) for each in progress)
-        contrasted = jnp.any(prototypes.valid & (data.class_counts > 0))
+        contrasted = (info.steps > 0) & jnp.any(prototypes.valid & (data.class_counts > 0))
         share = jnp.where(contrasted, contrast / (contrast + ce + 1e-12), client.share)
         own = Client(params, share if weigh_by_loss else client.share)
         upload = Sent(params, PerClass(data.class_counts, class_sums_under(model, params["extractor"], data)))

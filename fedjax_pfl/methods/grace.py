@@ -83,7 +83,7 @@ def _coral(
     z: Float[Array, "batch K"], reference: Float[Array, "batch K"], mask: Float[Array, " batch"]
 ) -> Float[Array, ""]:
     """||Cov(z) - Cov(reference)||_F^2 / (4 K^2) (Sun and Saenko, arXiv:1607.01719); 0 for fewer than two samples."""
-    apart = _covariance(z, mask) - _covariance(lax.stop_gradient(reference), mask)
+    apart = _covariance(z, mask) - _covariance(reference, mask)
     return jnp.sum(apart**2) / (4.0 * z.shape[1] ** 2)
 
 

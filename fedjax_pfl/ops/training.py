@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from fedjax_pfl.data.federated import Batch, ClientData, Count
 from fedjax_pfl.method import Diagnostics, Round, TrainInfo
-from fedjax_pfl.models.norm import is_statistic
+from fedjax_pfl.models.norm import is_statistic, without_statistics
 from fedjax_pfl.models.randomness import within_step
 from fedjax_pfl.ops.packing import SMALL, pack
 
@@ -257,7 +257,8 @@ class Trainer:
     ) -> Diagnostics:
         """How strongly each term of a loss pulls beside the loss without them: ||grad term|| / ||grad loss||.
 
-        Computed on one mini-batch of the client, for the record; nothing unless ``run.diagnostics``.
+        Computed on one mini-batch of the client, for the record, without running statistics; nothing unless
+        ``run.diagnostics``.
 
         Args:
           now: the round, and the client's key in it.
@@ -274,7 +275,7 @@ class Trainer:
 
         def measure(ratios: Diagnostics, batch: Batch, key: Key[Array, ""]) -> Diagnostics:
             def norm(of: Loss[Params]) -> Float[Array, ""]:
-                return optax.tree.norm(jax.grad(of)(params, batch, key))
+                return optax.tree.norm(without_statistics(jax.grad(of)(params, batch, key)))
 
             whole = jnp.maximum(norm(loss), 1e-12)
             return {f"gradient_ratio_{name}": norm(term) / whole for name, term in terms.items()}

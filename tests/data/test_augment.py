@@ -374,10 +374,12 @@ def test_features_and_originals_are_left_alone():
 
 
 def test_crops_are_taken_of_copies_too():
-    with_copies = add_copies(KEY, client(9), "concat")
+    given = client(9)
+    with_copies = add_copies(KEY, given, "concat")
     data = augment(jax.random.key(9), with_copies, "crop_flip", every="round")
     positions = jnp.array([0, 8, 9, 17])
     x = np.concatenate([PIXELS[ROWS[:9]], copies()[:9]])[positions]
     expected = jax.jit(crop_flip)(keys_of(jax.random.key(9), positions), jnp.asarray(x))
     np.testing.assert_array_equal(data.take(positions, positions >= 0).x, expected)
+    assert data.original is given
     np.testing.assert_array_equal(data.original.take(positions[:2], positions[:2] >= 0).x, PIXELS[ROWS[[0, 8]]])

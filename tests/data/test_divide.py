@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.divide import count_new, divide
+from fedjax_pfl.data.divide import count_new, deal, divide
 from fedjax_pfl.errors import ConfigError
 from tests.data.labels import TEN
 
@@ -206,11 +206,33 @@ def test_new_clients_are_the_same_clients_numbered_last():
     assert moved["notes"][-1] == "clients 4 to 5 are new: they never train"
 
 
-@pytest.mark.parametrize("test_share", [0.1, 0.25, 1 / 3, 0.5])
-def test_samples_per_client_counts_what_a_client_trains_and_validates_on(test_share):
-    _, manifest = divided(samples_per_client=12, test_share=test_share, validation_share=0.25)
-    assert manifest["n_train"] == [9] * CLIENTS
-    assert manifest["n_validation"] == [3] * CLIENTS
+def test_new_clients_are_drawn_from_a_stream_of_their_own():
+    def parts(share):
+        holdings, _ = deal(MERGED, clients=40, partition={"kind": "iid"}, new_clients=share, seed=3)
+        return [frozenset(np.concatenate(split).tolist()) for split in holdings.splits]
+
+    plain = parts(0.0)
+    new = {plain.index(part) for part in parts(0.25)[30:]}
+    others = [np.random.SeedSequence(3, spawn_key=key) for key in ((0,), (1,), (0, 0))]  # two clients', the test part's
+    for stream in map(np.random.default_rng, [3, *others]):
+        assert new != set(stream.choice(40, 10, replace=False).tolist())
+
+
+@pytest.mark.parametrize(
+    ("samples", "test_share", "tested"),
+    [
+        (12, 0.1, 2),
+        (12, 0.25, 4),
+        (12, 1 / 3, 6),
+        (12, 0.5, 12),
+        (21, 0.3, 9),  # 21 / (1 - 0.3) is 30.000000000000004
+    ],
+)
+def test_samples_per_client_counts_what_a_client_trains_and_validates_on(samples, test_share, tested):
+    _, manifest = divided(samples_per_client=samples, test_share=test_share, validation_share=0.25)
+    assert manifest["n_train"] == [samples - samples // 4] * CLIENTS
+    assert manifest["n_validation"] == [samples // 4] * CLIENTS
+    assert manifest["n_test"] == [tested] * CLIENTS
 
 
 def test_the_global_test_set_is_cut_into_blocks_that_hold_it_once():

@@ -180,10 +180,9 @@ def test_grayscale_images_keep_one_channel_if_all_are(tmp_path):
     a, b = draw_all(tmp_path, "a/1.png", "b/1.png", mode="L")
     data = load(f"folder:{tmp_path}")
     np.testing.assert_array_equal(data.images, [a, b])
-    transparent = draw(tmp_path / "b" / "2.png", mode="RGBA")
+    transparent = draw(tmp_path / "a" / "2.png", mode="RGBA")  # neither the first nor the last
     data = load(f"folder:{tmp_path}")
-    np.testing.assert_array_equal(data.images[:2], [np.repeat(a, 3, -1), np.repeat(b, 3, -1)])
-    np.testing.assert_array_equal(data.images[2], transparent[..., :3])
+    np.testing.assert_array_equal(data.images, [np.repeat(a, 3, -1), transparent[..., :3], np.repeat(b, 3, -1)])
 
 
 def test_images_of_several_sizes_need_the_option_size(tmp_path):

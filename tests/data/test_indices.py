@@ -95,9 +95,9 @@ def test_validation_rows_of_a_file_are_used_if_there_is_a_share(tmp_path):
 
 
 def test_a_file_of_ones_own_may_leave_out_what_follows_or_is_nothing(tmp_path):
-    uses = {"train": [3, 1, 8, 9], "train_offsets": [0, 3, 4], "test": [0, 7], "test_offsets": [0, 1, 2]}
+    uses = {"train": [3, 1, 8, 9], "train_offsets": [0, 3, 4], "test": [7, 0, 7], "test_offsets": [0, 2, 3]}
     found = read(str(write(tmp_path / "a.npz", **uses)))
-    expected = [([3, 1, 8], [], [0]), ([9], [], [7])]
+    expected = [([3, 1, 8], [], [7, 0]), ([9], [], [7])]  # row 7 is tested on twice, and pooled once
     assert [tuple(rows.tolist() for rows in split) for split in found.splits] == expected
     assert (found.pooled.tolist(), found.hash) == ([0, 7], None)
 
@@ -144,6 +144,12 @@ MISTAKES = {
         "client 1 needs a row to train on",
     ),
     "trained on and tested on": (((), {**RUN, "test": [0, 8]}), {"clients": 2}, FIELD, "train.* and row 8 is$"),
+    "validated and tested on": (
+        ((), {**RUN, "validation": [7], "validation_offsets": [0, 1, 1]}),
+        {"clients": 2},
+        FIELD,
+        "validation.* and row 7 is$",
+    ),
     "trained on twice": (((), {**RUN, "train": [3, 3, 8, 9]}), {"clients": 2}, FIELD, "client 0 has row 3 twice"),
     "pooled too far": (((), {**RUN, "pooled": [0, 7, 999]}), {"clients": 2}, FIELD, "pooled test set has row 999"),
     "other labels": (((), {**RUN, "hash": "another"}), {"clients": 2}, FIELD, "the labels of made are others"),
@@ -276,6 +282,14 @@ def test_pfllib_reads_every_client_s_samples(tmp_path, images, expected):
         "alpha": 0.7,
         "batch_size": 10,
     }
+
+
+@pytest.mark.parametrize(("larger", "balanced"), [(6, True), (7, False)])
+def test_pfllib_is_told_that_clients_are_balanced_up_to_one_sample(tmp_path, larger, balanced):
+    splits = [Split(np.arange(size), np.zeros(0, int), np.array([100])) for size in (5, larger)]
+    holdings = Holdings(splits, np.array([100]), None)
+    export(str(tmp_path / "made"), MADE, holdings, partition={"kind": "iid"}, **PIXELS)
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["balance"] is balanced
 
 
 def test_a_config_becomes_a_folder_for_pfllib(tmp_path, monkeypatch, capsys):

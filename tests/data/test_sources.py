@@ -5,6 +5,7 @@ import zipfile
 import numpy as np
 import pytest
 
+from fedjax_pfl.data.dataset import fingerprint
 from fedjax_pfl.data.sources import SOURCES, from_arrays, load
 from fedjax_pfl.errors import ConfigError
 
@@ -78,6 +79,15 @@ def test_images_without_a_channel_axis_get_one():
     both = from_arrays(IMAGES[..., 0], LABELS, TEST_IMAGES[..., :1], TEST_LABELS, name="mixed")
     assert both.images.shape == (8, 4, 5, 1)
     assert both.name == "mixed"
+
+
+def test_another_label_or_last_sample_is_other_data():
+    """With more samples than are looked at: the labels are, all of them."""
+    x, y = RNG.normal(size=(600, 4)), np.arange(600) % 3
+    relabelled, changed = y.copy(), x.copy()
+    relabelled[1], changed[-1] = 0, 0.0
+    data = (x, y), (x, relabelled), (changed, y), (x[:-1], y[:-1])
+    assert len({fingerprint(from_arrays(*of)) for of in data}) == len(data)
 
 
 def test_relative_paths_are_looked_up_here_and_then_in_the_data_folder(tmp_path, monkeypatch):

@@ -70,6 +70,14 @@ def test_splits_are_random_and_independent_of_other_clients():
     assert max(splits[0].train) > 90  # no leading block
 
 
+def test_no_client_splits_by_the_stream_of_another_seed_or_of_the_partition():
+    part, shares = np.arange(100), {"test_share": 0.25, "validation_share": 0.0}
+    first, second = split_rows(ANY_LABELS, [part, part], 0, **shares)
+    (other,) = split_rows(ANY_LABELS, [part], 1, **shares)
+    assert set(second.test) != set(other.test)
+    assert set(first.test) != set(np.random.default_rng(0).permutation(part)[-25:])
+
+
 # --- stratified splits ---
 
 
@@ -229,6 +237,14 @@ def test_dominant_are_the_classes_of_which_a_client_has_more_than_an_even_share(
         (split,) = draw_test(labels, [part], test_rows, 0, test_share=test_share, test_classes=test_classes)
         np.testing.assert_array_equal(np.bincount(labels[split.test], minlength=4), expected)
         assert set(split.train) == set(part)
+
+
+def test_a_class_that_nobody_has_makes_no_even_share_smaller():
+    sizes = [400, 0, 400, 0, 0, 400]
+    labels, test_rows = official(sizes, sizes)
+    part = rows_of(labels, np.arange(1200), [10, 0, 5, 0, 0, 5])  # 5 of 20 are more than a sixth, not than a third
+    (split,) = draw_test(labels, [part], test_rows, 0, test_share=0.5, test_classes="dominant")
+    np.testing.assert_array_equal(np.bincount(labels[split.test], minlength=6), [20, 0, 0, 0, 0, 0])
 
 
 def test_a_client_with_as_many_of_each_class_has_no_dominant_one():

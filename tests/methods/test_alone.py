@@ -9,18 +9,20 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Config
+from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.experiment.build import DataShape, make_engine
-from fedjax_pfl.method import Calibration
+from fedjax_pfl.method import Calibration, Update
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.alone import alone
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.local import local
 from tests import generator
 from tests.conftest import CLASSES
-from tests.reference import MLP, at, client, held, to_numpy
+from tests.reference import MLP, at, client, held, now, to_numpy
 from tests.reference import class_means as numpy_class_means
+from tests.toys import NO_STEPS
 
 N, KEY = 7, generator.key(31)
 
@@ -117,6 +119,44 @@ def test_messages_and_calibration_are_of_the_clients_own_server(model, trainer, 
         rows = held(federation.test, i)
         expected = np.mean(np.asarray(federation.y)[rows] == counts.argmax()) if len(rows) else 0.0
         near(float(found[i]), expected)
+
+
+@pytest.fixture(scope="module")
+def data(federation):
+    return client_data(federation.x, federation.y, client(federation.train, 2))
+
+
+def test_a_client_without_samples_keeps_its_server(model, trainer, data):
+    """The mean over nobody would be zeros."""
+    idle = fedavg(model, trainer)._replace(local=lambda now, view, own, data: Update(own, view, NO_STEPS))
+    _, own = alone(idle).init(KEY, N)
+    update = jax.jit(alone(idle).local)(now(KEY, 0), (), own, data._replace(count=jnp.array(0, jnp.int32)))
+    jax.tree.map(np.testing.assert_array_equal, update.client, own)
+
+
+def test_dispatch_work_and_aggregation_have_keys_of_their_own(model, trainer, data):
+    def bits(now):
+        return jax.random.key_data(now.key)
+
+    method = fedavg(model, trainer)._replace(
+        init=lambda key, clients: (jnp.zeros((3, 2), jnp.uint32), Inbox(jnp.zeros(2, jnp.uint32))),
+        dispatch=lambda now, server, clients, cohort: bits(now)[None],
+        local=lambda now, view, own, data: Update(own, bits(now), NO_STEPS),
+        aggregate=lambda now, server, clients, sent, cohort: (
+            jnp.stack([clients.inbox[0], sent[0], bits(now)]),
+            clients,
+        ),
+    )
+    _, own = alone(method).init(KEY, N)
+    keys = jax.jit(alone(method).local)(now(KEY, 0), (), own, data).client.server
+    assert len(np.unique(keys, axis=0)) == 3
+
+
+def test_what_its_own_server_says_is_recorded(model, trainer, data):
+    method = alone(METHODS["fedamp"](model, trainer))
+    _, own = jax.eval_shape(lambda: method.init(KEY, N))
+    update = jax.eval_shape(lambda own: method.local(now(KEY, 0), (), own, data), own)
+    assert update.diagnostics.keys() == {"attention"}
 
 
 def test_nothing_is_exchanged(apart, model, trainer, federation):

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -72,10 +73,20 @@ def test_rounds_and_scores_are_numpys(model, trainer, federation):
             near([float(leaf[i]) for leaf in end.post.test], mlp.scores(post[i], rows))
 
 
-def test_a_fixed_share_of_nothing_is_fedavg_and_of_everything_is_local(model, trainer, federation):
-    data = client_data(federation.x, federation.y, client(federation.train, 4))
+@pytest.fixture(scope="module")
+def data(federation):
+    return client_data(federation.x, federation.y, client(federation.train, 4))
+
+
+@pytest.fixture(scope="module")
+def models(model):
+    """A global and a personal model."""
     w = model.init(KEY)
-    v = jax.tree.map(lambda leaf: leaf + 0.1, w)
+    return w, jax.tree.map(lambda leaf: leaf + 0.1, w)
+
+
+def test_a_fixed_share_of_nothing_is_fedavg_and_of_everything_is_local(model, trainer, data, models):
+    w, v = models
 
     @jax.jit
     def trained(alpha):
@@ -95,16 +106,24 @@ def test_a_fixed_share_of_nothing_is_fedavg_and_of_everything_is_local(model, tr
     close((everything, alone.client.params), (train(now(KEY, 0), v, (), data).upload,) * 2)
 
 
+def test_a_learned_share_never_leaves_the_unit_interval(model, trainer, data, models):
+    """In the middle the slopes from one model to the other and back are opposite, and steps this long go too far."""
+    local = jax.jit(apfl(model, replace(trainer, lr=1e3), adaptive=True).local)
+    updates = [local(now(KEY, 0), w, Client(v, jnp.array(0.5)), data) for w, v in (models, models[::-1])]
+    assert sorted(float(update.client.alpha) for update in updates) == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("alpha", [0.25, 1.0])
-def test_running_statistics_of_the_personal_model_follow_the_batches_of_the_mix(
-    alpha, model_with_norm, trainer, federation
-):
-    """With each batch they go a tenth of the way to its own: so no variance can fall below zero."""
-    data = client_data(federation.x, federation.y, client(federation.train, 4))
+def test_running_statistics_of_the_personal_model_follow_the_batches_of_the_mix(alpha, model_with_norm, trainer, data):
+    """With each batch they go a tenth of the way to its own: so no variance can fall below zero.
+
+    The parameters are those of the received model: no share of them is better, whatever the statistics say.
+    """
     w = model_with_norm.init(KEY)
     other = jax.tree_util.tree_map_with_path(lambda path, leaf: leaf + 3.0 * is_statistic(path), w)
-    local = jax.jit(apfl(model_with_norm, trainer, alpha=alpha).local)
-    updates = [local(now(KEY, 0), w, Client(v, None), data) for v in (w, other)]
+    local = jax.jit(apfl(model_with_norm, trainer, adaptive=True).local)
+    updates = [local(now(KEY, 0), w, Client(v, jnp.array(alpha)), data) for v in (w, other)]
+    assert [float(update.client.alpha) for update in updates] == [alpha, alpha]
     (low, high), steps = (update.client.params for update in updates), int(updates[0].info.steps)
     for name in STATISTICS:
         gap = high["extractor"]["norm"][name] - low["extractor"]["norm"][name]

@@ -1,5 +1,6 @@
 """MOON, FedNTD, FedDecorr and FedASAM: rounds against NumPy, the limits where they are FedAvg, and their losses."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,14 +9,18 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.method import TrainInfo
+from fedjax_pfl.methods.base_loss import Last
 from fedjax_pfl.methods.fedasam import asam_loss, fedasam
 from fedjax_pfl.methods.fedavg import fedavg
-from fedjax_pfl.methods.feddecorr import decorrelation, feddecorr
+from fedjax_pfl.methods.feddecorr import decorrelated, feddecorr
 from fedjax_pfl.methods.fedntd import fedntd, not_true_distillation
+from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.methods.moon import moon
+from fedjax_pfl.ops.losses import proximal
 from fedjax_pfl.ops.training import Trainer
 from tests.conftest import TRAIN_SIZES
-from tests.play import KEY, SOME, exchanged, play
+from tests.play import KEY, SOME, exchanged, play, update_of
 from tests.reference import MLP, at, client, client_key, held, linear_gradient, softmax_loss, to_numpy, weighted_mean
 
 ROUNDS = 3
@@ -117,6 +122,23 @@ def test_rounds_are_numpys(name, model, trainer, federation):
             jax.tree.map(near, client(kept.params, i), params)
 
 
+def test_the_ratio_of_the_proximal_term_is_numpys(model, trainer, federation):
+    """On the client's one batch, at the model that it has trained: at the received one the term has no gradient."""
+    update = update_of(fedprox(model, replace(trainer, batch_size=32, diagnose=True), mu=MU), federation, 2)
+    mlp, (w, received) = MLP(federation.x, federation.y), to_numpy((update.upload, model.init(KEY)))
+    pull, ce = jax.tree.map(lambda w, w0: MU * (w - w0), w, received), mlp.gradient(w, held(federation.train, 2))
+    lengths = [np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(part))) for part in (pull, ce)]
+    assert float(update.diagnostics["gradient_ratio_term"]) == pytest.approx(lengths[0] / lengths[1], rel=1e-3)
+
+
+def test_only_a_client_that_has_trained_has_a_last_model():
+    none, received, trained = ({"w": jnp.array(value)} for value in (0.0, 1.0, 2.0))
+    last = Last(none, jnp.array(False))
+    for steps, kept in ((0, received), (3, trained), (0, trained)):
+        last = last.replaced(trained, TrainInfo(jnp.zeros(()), jnp.array(steps)))
+        assert last.or_received(received) == kept
+
+
 OFF = {
     "moon": {"mu": 0.0},
     "fedntd": {"beta": 0.0},
@@ -169,15 +191,15 @@ def test_not_true_distillation_leaves_the_label_alone():
 
 
 @pytest.mark.parametrize("norm", ["code", "paper"])
-def test_decorrelation_sees_correlations_alone(norm):
+def test_decorrelation_sees_correlations_alone(norm, model):
     rng = np.random.default_rng(1)
     z = rng.normal(0, 1, (9, 5)) @ rng.normal(0, 1, (5, 5))
     mask = np.array([1.0] * 7 + [0.0] * 2)
     correlation = np.corrcoef(z[:7].T)
     apart = correlation - np.eye(5)
-    expected = {"paper": (correlation**2).sum() / 25, "code": 36 * (apart**2).sum() / 20 / 7}[norm]
+    expected = BETA * {"paper": (correlation**2).sum() / 25, "code": 36 * (apart**2).sum() / 20 / 7}[norm]
     z, mask = z.astype(np.float32), mask.astype(np.float32)
-    found = jax.jit(partial(decorrelation, norm=norm))
+    found = jax.jit(decorrelated(model, BETA, norm).regularizer)
     assert float(found(z, mask)) == pytest.approx(expected, rel=1e-4)
     moved = 3 * z + np.arange(5, dtype=np.float32) - 2
     assert float(found(moved, mask)) == pytest.approx(expected, rel=1e-4)
@@ -239,6 +261,13 @@ def test_fedasam_looks_around_without_touching_running_statistics(model_with_nor
     norm = moved["extractor"].pop("norm")
     assert norm == {"scale": True, "bias": True, "running_mean": False, "running_var": False}
     assert all(jax.tree.leaves(moved))
+
+
+def test_at_a_minimum_fedasam_stays(model):
+    w = model.init(KEY)
+    around = asam_loss(model, RHO, ETA).around(lambda params, batch, key: proximal(params, w, 1.0))
+    gradient = jax.jit(jax.grad(around))(w, None, KEY)
+    jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0), gradient)
 
 
 @pytest.mark.parametrize(("name", "kept"), [("moon", 1), ("fedntd", 0), ("feddecorr", 0), ("fedasam", 0)])

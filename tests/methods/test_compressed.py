@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Config, ConfigError, simulate
+from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
@@ -19,13 +20,13 @@ from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import size
 from fedjax_pfl.experiment.programs import lay_out
-from fedjax_pfl.method import Method, PerClass, SentIf, TrainInfo, Update
+from fedjax_pfl.method import Cohort, Method, PerClass, SentIf, TrainInfo, Update
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.compressed import Quantised, Sparse, compressed, int8, top_k
 from fedjax_pfl.methods.fedavg import fedavg
 from tests.conftest import TRAIN_SIZES
 from tests.play import KEY, SOME, N, play, unscored
-from tests.reference import MLP, at, client_key, held, to_numpy, weighted_mean
+from tests.reference import MLP, at, client, client_key, held, now, to_numpy, weighted_mean
 from tests.test_conformance import computations_with_collectives
 
 CODECS = {"top_k": top_k(0.1), "int8": int8()}
@@ -46,6 +47,13 @@ def test_the_largest_entries_are_kept_as_they_are(share):
     assert (found.values.shape, found.indices.shape, found.indices.dtype) == ((kept,), (kept,), jnp.int32)
     smallest = np.sort(np.abs(array).ravel())[-kept]
     np.testing.assert_array_equal(found.dense(), np.where(np.abs(array) >= smallest, array, 0))
+
+
+@pytest.mark.parametrize(("share", "entries", "kept"), [(0.07, 100, 7), (0.1, 21, 3)])
+def test_a_share_is_taken_as_it_is_in_decimals(share, entries, kept):
+    """0.07 * 100 is more than 7."""
+    found = jax.eval_shape(top_k(share), KEY, jax.ShapeDtypeStruct((entries,), jnp.float32))
+    assert found.values.shape == (kept,)
 
 
 def test_a_byte_is_within_a_step_and_right_on_average():
@@ -243,6 +251,34 @@ def test_the_server_gets_the_form_back_and_nothing_but_values_is_touched(kind, a
         expected = np.where(np.arange(30) >= 27, 100.0 + np.arange(30), 100.0)
         np.testing.assert_array_equal(scale, np.tile(expected, (N, 1)))
         np.testing.assert_array_equal(rows, np.where(np.arange(10) == 9, plain.per_class.rows, 0))
+
+
+def test_what_the_absent_send_is_zeros_to_the_server_as_well(federation):
+    """And not what it had sent down."""
+    method, data = compressed(sender(), int8()), client_data(federation.x, federation.y, client(federation.train, 2))
+
+    @jax.jit
+    def aggregated():
+        server, _ = method.init(KEY, N)
+        sent = method.local(now(KEY, 0), method.broadcast(server), (), data).upload
+        rows = jax.tree.map(lambda leaf: jnp.stack([leaf, jnp.zeros_like(leaf)]), sent)
+        cohort = Cohort(jnp.array([2, N]), jnp.array([4.0, 0.0]), N, N)
+        return method.aggregate(now(KEY, 0), server, (), rows, cohort)[0]["got"].w["norm"]["scale"]
+
+    found = np.asarray(aggregated())
+    assert (found[0] >= 100).all()
+    assert not found[1].any()
+
+
+def test_in_round_minus_one_rows_are_packed_with_draws_of_their_own_and_nothing_stays_nothing():
+    rows = jnp.full((3, 40), 0.3).at[:, 0].set(1.0)
+    upload = {"rows": PerClass(jnp.ones(3), rows), "nothing": jnp.zeros(0)}
+    method = compressed(sender()._replace(setup=lambda now, view, client, data: (client, upload)), int8())
+    sent = jax.jit(lambda: method.setup(now(KEY, -1), (), (), None)[1])()
+    assert isinstance(sent["rows"].rows, Quantised)
+    levels = np.asarray(sent["rows"].rows.levels)
+    assert len(np.unique(levels, axis=0)) == 3
+    assert sent["nothing"].shape == (0,)
 
 
 def test_packed_arrays_stand_for_many_at_once():

@@ -15,7 +15,7 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.method import State
-from fedjax_pfl.methods.fedala import Client, fedala
+from fedjax_pfl.methods.fedala import Client, _sample, fedala
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.local import local
 from fedjax_pfl.models.norm import is_statistic
@@ -175,6 +175,13 @@ def test_running_statistics_are_received_as_they_are(model_with_norm, trainer, f
     mix = jax.jit(method.local)(now(KEY, 1), view, client_before, data).client.mix
     moved = jax.tree_util.tree_map_with_path(lambda path, a: is_statistic(path) == bool((a == 1).all()), mix)
     assert all(jax.tree.leaves(moved)), mix
+
+
+def test_at_least_one_sample_is_drawn_where_there_is_one(federation):
+    one = client_data(federation.x, federation.y, client(federation.train, 1))
+    assert int(one.count) == 1
+    drawn = jax.jit(lambda count: _sample(KEY, one._replace(count=count), 0.3).count)
+    assert [int(drawn(np.int32(count))) for count in (0, 1, 5)] == [0, 1, 2]
 
 
 def test_the_model_goes_down_and_comes_back_and_the_mixed_layers_stay(model, trainer, federation):

@@ -97,7 +97,8 @@ def mixtures(model, trainer):
         rows = {"kernel": jnp.asarray(models[:, :3]), "bias": jnp.asarray(models[:, 3:])}
         server, ids = Server(rows, jnp.asarray(known)), jnp.arange(len(models))
         cohort = Cohort(ids, jnp.ones(len(models)), len(models), len(models))
-        u = method.dispatch(now(KEY, 1), server, Client(rows, rows), cohort)
+        # The server mixes what it was sent: of what the clients have it is told nothing.
+        u = method.dispatch(now(KEY, 1), server, None, cohort)
         return np.concatenate([u["kernel"], u["bias"]], axis=1), float(method.diagnose(server)["attention"])
 
     return mix
@@ -148,6 +149,16 @@ def test_who_has_not_taken_part_is_in_nobodys_mixture(name, mixtures):
     assert attention == 0
 
 
+def test_only_who_has_trained_becomes_known(model, trainer):
+    """Client 5 has no samples, and the last row is nobody's."""
+    method, rows = fedamp(model, trainer), {"kernel": jnp.asarray(MODELS[:3])}
+    server = Server({"kernel": jnp.zeros((N, 4))}, jnp.zeros(N, bool))
+    cohort = Cohort(jnp.array([2, 5, N]), jnp.array([4.0, 0.0, 0.0]), N, N)
+    after, _ = method.aggregate(now(KEY, 0), server, Client(rows, rows), rows, cohort)
+    assert np.flatnonzero(after.known).tolist() == [2]
+    np.testing.assert_array_equal(after.models["kernel"][2], MODELS[0])
+
+
 def test_models_far_apart_are_left_alone_and_near_ones_count_alike(mixtures):
     far, attention = mixtures("amp", MODELS, ALL, sigma=1e-3)
     near(far, MODELS)
@@ -161,7 +172,7 @@ def test_a_running_statistic_is_mixed_but_not_compared(model, trainer):
     rows = {"kernel": jnp.asarray(MODELS / 10), "norm": {"running_mean": jnp.asarray(MODELS) * 100}}
     ids = jnp.arange(5)
     cohort, server = Cohort(ids, jnp.ones(5), 5, 5), Server(rows, jnp.asarray(ALL))
-    u = fedamp(model, trainer, **AMP).dispatch(now(KEY, 1), server, Client(rows, rows), cohort)
+    u = fedamp(model, trainer, **AMP).dispatch(now(KEY, 1), server, None, cohort)
     near(u["norm"]["running_mean"], 1000 * u["kernel"], atol=1e-3)
     assert not np.allclose(u["kernel"], rows["kernel"], atol=1e-3)
 

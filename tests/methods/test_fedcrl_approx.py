@@ -4,12 +4,15 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.method import PerClass
 from fedjax_pfl.methods.fedavg import fedavg
-from fedjax_pfl.methods.fedcrl_approx import fedcrl_approx
+from fedjax_pfl.methods.fedcrl_approx import Client, fedcrl_approx
+from fedjax_pfl.methods.fedproc import Sent
 from tests.conftest import CLASSES
 from tests.methods.test_fedproc import contrast_gradient
 from tests.play import KEY, SOME, N, exchanged, play, update_of
@@ -110,6 +113,35 @@ def test_without_the_contrast_and_with_k_held_at_1_it_is_fedavg(model, trainer, 
     jax.tree.map(near, (end.state.server.params, end.post), (averaged.state.server, averaged.post))
     np.testing.assert_array_equal(end.state.clients.share, 1)
     assert end.state.server.prototypes.valid.any()
+
+
+def test_a_client_keeps_its_share_in_a_round_without_a_step_or_a_prototype_of_its_classes(model, trainer, federation):
+    """Else k = 0 / 0; taken for 0, it would cut the client off from the global model for good."""
+    method = fedcrl_approx(model, replace(trainer, drop_last=True))
+    points = jnp.asarray(np.random.default_rng(0).normal(size=(CLASSES, model.dim)), jnp.float32)
+
+    @jax.jit
+    def share_after(row, known):
+        server, own = method.init(KEY, N)
+        view = method.broadcast(server)._replace(per_class=PerClass(known, points))
+        data = client_data(federation.x, federation.y, row)
+        update = method.local(now(KEY, 1), view, own._replace(share=jnp.array(0.3)), data)
+        return update.client.share, update.info.steps
+
+    # Five samples, all of class 2, and less than a batch.
+    steady, short = client(federation.train, 0), client(federation.train, 1)
+    np.testing.assert_array_equal(np.flatnonzero(steady.class_counts), [2])
+    for row, known, keeps in ((steady, [0, 0, 1], False), (steady, [1, 1, 0], True), (short, [1, 1, 1], True)):
+        share, steps = share_after(row, np.array(known, bool))
+        assert (float(share) == np.float32(0.3)) == keeps
+        assert (steps == 0) == (row is short)
+
+
+def test_a_round_starts_from_the_global_running_statistics_whatever_the_share(model, trainer):
+    method = fedcrl_approx(model, trainer)
+    own, w = ({"kernel": jnp.array(value), "running_var": jnp.array(value)} for value in (1.0, 5.0))
+    view, _ = method.personalize(now(KEY, 0), Sent(w, None), Client(own, jnp.array(0.25)), None)
+    assert jax.tree.map(float, view.params) == {"kernel": 2.0, "running_var": 5.0}
 
 
 def test_model_and_class_rows_go_down_and_come_back(model, trainer, federation):

@@ -11,12 +11,14 @@ import pytest
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import round_keys
+from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods.fedfomo import fedfomo
-from fedjax_pfl.methods.fedfomo.candidates import choose, mix
+from fedjax_pfl.methods.fedfomo.candidates import Candidates, choose, mix
+from fedjax_pfl.methods.fedfomo.method import Client, Server, Upload
 from fedjax_pfl.methods.local import local
 from fedjax_pfl.ops.training import phase_key
 from tests.play import KEY, SOME, N, exchanged, play, update_of
-from tests.reference import MLP, at, client, client_key, held, to_numpy
+from tests.reference import MLP, at, client, client_key, held, now, to_numpy
 
 ROUNDS, HYPER = 5, {"candidates": 3, "exploration": 0.9, "exploration_decay": 0.3}
 
@@ -193,6 +195,21 @@ def test_alone_a_client_keeps_its_model_whenever_it_has_improved(model, trainer,
     for nothing in (None, data.validation._replace(count=jnp.array(0, jnp.int32))):
         found = personalize(own, data._replace(validation=nothing))[1].params
         jax.tree.map(np.testing.assert_array_equal, found, own.params)
+
+
+def test_only_who_has_trained_becomes_known_and_nobodys_row_says_nothing(model, trainer):
+    """Client 5 has no samples, and the last row is nobody's."""
+    method, w = fedfomo(model, trainer, candidates=3), {"w": jnp.zeros((3, 1))}
+    server = Server({"w": jnp.zeros((N, 1))}, jnp.zeros(N, bool), jnp.zeros((N, N)))
+    ids = jnp.array([[0, 1], [2, 3], [4, 5]])
+    clients = Client(w, w, Candidates({"w": jnp.zeros((3, 2, 1))}, ids))
+    cohort = Cohort(jnp.array([2, 5, N]), jnp.array([4.0, 0.0, 0.0]), N, N)
+    sent = Upload({"w": jnp.ones((3, 1))}, jnp.array([[1.0, -2.0], [0.0, 0.0], [7.0, 7.0]]))
+    after, _ = method.aggregate(now(KEY, 0), server, clients, sent, cohort)
+    assert np.flatnonzero(after.known).tolist() == [2]
+    expected = np.zeros((N, N))
+    expected[2, :2] = 1, -2
+    np.testing.assert_array_equal(after.preference, expected)
 
 
 def test_without_validation_samples_it_trains_as_local_does(model, trainer, federation):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.data.federated import client_data
+from fedjax_pfl.method import PerClass
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedpa import fedpa
 from fedjax_pfl.methods.fedpa.generator import diversity
@@ -215,6 +216,40 @@ def test_the_first_round_is_fedavgs_bit_for_bit(model, trainer, federation):
     )
     jax.tree.map(np.testing.assert_array_equal, (found.upload.params, found.info), (expected.upload, expected.info))
     assert int(found.info.steps) == 6
+
+
+def test_the_weights_fall_no_further_than_to_a_share(model, trainer, federation):
+    """By round 200 a factor of 0.5 has left nothing but the bounds, 4e-6 and 0.03 of the first weights."""
+    data = client_data(federation.x, federation.y, client(federation.train, 4))
+    prototypes = PerClass(jnp.ones(CLASSES, bool), jnp.ones((CLASSES, model.dim)))
+
+    @jax.jit
+    def late(alpha, beta, decay):
+        method = fedpa(model, trainer, steps=4, alpha=alpha, beta=beta, decay=decay)
+        server, own = method.init(KEY, N)
+        view = method.broadcast(server)._replace(prototypes=prototypes)
+        return method.local(now(KEY, 200), view, own, data).upload.params
+
+    found = late(1e6, 100.0, 0.5)
+    jax.tree.map(near, found, late(4.0, 3.0, 1.0))
+    for without in ((0.0, 3.0), (4.0, 0.0)):
+        assert not np.allclose(found["head"]["kernel"], late(*without, 1.0)["head"]["kernel"], atol=1e-3)
+
+
+def test_unless_given_as_many_features_are_generated_as_a_batch_has_samples(model, trainer, federation):
+    """By what the head is asked to classify."""
+    sizes, data = set(), client_data(federation.x, federation.y, client(federation.train, 4))
+
+    def classify(phi, z):
+        sizes.add(len(z))
+        return model.classify(phi, z)
+
+    for given, expected in (({}, {trainer.batch_size}), ({"generated": 6}, {trainer.batch_size, 6})):
+        sizes.clear()
+        method = fedpa(model._replace(classify=classify), trainer, **given)
+        server, own = jax.eval_shape(partial(method.init, clients=N), KEY)
+        jax.eval_shape(method.local, now(KEY, 1), jax.eval_shape(method.broadcast, server), own, data)
+        assert sizes == expected
 
 
 def test_features_of_one_class_are_as_diverse_as_can_be():

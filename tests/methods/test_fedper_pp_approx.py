@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 
+from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.fedper import fedper
 from fedjax_pfl.methods.fedper_pp_approx import fedper_pp_approx
@@ -19,6 +20,7 @@ from tests.reference import (
     held,
     linear,
     linear_gradient,
+    now,
     softmax_loss,
     to_numpy,
     weighted_mean,
@@ -68,6 +70,23 @@ def test_without_its_two_terms_it_is_fedper_bit_for_bit(model, trainer, federati
     found = update_of(fedper_pp_approx(model, trainer, gamma=0.0, lam=0.0), federation, 4)
     expected = update_of(fedper(model, trainer), federation, 4)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_the_received_extractor_is_looked_at_as_in_evaluation(model, trainer, federation):
+    """By the masks of all looks: what it makes of a sample does not depend on the rest of the batch."""
+    looks = set()
+
+    def features(theta, x, mask=None):
+        looks.add("evaluation" if mask is None else "training")
+        return model.features(theta, x, mask)
+
+    for lam, expected in ((0.0, {"training"}), (LAM, {"training", "evaluation"})):
+        looks.clear()
+        method = fedper_pp_approx(model._replace(features=features), trainer, lam=lam)
+        server, own = jax.eval_shape(partial(method.init, clients=N), KEY)
+        data = client_data(federation.x, federation.y, client(federation.train, 4))
+        jax.eval_shape(method.local, now(KEY, 0), jax.eval_shape(method.broadcast, server), own, data)
+        assert looks == expected
 
 
 def test_the_extractor_goes_down_and_comes_back(model, trainer, federation):

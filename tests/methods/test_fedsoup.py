@@ -59,14 +59,19 @@ def test_rounds_and_scores_are_numpys(model, trainer, federation):
             near([float(leaf[i]) for leaf in end.post.test], mlp.scores(post[i], held(federation.test, i)))
 
 
-def test_before_it_starts_and_with_nothing_to_select_on_it_is_fedavg_bit_for_bit(model, trainer, federation):
+@pytest.fixture(scope="module")
+def soup(model, trainer):
+    """A client's part."""
+    return jax.jit(fedsoup(model, trainer, start_round=START).local)
+
+
+def test_before_it_starts_and_with_nothing_to_select_on_it_is_fedavg_bit_for_bit(model, trainer, federation, soup):
     pool = Pool(model.init(KEY), jnp.zeros((), jnp.int32))
     received = jax.tree.map(lambda leaf: leaf + 0.1, pool.mean)
     data = client_data(federation.x, federation.y, client(federation.train, 4))
     valid = data._replace(validation=client_data(federation.x, federation.y, client(federation.validation, 4)))
     nobody = valid.validation._replace(count=jnp.array(0, jnp.int32))
-    train, soup = jax.jit(fedavg(model, trainer).local), jax.jit(fedsoup(model, trainer, start_round=START).local)
-    expected = train(now(KEY, 0), received, (), data).upload
+    expected = jax.jit(fedavg(model, trainer).local)(now(KEY, 0), received, (), data).upload
     for t, samples in ((START - 1, valid), (START, data), (START, data._replace(validation=nobody))):
         update = soup(now(KEY, t), received, pool, samples)
         jax.tree.map(np.testing.assert_array_equal, (update.upload, update.client), (expected, pool))
@@ -77,6 +82,22 @@ def test_before_it_starts_and_with_nothing_to_select_on_it_is_fedavg_bit_for_bit
     update = soup(now(KEY, START), received, pool._replace(size=jnp.array(3, jnp.int32)), none)
     jax.tree.map(np.testing.assert_array_equal, (update.upload, update.client.mean), (received, pool.mean))
     assert int(update.client.size) == 3
+
+
+@pytest.mark.parametrize(("label", "padding"), [(0, 1), (1, 0)], ids=["it helps", "it does not"])
+def test_padding_has_no_say_in_the_selection(label, padding, model, federation, soup):
+    """All answers are class 0 with the received model, 1 without; the padding stands for samples of the other class."""
+    w, y = model.init(KEY), np.asarray(federation.y)
+    in_favour_of_0, in_favour_of_1 = (
+        {**w, "head": {**w["head"], "bias": jnp.asarray(bias)}} for bias in np.diag(np.float32([220, 100, 0]))[:2]
+    )
+    # Of the biases, 1/4 and 3/4 remain without the received model, and 2/5 and 3/5 with it.
+    index = np.full(federation.validation.index.shape[1], np.flatnonzero(y == padding)[0], np.int32)
+    index[0] = np.flatnonzero(y == label)[0]
+    samples = client(federation.validation, 4)._replace(index=jnp.asarray(index), count=jnp.array(1, jnp.int32))
+    data = client_data(federation.x, federation.y, client(federation.train, 4), validation=samples)
+    update = soup(now(KEY, START), in_favour_of_0, Pool(in_favour_of_1, jnp.array(3, jnp.int32)), data)
+    assert int(update.client.size) == 3 + (label == 0)
 
 
 def test_the_model_goes_down_and_comes_back_and_the_pool_stays(model, trainer, federation):

@@ -116,18 +116,42 @@ def test_with_fewer_than_two_classes_there_is_no_margin(counted):
     assert float(_margin(jnp.ones((2, 3, 5)), jnp.array(counted, bool), 100.0)) == 0
 
 
-def test_a_class_that_nobody_has_sent_has_no_part(model, trainer):
+@pytest.mark.parametrize(
+    ("known", "part"),
+    [([False, False, False], [True, False, True]), ([False, True, False], [True, True, True])],
+    ids=["not yet", "before"],
+)
+def test_a_class_has_a_part_once_somebody_has_sent_it(known, part, model, trainer):
+    """Rule R8: it is a candidate in the server's loss, and goes down, also from rounds in which nobody sends it."""
     method = fedtgp(model, trainer, **SERVER)
     server, _ = method.init(KEY, N)
+    server = server._replace(known=jnp.array(known))
     counts = jnp.array([[2.0, 0.0, 3.0], [1.0, 0.0, 0.0]])
     sums = np.random.default_rng(3).normal(0, 3, (2, CLASSES, model.dim)) * (np.asarray(counts) > 0)[:, :, None]
     cohort = Cohort(jnp.array([4, 1]), jnp.array([5.0, 1.0]), N, N)
     uploads = PerClass(counts, jnp.asarray(sums, jnp.float32))
     new, _ = jax.jit(method.aggregate)(now(KEY, 0), server, (), uploads, cohort)
-    assert not method.broadcast(server).held.any()
-    np.testing.assert_array_equal(method.broadcast(new).held, [True, False, True])
+    np.testing.assert_array_equal(method.broadcast(server).held, known)
+    np.testing.assert_array_equal(method.broadcast(new).held, part)
     moved = np.any(new.generator["embedding"] != server.generator["embedding"], axis=1)
-    np.testing.assert_array_equal(moved, [True, False, True])
+    np.testing.assert_array_equal(moved, part)
+
+
+def test_read_by_prototypes_the_nearest_of_a_known_class_decides(model, trainer, federation):
+    method = fedtgp(model, trainer, reading="prototype")
+    server, own = method.init(jax.random.key(10), N)  # where every class is the nearest to some of the samples
+
+    @jax.jit
+    def answers(known):
+        view = method.broadcast(server._replace(known=known))
+        return jnp.argmax(method.predict(method.personal(view, own), federation.x), axis=1)
+
+    z = MLP(federation.x, federation.y).features(to_numpy(own), np.arange(len(federation.y)))
+    apart = np.linalg.norm(z[:, None] - generate(to_numpy(server.generator)), axis=2)
+    for known in ([True, True, True], [True, False, True]):
+        expected = np.where(known, apart, np.inf).argmin(axis=1)
+        assert set(expected) == set(np.flatnonzero(known))
+        np.testing.assert_array_equal(answers(np.array(known)), expected)
 
 
 def test_without_the_pull_it_is_local_bit_for_bit(model, trainer, federation):

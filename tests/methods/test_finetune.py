@@ -12,8 +12,8 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
 from fedjax_pfl.methods.fedfcd import fedfcd
-from fedjax_pfl.methods.fedper import fedper
 from fedjax_pfl.methods.fedprox_ft import fedprox_ft
+from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.methods.finetuned import finetuned
 from tests import generator
 from tests.reference import MLP, client_key, held, now, to_numpy
@@ -104,22 +104,23 @@ def test_fedprox_ft_without_the_proximal_term_is_fedavg_ft_bit_for_bit(model, tr
 
 
 def test_fedprox_ft_fine_tunes_without_the_proximal_term(model, trainer, federation, plain):
-    view = plain[0].state.server
-    found = personalize(fedprox_ft(model, trainer, mu=5.0), KEY, 2, view, federation, 2)
-    assert same(found, personalize(fedavg_ft(model, trainer), KEY, 2, view, federation, 2))
+    view, options = plain[0].state.server, {"finetune_epochs": 2, "finetune_lr": 0.05, "finetune_scope": "head"}
+    found = personalize(fedprox_ft(model, trainer, mu=5.0, **options), KEY, 2, view, federation, 2)
+    assert same(found, personalize(fedavg_ft(model, trainer, **options), KEY, 2, view, federation, 2))
     with_prox = play(fedprox_ft(model, trainer, mu=1.0), federation)[0]
     assert not same(with_prox.state, plain[0].state)
 
 
 def test_any_method_can_be_fine_tuned_where_its_model_is_an_extractor_with_a_head(model, trainer, federation):
-    """FedPer's personal head is what fine-tuning starts from, and stays as it was for training."""
-    method = fedper(model, trainer)
+    """It starts from FedRep's personal head, trained once more as before any scoring; training goes on without both."""
+    method = fedrep(model, trainer, final_head_epochs=3)
     tuned = finetuned(method, model, trainer, epochs=2, lr=0.05, scope="full")
     theta, phi = model.init(KEY)["extractor"], jax.tree.map(lambda leaf: leaf + 0.1, model.init(KEY)["head"])
     key, mlp = client_key(KEY, 0, 4), MLP(federation.x, federation.y)
     found = personalize(tuned, key, 0, theta, federation, 4, phi)
     start, rows = to_numpy({"extractor": theta, "head": phi}), held(federation.train, 4)
-    expected, _ = mlp.train(start, key, 0, rows, trainer, phase="finetune", epochs=2, lr=0.05)
+    scored, _ = mlp.train(start, key, 0, rows, trainer, gradient=mlp.head_gradient, phase="final head", epochs=3)
+    expected, _ = mlp.train(scored, key, 0, rows, trainer, phase="finetune", epochs=2, lr=0.05)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
     assert same(tuned.personal(theta, phi), method.personal(theta, phi))
     with pytest.raises(ValueError, match="more than an extractor with a head"):

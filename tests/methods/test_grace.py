@@ -132,6 +132,21 @@ def test_parallel_updates_a_lone_one_and_none_count_by_their_samples(moved):
     near(moved(0 * updates, SIZES), 0 * way)
 
 
+def test_running_statistics_have_no_say_in_the_weights(model, trainer):
+    rng = np.random.default_rng(6)
+    cohort = Cohort(jnp.arange(4), jnp.asarray(SIZES, jnp.float32), N, N)
+    kernels = jnp.asarray(rng.normal(1, 1, (4, 5)), jnp.float32)
+
+    @jax.jit
+    def kernel(statistics):
+        server = {"kernel": jnp.zeros(5), "norm": {"running_var": jnp.zeros(3)}}
+        sent = {"kernel": kernels, "norm": {"running_var": statistics}}
+        return grace(model, trainer).aggregate(now(KEY, 0), server, (), sent, cohort)[0]["kernel"]
+
+    found = [kernel(scale * rng.normal(size=(4, 3)).astype(np.float32)) for scale in (0, 10)]
+    np.testing.assert_array_equal(*found)
+
+
 def test_without_alignment_and_inner_step_it_is_sgd_on_every_other_sample_and_a_client_without_any_stays(
     model, trainer, federation
 ):

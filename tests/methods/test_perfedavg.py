@@ -14,7 +14,7 @@ from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods.perfedavg import perfedavg
 from fedjax_pfl.ops.training import Trainer
 from tests.play import KEY, SOME, N, exchanged, play
-from tests.quadratics import curved, quadratic
+from tests.quadratics import curved, half_running, quadratic
 from tests.reference import MLP, at, batches, client, client_key, held, now, sgd, to_numpy, weighted_mean
 
 ROUNDS, INNER_LR = 3, 0.2
@@ -96,6 +96,22 @@ def test_a_step_on_a_quadratic_is_its_closed_form(version, federation):
     assert int(update.info.steps) == 1
     near(update.upload["extractor"]["point"], expected, atol=1e-4 if version == "hessian_free" else 1e-6)
     assert np.abs(b * (shrink @ g - g)).max() > 0.01
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_running_statistics_take_their_updates_whole_and_no_part_in_the_hessian(version, federation):
+    matrix, centre, w = curved()
+    a, b, learnt = 0.3, 0.05, np.array([1, 1, 0, 0])
+    model = half_running(quadratic(matrix, centre, w))
+    method = perfedavg(model, Trainer(batch_size=32, lr=b), inner_lr=a, version=version)
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    update = jax.jit(method.local)(now(KEY, 0), method.init(KEY, N)[0], (), data)
+    g = matrix @ (w - centre)
+    g = matrix @ (w - np.where(learnt, a, 1) * g - centre)
+    curvature = 0 if version == "first_order" else learnt * (matrix @ (learnt * g))
+    expected = w - np.where(learnt, b, 1) * (g - a * curvature)
+    found = np.concatenate([update.upload["extractor"][name] for name in ("point", "running_mean")])
+    near(found, expected, atol=1e-4 if version == "hessian_free" else 1e-6)
 
 
 def test_without_an_inner_step_it_is_sgd_on_every_other_sample_and_a_client_without_any_stays(

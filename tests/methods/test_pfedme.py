@@ -12,7 +12,7 @@ from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods.pfedme import pfedme
 from fedjax_pfl.ops.training import Trainer
 from tests.play import KEY, SOME, N, exchanged, play
-from tests.quadratics import curved, quadratic
+from tests.quadratics import curved, half_running, quadratic
 from tests.reference import MLP, batches, client, client_key, held, now, to_numpy, weighted_mean
 
 HYPER = {"lam": 4.0, "inner_steps": 3, "personal_lr": 0.07, "beta": 1.4}
@@ -82,6 +82,15 @@ def test_an_exact_inner_solution_moves_w_as_the_moreau_envelope_says(federation)
     near(update.client["extractor"]["point"], theta)
 
 
+def test_running_statistics_of_w_are_those_of_theta(federation):
+    method = pfedme(half_running(quadratic(*curved())), Trainer(lr=0.05), inner_steps=2, local_steps=1)
+    received, _, update = local(method, federation, client(federation.train, 4))
+    before, w, theta = (tree["extractor"] for tree in (received, update.upload, update.client))
+    np.testing.assert_array_equal(w["running_mean"], theta["running_mean"])
+    for other, name in ((theta, "point"), (before, "point"), (before, "running_mean")):
+        assert np.abs(w[name] - other[name]).max() > 1e-3
+
+
 def test_a_client_without_samples_keeps_its_model_and_sends_what_it_received(federation):
     rows = jax.tree.map(lambda leaf: leaf[0], pack([np.zeros(0, np.int64)], np.asarray(federation.y), 3))
     method = pfedme(quadratic(*curved()), Trainer(batch_size=4, lr=0.05))
@@ -90,15 +99,17 @@ def test_a_client_without_samples_keeps_its_model_and_sends_what_it_received(fed
     assert (float(update.info.loss), int(update.info.steps)) == (0, 0)
 
 
-def test_beta_says_how_far_the_server_goes_towards_the_mean():
+def test_beta_says_how_far_the_server_goes_towards_the_mean_whose_running_statistics_it_takes():
     cohort = Cohort(jnp.arange(3), jnp.array([3.0, 0.0, 1.0]), N, N)
     for beta in (0.0, 1.0, 2.0):
-        method = pfedme(quadratic(*curved()), Trainer(), beta=beta)
+        method = pfedme(half_running(quadratic(*curved())), Trainer(), beta=beta)
         server, _ = method.init(KEY, N)
         uploads = jax.tree.map(lambda w: jnp.stack([w + 1, 0 * w, w + 5]), server)
         found, _ = method.aggregate(now(KEY, 0), server, (), uploads, cohort)
         # The mean of the two that are present is at a distance of (3 * 1 + 1 * 5) / 4.
-        jax.tree.map(lambda found, w, beta=beta: near(found, w + 2 * beta), found, server)
+        moved = jax.tree.map(np.subtract, found, server)
+        near(moved["extractor"].pop("running_mean"), 2)
+        jax.tree.map(partial(near, desired=2 * beta), moved)
 
 
 def test_the_model_goes_down_and_comes_back_and_another_stays(model, trainer, federation):

@@ -242,6 +242,20 @@ def test_what_stands_around_a_method_is_put_on_in_order():
     assert plain == Config(**TABLES)
 
 
+def test_the_sum_is_divided_by_how_many_are_expected_to_take_part_to_the_end(monkeypatch):
+    """Of the clients that train, those drawn that do not drop out."""
+    given = {}
+
+    def noted(method, **options):
+        given.update(options)
+        return method
+
+    monkeypatch.setattr("fedjax_pfl.experiment.build.private", noted)
+    changes = {"data.new_clients": 0.25, "participation.dropout": 0.2}
+    make_engine(Config(**TABLES, privacy=CLIPPED).replace(changes), DataShape("digits", (8, 8, 1), 10, None))
+    assert given["expected"] == pytest.approx(0.5 * 0.8 * 6)
+
+
 @pytest.fixture(scope="module")
 def checked(model, trainer, federation):
     """name -> the error that a method is refused with, or None."""

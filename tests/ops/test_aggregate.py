@@ -202,6 +202,17 @@ def test_a_matrix_of_zeros_weighs_all_present_the_same_and_nobody_gets_nothing()
     assert not solve(full, jnp.zeros((3, LARGEST), bool)).any()
 
 
+# With all that are wrong exchanged, the coordinates that may be positive come round again and again.
+CIRCLING = [[45, 10, 8, 18, -4], [10, 30, 14, -15, 6], [8, 14, 21, -1, 17], [18, -15, -1, 26, -1], [-4, 6, 17, -1, 18]]
+
+
+def test_where_exchanging_all_at_once_goes_round_in_circles_the_last_alone_is_exchanged():
+    q, present = np.zeros((LARGEST, LARGEST)), np.arange(LARGEST) < 5
+    q[:5, :5] = CIRCLING
+    found = solve(*(jnp.asarray(np.broadcast_to(part, (3, *part.shape))) for part in (np.float32(q), present)))
+    np.testing.assert_allclose(found[0, :5], best_on_the_simplex(q[:5, :5])[1], atol=1e-5)
+
+
 def fedpacs(clients, beta, spread):
     """Q of four clients as FedPAC builds it: variances on the diagonal, and products of differences of class means."""
     rng = np.random.default_rng(1)
