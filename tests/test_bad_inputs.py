@@ -197,7 +197,8 @@ CASES = {
     ),
     "misspelt key": (
         "run config.toml training.learning_rate=0.1",
-        "training.learning_rate = 0.1 is not usable: no such key; allowed: rounds, epochs, batch_size, lr, ...",
+        "training.learning_rate = 0.1 is not usable: no such key; did you mean lr? "
+        "allowed: rounds, epochs, batch_size, lr, ...",
     ),
     "misspelt option of the model": (
         "run config.toml model.hiden=50",

@@ -201,13 +201,14 @@ class Engine(Evaluator):
         server = jax.tree.map(lambda new, old: jnp.where(happened, new, old), combined, server)
 
         count = jnp.sum(present)
-        # A client without a whole batch, where short ones are dropped, has no loss.
+        # A client without a whole batch, where short ones are dropped, has no loss; a method need not count steps.
         trained = present & (update.info.steps > 0)
+        trained = jnp.where(jnp.any(trained), trained, present)
 
         def mean(values: Float[Array, " K"], of: Bool[Array, " K"]) -> Float[Array, ""]:
             return jnp.sum(jnp.where(of, values, 0.0)) / jnp.maximum(jnp.sum(of), 1).astype(jnp.float32)
 
-        loss = jnp.where(jnp.any(trained), mean(update.info.loss, trained), run.loss)
+        loss = jnp.where(count > 0, mean(update.info.loss, trained), run.loss)
         of_clients = update.diagnostics or {}
         diagnostics = {name: mean(of_clients[name], present) for name in self.diagnostics if name in of_clients}
         if UPDATE_COSINE in self.diagnostics:

@@ -102,7 +102,7 @@ def _equation(eqn: JaxprEqn, known: Known) -> tuple[Work, Known]:
         most = max(found, key=lambda work: work.flops)
         return most._replace(whole=all(work.whole for work in found)), unknown
     inner = [value for value in params.values() if isinstance(value, ClosedJaxpr)]
-    if name == "checkpoint":
+    if name in ("checkpoint", "remat2"):  # the latter in JAX 0.10
         inner = [ClosedJaxpr(params["jaxpr"], [])]
     if inner and len(inner[0].jaxpr.invars) == len(known):  # a call
         return _walk(inner[0].jaxpr, inner[0].consts, known)

@@ -367,8 +367,7 @@ def test_heads_on_cached_features_are_those_on_features_computed_for_every_batch
         return [local(client(federation.train, i)) for i in (1, 2)]
 
     cached = trained()
-    module = f"fedjax_pfl.methods.{name}" + (".method" if name == "fedecouple" else "")
-    monkeypatch.setattr(importlib.import_module(module), "cache_features", uncached)
+    monkeypatch.setattr(importlib.import_module(METHODS[name].__module__), "cache_features", uncached)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), trained(), cached)
     assert calls
 
