@@ -309,7 +309,7 @@ def _method(name: Any, options: Mapping[str, Any]) -> Any:
       ConfigError: there is none, or the name is that of another method.
     """
     method = options.get("method", name)
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         hint = '; or, of a variant, {"method": "fedprox", "mu": 1.0}' if options and "method" not in options else ""
         raise ConfigError("methods" if method is name else f"methods.{name}", method, one_of(method, METHODS) + hint)
     if method != name and (name in METHODS or not isinstance(name, str) or not name.strip()):

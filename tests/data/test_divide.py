@@ -65,6 +65,13 @@ def test_users_that_a_partition_does_not_look_at_are_noted():
     assert not divided()[1]["notes"]
 
 
+def test_a_test_part_from_python_that_is_divided_anew_is_noted():
+    given = PARTS._replace(name="arrays")
+    (note,) = divided(given)[1]["notes"]
+    assert note.startswith("the test part given is divided anew")
+    assert divided(given, split="official")[1]["notes"] == divided(PARTS)[1]["notes"] == []
+
+
 def test_the_manifest_says_which_user_a_client_is():
     users, names = np.arange(SAMPLES) % 9, tuple(f"user_{at}" for at in range(9))
     named = MERGED._replace(users=users, user_names=names)
