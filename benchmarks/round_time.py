@@ -144,7 +144,7 @@ CASES = {
             processes=2,
             rounds=1,
         ),
-        # configs/fedecouple/table2_weak_pathological.toml
+        # Clients and model of configs/fedecouple/table2_weak_pathological.toml, with batches of ten.
         Case("fedecouple_cnn3_b10", "cnn3", 20, 600, COLOUR, 10, 5, 0.05, {"fedecouple": {}}, processes=2, rounds=1),
         # For accelerators (`gpu.py`); minutes per round on a CPU.
         Case("cnn2_b10_500_clients", "cnn2", 500, 600, COLOUR, 10, 1, 0.005, FEDAVG, against=IN_MEMORY),

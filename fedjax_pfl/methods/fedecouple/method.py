@@ -65,8 +65,8 @@ def fedecouple(
       frozen_head_epochs: epochs of the extractor under the frozen global head (GLF, Eq. 5); 0 switches them off.
       teacher: the global head adapts while it teaches, or stays as received, or there is no distillation (Table IX).
       scale_by_temperature: multiply the distillation by tau^2; the paper has no such factor.
-      head_features: the extractor whose features the heads are trained on: the client's own, as it left it, or the one
-        received.
+      head_features: whose features the heads are trained on: those of the client's own extractor, as it left it, or of
+        the one received, as in FedPAC's code; with the latter PRE has the paper's accuracy (docs/papers/fedecouple.md).
       global_extractor: whether the client goes on from the received extractor or from its own (Table IX).
       anchor_on: whether augmented copies count in the anchors.
       anchor_coverage: share of the client's classes, drawn in each round, that get an anchor (GFA; Table IX).
