@@ -50,7 +50,7 @@ class Runs:
         return simulate(config.replace({"run.out": str(out)}), data, overwrite=True, progress=print)
 
     def fedecouple(self, partition: str, *changes: str) -> Result:
-        """A short run on CIFAR-10 in the setting of Table II, with other clients, and small batches to learn in time."""
+        """A short run on CIFAR-10 in the setting of Table II, with other clients and smaller batches."""
         given = [*SHORT, EXPORT, "training.batch_size=10", f"data.partition={partition}", *changes]
         return self("fedecouple/table2_weak_pathological", given)
 

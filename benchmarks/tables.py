@@ -569,9 +569,7 @@ def comparison(table: Table, setting: Setting, lines: Sequence[Line], reference:
     best = next((line for line in run if line is not base), None)
     if base and best and (p := paired_p(base.by_seed(ranked), best.by_seed(ranked))) is not None:
         parts.append(f"{base.row.label} against the best other row, {best.row.label}: p = {p:.3g}.")
-    both = [(paper[line.key][ranked], line.mean(ranked)) for line in run if ranked in paper[line.key]]
-    if (rho := rank_correlation(both)) is not None:
-        parts.append(f"Rank correlation (Spearman) with the paper's figures over {len(both)} rows: {rho:.2f}.")
+    parts += ranking([(line, paper[line.key][ranked]) for line in run if ranked in paper[line.key]], ranked)
     for line in lines:
         printed, hm = paper[line.key].get("printed"), paper[line.key].get("hm")
         if printed is not None and hm is not None and abs(printed - hm) > 0.05:
@@ -650,6 +648,31 @@ def paired_p(first: Mapping[int, float], second: Mapping[int, float]) -> float |
     """p-value of the paired t-test; None where there is nothing to judge by."""
     found = paired_difference(first, second)
     return None if found is None or np.isnan(found.p) else found.p
+
+
+def ranking(paper: Sequence[tuple[Line, float]], ranked: str) -> list[str]:
+    """How well rows are in the order of the paper's figures, in the last round that all of them have scores of.
+
+    That is the headline's where all have been run for as long. Nothing where they share no round.
+    """
+    cells = [cell for line, _ in paper for cell in line.cells.values()]
+    pairs, after = [(figure, line.mean(ranked)) for line, figure in paper], ""
+    if len({cell["config"]["training"]["rounds"] for cell in cells}) > 1:
+        shared = set.intersection(*(set(cell["curve"]["round"]) for cell in cells))
+        if not shared or ranked == "weighted":  # of which no curve is kept
+            return []
+        at = max(shared)
+        pairs, after = [(figure, mean_in(at, line, ranked)) for line, figure in paper], f" after {at} rounds"
+    rho = rank_correlation(pairs)
+    if rho is None:
+        return []
+    return [f"Rank correlation (Spearman) with the paper's figures over {len(pairs)} rows{after}: {rho:.2f}."]
+
+
+def mean_in(round: int, line: Line, name: str) -> float:
+    """A figure of a row in a round, mean over seeds."""
+    curves = [(cell["curve"]["round"], curve_of(cell, name, line.row.point)) for cell in line.cells.values()]
+    return float(np.mean([curve[rounds.index(round)] for rounds, curve in curves]))
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:

@@ -569,6 +569,21 @@ def test_ranks_are_those_of_the_harmonic_means(scores, fake):
     assert "over 3 rows: 0.87." in markdown("toy_table3")
 
 
+def test_rows_of_different_length_are_ranked_in_the_last_round_that_all_have():
+    def line(*accuracy):
+        rounds = [20 * (number + 1) for number in range(len(accuracy))]
+        cell = {"config": {"training": {"rounds": rounds[-1]}}, "curve": {"round": rounds, "pre": list(accuracy)}}
+        return tables.Line("a", tables.Row("a", "pre", []), {0: cell}, {0: {"accuracy": accuracy[-1]}})
+
+    # The paper's order is 1 2 3; after the last rounds, 40, 20 and 20, ours is 3 1 2, in round 20 it is 2 1 3.
+    runs = [(line(0.5, 0.9), 60.0), (line(0.4), 70.0), (line(0.6), 80.0)]
+    assert tables.ranking(runs, "accuracy") == [
+        "Rank correlation (Spearman) with the paper's figures over 3 rows after 20 rounds: 0.50."
+    ]
+    alike = [(line(0.1, 0.2), 60.0), (line(0.3, 0.3), 70.0), (line(0.2, 0.4), 80.0)]
+    assert tables.ranking(alike, "accuracy")[0].endswith("over 3 rows: 1.00.")
+
+
 def test_the_best_round_is_that_of_the_figure_that_rows_are_ranked_by(scores, fake, monkeypatch):
     monkeypatch.setitem(ACCURACY, ("fedprox", 0), (0.75, 0.65))
     text = scores.read_text().replace('columns = "global_local_hm"', 'columns = "global_local_hm"\nheadline = "best"')
