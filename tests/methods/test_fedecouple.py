@@ -477,6 +477,12 @@ def test_the_server_weighs_by_similarity_alone(model, trainer):
     check(aggregate([1, 0.5], [1, 9], aggregation="size"), 0.55)
 
 
+def test_the_headline_is_that_of_the_extractor_that_heads_were_trained_on(model, trainer):
+    """Of the client's own, which it has after local training, or of the one received, as FedRep's."""
+    assert fedecouple(model, trainer).headline == "post"
+    assert fedecouple(model, trainer, head_features="global").headline == fedrep(model, trainer).headline == "pre"
+
+
 def test_with_everything_off_it_is_fedrep_that_also_averages_heads(model, trainer, federation):
     """What a client does of it from a model of its own, and what the server does; FedRep's in place of both."""
     off = {"head_features": "global", "lam": 0.0, "mu": 0.0, "frozen_head_epochs": 0, "aggregation": "size"}

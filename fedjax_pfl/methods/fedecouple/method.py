@@ -49,9 +49,10 @@ def fedecouple(
 ) -> Method:
     """FedeCouple: extractor and head are both shared and both personal.
 
-    Shared: theta, phi. Personal: theta_i, phi_i, from the client's last participation. Headline: POST, (theta_i, phi_i)
-    after local training; PRE is (theta, phi_i). ``training.epochs`` is E_fe. The paper states neither learning rate nor
-    batch size. Anchors stay on the client. Clipping, where configured, takes the two heads' gradients as one.
+    Shared: theta, phi. Personal: theta_i, phi_i, from the client's last participation. Headline: POST, that is
+    (theta_i, phi_i); with ``head_features="global"`` PRE, (theta, phi_i), as of FedRep. ``training.epochs`` is E_fe.
+    The paper states neither learning rate nor batch size. Anchors stay on the client. Clipping takes both heads'
+    gradients as one.
 
     Args:
       model: extractor and head.
@@ -145,6 +146,5 @@ def fedecouple(
     def personal(view: Params, client: Client) -> Params:
         return {"extractor": view["extractor"], "head": own(view, client)["head"]}
 
-    return fedavg(model, train, combine)._replace(
-        init=init, local=local, aggregate=aggregate, personal=personal, headline="post", copies="concat"
-    )
+    method = fedavg(model, train, combine)._replace(init=init, local=local, aggregate=aggregate, personal=personal)
+    return method._replace(headline="post" if head_features == "local" else "pre", copies="concat")
