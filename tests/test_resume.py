@@ -15,6 +15,7 @@ import pytest
 from fedjax_pfl import Config, ConfigError, Result, simulate
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.checkpoint import Checkpoints
+from fedjax_pfl.experiment.record import RunDirectory
 
 
 def config(out, **tables):
@@ -234,6 +235,28 @@ def test_a_directory_in_which_another_process_runs_is_refused(whole, copy):
         other.kill()
     assert_same(simulate(config(copy), resume=copy), whole[0], copy, whole[1])
     assert not (copy / ".lock").exists()
+
+
+def test_a_directory_left_while_it_is_taken_is_locked_for_others_too(tmp_path, monkeypatch):
+    """The one who leaves removes the file that this process has opened and not yet locked."""
+    fcntl = pytest.importorskip("fcntl", reason="Windows has no such locks")
+    path, lockf, calls = tmp_path / ".lock", fcntl.lockf, []
+
+    def locked_too_late(file, how):
+        if not calls:
+            path.unlink()
+        calls.append(file)
+        lockf(file, how)
+
+    monkeypatch.setattr(fcntl, "lockf", locked_too_late)
+    directory = RunDirectory(tmp_path)
+    directory.take()
+    assert len(calls) == 2
+    there = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    other = subprocess.run([sys.executable, "-c", there, str(path)], stderr=subprocess.PIPE, text=True)
+    assert "BlockingIOError" in other.stderr
+    directory.leave()
+    assert not path.exists()
 
 
 def test_checkpoints_need_a_run_directory():

@@ -237,18 +237,23 @@ def _lock(folder: Path, field: str) -> int | None:
         return None
     import fcntl
 
-    with writable(folder, field):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / _LOCK, os.O_WRONLY | os.O_CREAT)
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+    while True:
+        with writable(folder, field):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / _LOCK, os.O_WRONLY | os.O_CREAT)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(lock)
+            allowed = "another directory, or wait: another process is running in this one"
+            raise ConfigError(field, str(folder), allowed) from None
+        except OSError:
+            pass  # a file system without locks
+        # One who ended since the file was opened has removed it: a third would not see this lock, but make a new file.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(folder / _LOCK)):
+                return lock
         os.close(lock)
-        allowed = "another directory, or wait: another process is running in this one"
-        raise ConfigError(field, str(folder), allowed) from None
-    except OSError:
-        pass  # a file system without locks
-    return lock
 
 
 def _unlock(folder: Path, lock: int) -> None:
