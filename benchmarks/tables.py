@@ -54,8 +54,8 @@ LEGEND = (
     "Columns PRE and POST: {clients}the last round. Passes: a participant's work in a round, in passes over its "
     "samples, forward and backward. MB: all clients, up and down. Behind {reference}: its figure minus "
     "the row's, mean of the paired differences in points with a 95 % interval over seeds; over clients: 95 % interval, "
-    "after the last round, when the clients of each run are drawn anew; where the best round counts, beside the last "
-    "round's difference. p: two-sided paired t-test over seeds."
+    "after the last round, when clients are drawn anew, each with its figures of all seeds; where the best round "
+    "counts, beside the last round's difference. p: two-sided paired t-test over seeds."
 )
 
 

@@ -150,6 +150,24 @@ def test_partition_without_out_writes_nothing(quick, tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_partition_takes_nothing_from_a_run(quick, tmp_path):
+    """Neither does it write where a config has its run, nor over a run where it is told to."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name in ("summary.json", "metrics.jsonl"):
+        (folder / name).write_text(name)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    of_run = tmp_path / "of_run.toml"
+    of_run.write_text(load_config(quick).replace("run.out", str(folder)).to_toml())
+    assert invoke("partition", of_run).exit_code == 0
+    refused = invoke("partition", quick, "--out", folder, "--overwrite").exception
+    assert str(refused).startswith(f"--out = '{folder}' is not usable: a directory without a run")
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    (folder / "metrics.jsonl").unlink()
+    assert invoke("partition", quick, "--out", folder, "--overwrite").exit_code == 0
+    assert json.loads((folder / "partition.json").read_text())["hash"]
+
+
 def test_lists_name_everything_there_is():
     tables = {"methods": METHODS, "models": MODELS, "partitions": PARTITIONS, "datasets": SOURCES}
     for name, table in tables.items():

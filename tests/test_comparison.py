@@ -151,6 +151,7 @@ def test_hyperparameters_are_given_per_method(comparison, out, tmp_path):
         ("ditto.lam=1", "one of the methods compared: local, fedprox"),
         ("fedprox.nu=1.0", r"method\.nu = 1\.0 is not usable: no such key of fedprox"),
         ("fedprox.data.clients=3", "methods.fedprox = 'data.clients' .* its hyperparameters, or a field of training"),
+        ("fedprox.name=local", "methods.fedprox = 'name' .* its hyperparameters, or a field of training"),
     ]:
         with pytest.raises(ConfigError, match=message):
             CliRunner().invoke(app, [*command, "--set", wrong], catch_exceptions=False)
@@ -240,6 +241,7 @@ def test_the_table_by_hand():
     fedavg = np.array([0.7, 0.72, 0.78])
     mean, std = 100 * np.mean(fedavg), 100 * np.std(fedavg, ddof=1)
     assert named["fedavg"]["PRE"] == f"**{mean:.2f} ± {std:.2f}** *"
+    assert "\n\nAccuracy in % on test samples, mean over seeds" in table.markdown()
     assert named["ditto"]["PRE"] == "60.00 ± 0.00"  # compared at PRE, though judged by POST
     assert named["ditto"]["POST"] == "72.00 ± 0.00 *"
     columns = ("best", "best weighted", "std of clients", "worst 10 %")

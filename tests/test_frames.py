@@ -282,7 +282,7 @@ def test_a_comparison_as_frames():
     accuracies = np.concatenate([cell.clients["pre_accuracy"] for cell in found.cells[2:]])
     np.testing.assert_array_equal(clients["pre_accuracy"], accuracies)
     assert list(found.pivot().index) == ["fedcpd", "fedavg"]
-    np.testing.assert_allclose(found.pivot()["headline"], [math.nan, np.mean(figures)])
+    np.testing.assert_allclose(found.pivot()["pre"], [math.nan, np.mean(figures)])
     assert "% Failed: fedcpd, seed 1: method.name = 'fedcpd' is not usable" in found.to_latex()
     assert "\nfedcpd & --- & --- \\\\\n" in found.to_latex()
 
@@ -350,7 +350,10 @@ def test_a_pivot_by_hand():
     by_seed = swept.pivot(index=["method.name", "data.partition.beta"], columns="run.seed")
     assert list(by_seed.loc[("ditto", 1.0)]) == BY_HAND[1.0]["ditto"]
     assert swept.pivot(values="global").isna().all(axis=None)
-    assert list(swept.pivot(["data.partition.beta", "method.name"]).columns) == ["headline"]
+    assert list(swept.pivot(["data.partition.beta", "method.name"]).columns) == ["pre"]
+    at_post = swept._replace(point="post").pivot(["data.partition.beta", "method.name"])
+    assert list(at_post.columns) == ["post"]
+    assert (at_post == 0.5).all(axis=None)
 
 
 def test_a_pivot_of_lists_of_what_one_method_has_and_of_data_alone():
@@ -372,7 +375,7 @@ def test_a_pivot_of_lists_of_what_one_method_has_and_of_data_alone():
         for seed in (0, 1)
     ]
     table = Sweep(betas, {}).pivot()
-    np.testing.assert_allclose(table["headline"], [0.15, 0.55])
+    np.testing.assert_allclose(table["pre"], [0.15, 0.55])
     assert list(table.index) == [0.1, 0.5]
 
 
@@ -444,7 +447,7 @@ def test_latex_prints_the_winner_of_each_data_setting_in_bold():
             assert entries[2 * at + 1] == plus_minus(100 - values)
     assert {rows[1][3][:7], rows[2][1][:7]} == {r"\textbf"}  # not the same one
     assert comments == [
-        r"% Needs \usepackage{booktabs}. In %: mean and sample standard deviation over 3 seeds; "
+        r"% Needs \usepackage{booktabs}. In % on test samples: mean and sample standard deviation over 3 seeds; "
         "bold: the highest mean of a column."
     ]
     assert r"\cmidrule(lr){2-3} \cmidrule(lr){4-5}" in by_hand().to_latex(["pre", "std_clients"])

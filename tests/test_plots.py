@@ -438,7 +438,7 @@ def test_sensitivity_to_a_hyperparameter_of_one_method():
     np.testing.assert_allclose(across.get_ydata(), [35, 35])
     np.testing.assert_allclose([ax.patches[0].get_y(), ax.patches[0].get_height()], [35 - 50**0.5, 2 * 50**0.5])
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["fedprox", "fedavg"]
-    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_xscale()) == ("fedprox.mu", "accuracy (%)", "log")
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_xscale()) == ("fedprox.mu", "PRE accuracy (%)", "log")
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_a_registered_method_is_known_to_configs_and_compiled_anew_when_register
         config({"method.name": "mine2", "method.mu": "a"})
     with pytest.raises(ConfigError, match=r"method\.nu = 1 is not usable: no such key of mine2; allowed: mu"):
         config({"method.name": "mine2", "method.nu": 1})
-    found = compare(config(), {"mine2": {"mu": 0.5}, "fedprox": {"mu": 0.5}})
+    found = compare(config(), {"mine2": {"mu": 0.5}, "fedprox": {"method.mu": 0.5}})  # the latter is what tune finds
     assert not found.failed
     assert found.by_seed("mine2") == found.by_seed("fedprox")
 
@@ -192,6 +192,8 @@ def test_another_package_offers_a_method(monkeypatch):
         registry.importlib.metadata, "entry_points", lambda group: [point] if group == point.group else []
     )
     registry.load_entry_points.cache_clear()
+    with pytest.raises(ConfigError, match="baseline = 'none' is not usable: one of the methods compared: mine_theirs"):
+        compare(config(), ["mine_theirs"], baseline="none")  # the first to name it
     assert config({"method.name": "mine_theirs"}).method == {"name": "mine_theirs", "mu": 0.5}
     absent = EntryPoint("mine_absent", "no_such_package:mine", "fedjax_pfl.methods")
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [absent])

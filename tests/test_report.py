@@ -332,6 +332,15 @@ def test_the_table_of_a_comparison_or_sweep_is_the_one_that_it_wrote(folder, tmp
     assert alone.table("run", "seeds")[0][:3] == ["all", "2", "55.62 ± 4.42 *"]
 
 
+def test_a_table_that_was_written_for_some_of_the_methods_is_not_that_of_all(folder, tmp_path):
+    home = shutil.copytree(folder, tmp_path / "runs")
+    of_one = "\n".join(line for line in COMPARED.splitlines() if not line.startswith("| fedavg"))
+    (home / "comparison.md").write_text(of_one, encoding="utf-8")
+    table = Page(report_html([home])).table("method", "seeds")
+    assert sorted(row[0] for row in table) == ["fedavg", "fedprox"]
+    assert "12.34" not in str(table)
+
+
 def test_a_run_that_goes_on_is_shown_as_far_as_it_is(tmp_path):
     run = write(tmp_path / "run", rounds=2, ended=False)
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:

@@ -43,14 +43,21 @@ def test_holm_keeps_the_family_wise_error():
 
 def test_the_bootstrap_has_the_width_of_the_standard_error():
     rng = np.random.default_rng(1)
-    gaps = [rng.normal(0.02, 0.1, 400), rng.normal(0.02, 0.2, 100)]
-    low, high = bootstrap_over_clients(gaps)
-    error = np.sqrt(sum(gap.var() / len(gap) for gap in gaps)) / 2
-    middle = np.mean([gap.mean() for gap in gaps])
+    gaps = rng.normal(0.02, [[0.1], [0.2]], (2, 4000))  # other clients in each run
+    low, high = bootstrap_over_clients(list(gaps))
+    error = np.sqrt(np.sum(gaps.var(axis=1) / 4000)) / 2
+    middle = np.mean(gaps)
     assert (low, high) == pytest.approx((middle - 1.96 * error, middle + 1.96 * error), abs=0.12 * error)
+
+
+def test_runs_with_the_same_clients_tell_no_more_of_them_than_one():
+    gap = np.random.default_rng(1).normal(0.02, 0.1, 20)
+    assert bootstrap_over_clients([gap] * 3) == pytest.approx(bootstrap_over_clients([gap]))
 
 
 def test_the_bootstrap_leaves_out_clients_without_samples():
     assert bootstrap_over_clients([np.array([0.1, np.nan, 0.1])]) == pytest.approx((0.1, 0.1))
+    in_one_run = [np.array([0.1, np.nan, 0.3]), np.array([0.3, np.nan, np.nan])]
+    assert bootstrap_over_clients(in_one_run) == bootstrap_over_clients([np.array([0.2, 0.3])])
     assert bootstrap_over_clients([np.array([np.nan])]) is None
     assert bootstrap_over_clients([]) is None

@@ -67,6 +67,8 @@ def test_the_round_can_be_chosen_on_validation_samples():
     assert found["metrics"]["pre.weighted"]["by_validation"] == pytest.approx(0.4)
     assert figures_of(found)["by_validation"] == judged["by_validation"]
     assert figures_of(found)["validation"] == pytest.approx(0.6)
+    of_these_alone = {**summary(CURVE), "evaluated_on": "validation"}
+    assert figures_of(of_these_alone)["validation"] == figures_of(of_these_alone)["best"] == pytest.approx(0.7)
 
 
 def test_the_last_ten_rounds_are_rounds_not_evaluations():

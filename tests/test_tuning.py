@@ -138,6 +138,9 @@ def test_a_study_whose_process_died_goes_on_as_though_it_had_not(tmp_path):
         search(storage=storage, space={"training.lr": SPACE["training.lr"]})
     with pytest.raises(ConfigError, match=r'metric, point=\["loss", null\].*metric, point=\["accuracy", null\]'):
         search(storage=storage, metric="loss")
+    other = load("digits")
+    with pytest.raises(ConfigError, match=r"study tune = 'samples=\w+' is not usable: .* begun with: samples=\w+; or"):
+        search(storage=storage, data=(other.images[::-1], other.labels))
     resumed = search(storage=storage, config=config(**{"run.placement": "map"}))  # how it is run is free
     assert values(resumed) == values(found)
 
@@ -337,6 +340,8 @@ def test_the_command_prints_the_best_and_goes_on_with_a_storage(file, study, tmp
     best = " ".join(f"{field}={value}" for field, value in study.best_params.items())
     last = f"accuracy on validation samples: 0 pruned, best {study.best_value:.4f}: {best}"
     assert done.output.splitlines()[-1] == last
+    other = CliRunner().invoke(app, [*arguments, "training.rounds=4", "--trials", "4"])
+    assert str(other.exception).startswith("study search = 'config.training.rounds=4' is not usable")
     again = CliRunner().invoke(app, [*arguments, "--trials", "4", "--quiet"])
     assert again.output.splitlines() == [last]
     assert len(optuna.load_study(study_name="search", storage=f"sqlite:///{tmp_path / 'x.db'}").trials) == 4
@@ -351,6 +356,7 @@ def test_a_file_says_what_is_drawn_from_what(file):
     )
     base, space = load_tune(path)
     assert base.training.rounds == 2
+    assert load_tune(path, ["training.rounds=5"])[0].training.rounds == 5
     assert space == {
         "training.lr": LogUniform(1e-3, 1),
         "method.mu": Uniform(0, 1),

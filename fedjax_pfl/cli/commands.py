@@ -168,8 +168,10 @@ def compare(
     except ValueError:
         raise ConfigError("--seeds", seeds, "whole numbers, separated by commas") from None
     from fedjax_pfl.experiment.comparison import compare, refusals
+    from fedjax_pfl.experiment.registry import load_entry_points
     from fedjax_pfl.methods import METHODS
 
+    load_entry_points()
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
     split = [name.partition("=") for name in names]
     names = [name.strip() for name, _, _ in split]
@@ -231,6 +233,7 @@ def sweep(
 @app.command()
 def tune(
     file: Annotated[Path, typer.Argument(help="A TOML file with config and space.", metavar="TUNE.toml")],
+    overrides: Overrides = None,
     trials: Annotated[int, typer.Option(help="How many the study is to have in the end.")] = 50,
     storage: Annotated[
         str | None, typer.Option(help="Where the study is kept, e.g. sqlite:///tune.db, for the same command to go on.")
@@ -247,7 +250,7 @@ def tune(
     """Search for hyperparameters that fare well on validation samples; test samples are never looked at."""
     from fedjax_pfl.experiment.tuning import in_short, load_tune, tune
 
-    config, space = load_tune(file)
+    config, space = load_tune(file, overrides or [])
     study = tune(
         config,
         space,
@@ -283,15 +286,20 @@ def partition(
     loaded = _load(config, overrides, out)
     dataset = load(loaded.data.source)
     holdings, manifest = deal(loaded, dataset)
-    if loaded.run.out:
-        RunDirectory(loaded.run.out, overwrite=overwrite).begin(loaded.to_toml(), manifest, holdings)
+    if out:  # that of the config is where its run is
+        directory = RunDirectory(out, overwrite=overwrite)
+        if directory.begun:
+            raise ConfigError("--out", out, "a directory without a run: what it has learnt would be lost")
+        directory.take()
+        directory.begin(loaded.to_toml(), manifest, holdings)
+        directory.leave()
     if pfllib:
         pixels = {"mean": loaded.data.mean, "std": loaded.data.std}
         batch_size = loaded.training.batch_size
         export(pfllib, dataset, holdings, partition=loaded.data.partition, batch_size=batch_size, **pixels)
     print_partition(manifest)
-    if loaded.run.out:
-        print(f"written to {Path(loaded.run.out) / 'partition.json'}")
+    if out:
+        print(f"written to {Path(out) / 'partition.json'}")
     if pfllib:
         print(f"written to {pfllib}, for PFLlib")
 

@@ -20,6 +20,7 @@ from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.experiment.record import alone_in, writable, write_atomically
+from fedjax_pfl.experiment.registry import load_entry_points
 from fedjax_pfl.experiment.summary import FIGURES, POINTS, flat
 from fedjax_pfl.experiment.sweep import check_point, file_name, folder_of, run_cells
 from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of
@@ -66,14 +67,15 @@ class Comparison(NamedTuple):
         """The runs that failed."""
         return [cell for cell in self.cells if cell.summary is None]
 
-    def by_seed(self, method: str, figure: str = "headline") -> dict[int, float]:
-        """A figure of a method's runs; see `summary.figures_of` for the names.
+    def by_seed(self, method: str, figure: str | None = None) -> dict[int, float]:
+        """A figure of a method's runs: one of `summary.figures_of`, or the accuracy where the table compares.
 
         Raises:
           ConfigError: there is no such method or figure.
         """
         if method not in (known := dict.fromkeys(map(_name, self.cells))):
             raise ConfigError("method", method, f"one of those compared: {', '.join(known)}")
+        figure = self.point if figure is None else figure
         if figure not in FIGURES:
             raise ConfigError("figure", figure, f"one of {', '.join(FIGURES)}")
         return {cell.seed: cell.figures[figure] for cell in self.cells if _name(cell) == method and cell.summary}
@@ -122,19 +124,20 @@ class Comparison(NamedTuple):
         self,
         index: str | Sequence[str] | None = None,
         columns: str | Sequence[str] | None = None,
-        values: str = "headline",
+        values: str | None = None,
         *,
         aggregate: str = "mean",
     ) -> "pandas.DataFrame":
         """A figure summed up over seeds, by method; as `Sweep.pivot`, whose fields are here ``method`` and ``seed``."""
-        return pivot(self._named(), "seed", index, columns, values, aggregate)
+        return pivot(self._named(), "seed", index, columns, values or self.point, aggregate)
 
     def differences(self, point: str | None = None) -> "pandas.DataFrame":
         """How far each method is ahead of the baseline, as the table says it, in shares and not in %.
 
         Columns: ``method``; ``difference``, the mean over the seeds that both have; ``low`` and ``high``, its 95 %
-        interval over seeds; ``clients_low`` and ``clients_high``, that when the clients of each run are drawn anew;
-        ``p``, of the paired t-test over seeds; ``p_holm``, after Holm's correction; ``seeds``, how many both have.
+        interval over seeds; ``clients_low`` and ``clients_high``, that when clients are drawn anew, each with its
+        scores of all seeds; ``p``, of the paired t-test over seeds; ``p_holm``, after Holm's correction; ``seeds``, how
+        many both have.
 
         Args:
           point: ``pre`` or ``post``; by default where the table compares.
@@ -207,7 +210,8 @@ def compare(
       config: what all runs share. The hyperparameters in its ``method`` table are those of the method it names.
       methods: names in ``METHODS``, or a mapping from these to hyperparameters, which win over the config's; what is
         not given has the method's default. Fields of ``training`` may be among them, such as ``"training.lr"``: a rate
-        for one method alone. A variant of a method goes by a name of its own, with the method under ``"method"``.
+        for one method alone; what `tune` has found, ``study.best_params``, goes as it is. A variant of a method goes by
+        a name of its own, with the method under ``"method"``.
       seeds: values of ``run.seed``.
       baseline: the method that the others are compared with; the first one unless given.
       point: where all are compared, whatever they are judged by: ``pre`` or ``post``.
@@ -291,7 +295,7 @@ def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | N
         changes: dict[str, Any] = {"method.name": _method(name, options)}
         for key, value in options.items():
             section, dot, _ = str(key).partition(".")
-            if dot and section != "training":
+            if (dot and section not in ("training", "method")) or key in ("name", "method.name"):
                 raise ConfigError(f"methods.{name}", key, "one of its hyperparameters, or a field of training")
             if key != "method":
                 changes[key if dot else f"method.{key}"] = value
@@ -308,6 +312,7 @@ def _method(name: Any, options: Mapping[str, Any]) -> Any:
     Raises:
       ConfigError: there is none, or the name is that of another method.
     """
+    load_entry_points()
     method = options.get("method", name)
     if not isinstance(method, str) or method not in METHODS:
         hint = '; or, of a variant, {"method": "fedprox", "mu": 1.0}' if options and "method" not in options else ""

@@ -48,6 +48,13 @@ def table_in(folders: Sequence[Path]) -> str | None:
     return next((path.read_text(encoding="utf-8") for path in found if len(folders) == 1 and path.exists()), None)
 
 
+def holds_all(table: str, cells: Sequence[Cell]) -> bool:
+    """Whether such a table has a row for each combination: a later call may have written it for some of them alone."""
+    heading_and_rule = 2
+    rows = sum(line.startswith("| ") for line in table.splitlines()) - heading_and_rule
+    return rows >= len({show(without_seed(cell.values)) for cell in cells})
+
+
 def row_in(table: str | None, name: str) -> int:
     """Where the row of a method or combination is in such a table, to sort by; one that is not there yet comes last."""
     return 0 if table is None else table.find(f"\n| {name} ") % (len(table) + 1)

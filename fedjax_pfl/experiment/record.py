@@ -84,6 +84,11 @@ class RunDirectory:
         """Whether a run has ended here."""
         return (self.path / "summary.json").exists()
 
+    @property
+    def begun(self) -> bool:
+        """Whether a run has come to its first scores, or to a checkpoint, here."""
+        return (self.path / "metrics.jsonl").exists() or any(self.checkpoints.glob("*"))
+
     def take(self) -> None:
         """Keeps other processes from running here until this one has finished the run, or ends in any way.
 

@@ -18,7 +18,16 @@ import numpy as np
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment import headline
 from fedjax_pfl.experiment.config import Config, without_fields
-from fedjax_pfl.experiment.gathered import OPTIONS_OF, WITHOUT_EFFECT, cells_of, differences, gather, row_in, table_in
+from fedjax_pfl.experiment.gathered import (
+    OPTIONS_OF,
+    WITHOUT_EFFECT,
+    cells_of,
+    differences,
+    gather,
+    holds_all,
+    row_in,
+    table_in,
+)
 from fedjax_pfl.experiment.html import cells_html, details_html, notes_html, partition_html, runs_html, table_html
 from fedjax_pfl.experiment.plots.style import quantity
 from fedjax_pfl.experiment.record import Begun, write_atomically
@@ -216,9 +225,9 @@ def _state(run: Begun) -> str:
 
 def _results(runs: _Runs) -> str:
     """The final table, of the runs that have ended."""
-    if runs.text is not None:
-        return runs_html(runs.text)
     ended = cells_of(runs.begun)
+    if runs.text is not None and holds_all(runs.text, ended):
+        return runs_html(runs.text)
     if not ended:
         return notes_html(["No run has ended yet: the curves show how far they are."])
     if len(runs.begun) == 1:

@@ -160,6 +160,7 @@ class Result:
             written, is not there.
         """
         record = RunDirectory(directory, overwrite=overwrite)
+        record.take()
         record.begin(self.config.to_toml(), self.partition, deal(self.config, self._dataset())[0])
         of_rounds = self.client_history.get("round", np.zeros(0, int))
         for at, round in enumerate(self.history["round"].tolist()):

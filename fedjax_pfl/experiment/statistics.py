@@ -64,21 +64,25 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def bootstrap_over_clients(
     gaps: Sequence[Float[np.ndarray, " clients"]], *, seed: int = 0
 ) -> tuple[float, float] | None:
-    """95 % percentile interval of a mean difference when the clients are drawn anew, with replacement, in each run.
+    """95 % percentile interval of a mean difference when the clients are drawn anew, with replacement.
 
-    What it leaves out is the spread over seeds: it says how much hangs on which clients there happened to be.
+    A client is drawn with its scores of all seeds, since it may be the same one in each (``data.seed``, users of the
+    source). What it leaves out is the spread over seeds: it says how much hangs on which clients there happened to be.
 
     Args:
-      gaps: for each seed, the differences of the clients' scores; NaN for a client that has no samples to be scored on.
+      gaps: for each seed, the differences of the same number of clients' scores; NaN for a client that has no samples
+        to be scored on.
       seed: of the draws.
 
     Returns:
       The two ends; None where there is no client to draw.
     """
     rng = np.random.default_rng(seed)
-    known = [gap[~np.isnan(gap)] for gap in map(np.asarray, gaps)]
-    if not known or not all(len(gap) for gap in known):
+    of_seeds = np.asarray(gaps, float)
+    known = of_seeds[:, ~np.isnan(of_seeds).all(axis=0)] if len(of_seeds) else of_seeds
+    if not known.size:
         return None
-    means = np.mean([gap[rng.integers(len(gap), size=(_RESAMPLES, len(gap)))].mean(axis=1) for gap in known], axis=0)
+    of_clients = np.nanmean(known, axis=0)
+    means = of_clients[rng.integers(len(of_clients), size=(_RESAMPLES, len(of_clients)))].mean(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)

@@ -376,8 +376,9 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
       ``headline``, the accuracy that the method is judged by, ``pre`` and ``post``, all after the last round; of the
       headline's point ``best`` (of the evaluated rounds), ``weighted`` by samples after the last round and
       ``weighted_best`` (PFLlib's headline number), ``validation``, the highest accuracy on validation samples, which
-      hyperparameters are to be chosen by, ``by_validation``, that on test samples in the same round, ``std_clients``
-      and ``worst_10_percent``; ``global``; ``megabytes`` in all, ``seconds_per_round``. Accuracies lie in [0, 1].
+      hyperparameters are to be chosen by (where all scores are of these, the same as ``best``), ``by_validation``, that
+      on test samples in the same round, ``std_clients`` and ``worst_10_percent``; ``global``; ``megabytes`` in all,
+      ``seconds_per_round``. Accuracies lie in [0, 1].
     """
     judged = summary["personal"][summary["headline"]]
     validated = summary.get("metrics", {}).get(f"validation_{summary['headline']}.accuracy", {})
@@ -387,7 +388,7 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
         "best": judged["best"],
         "weighted": judged["weighted_last"],
         "weighted_best": judged.get("weighted_best"),
-        "validation": validated.get("best"),
+        "validation": judged["best"] if summary.get("evaluated_on") == "validation" else validated.get("best"),
         "by_validation": judged.get("by_validation"),
         "std_clients": judged["std_clients"],
         "worst_10_percent": judged["worst_10_percent"],

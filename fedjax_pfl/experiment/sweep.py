@@ -134,7 +134,7 @@ class Sweep(NamedTuple):
         self,
         index: str | Sequence[str] | None = None,
         columns: str | Sequence[str] | None = None,
-        values: str = "headline",
+        values: str | None = None,
         *,
         aggregate: str = "mean",
     ) -> "pandas.DataFrame":
@@ -143,22 +143,23 @@ class Sweep(NamedTuple):
         Args:
           index: one field of the grid or more, for the rows; unless given, the method and what else varies.
           columns: likewise, for the columns; unless given, the fields of the data that vary, if any do.
-          values: one of the figures of `summary.figures_of`; accuracies lie in [0, 1].
+          values: one of the figures of `summary.figures_of`; unless given, the accuracy where the sweep compares,
+            ``pre`` or ``post``. Accuracies lie in [0, 1].
           aggregate: ``mean``, ``std`` (of the sample; NaN for one seed) or ``count`` of the runs that have the figure.
 
         Raises:
           ConfigError: there is no such field, figure or aggregate; a field that varies is in neither index nor columns;
             pandas is not installed.
         """
-        return pivot(self.cells, SEED, index, columns, values, aggregate)
+        return pivot(self.cells, SEED, index, columns, values or self.point, aggregate)
 
     def differences(self, point: str | None = None) -> "pandas.DataFrame":
         """How far each combination is ahead of the baseline of its data setting, as the table says it, in shares.
 
         Columns: the fields of the grid; ``difference``, the mean over the seeds that both have; ``low`` and ``high``,
-        its 95 % interval over seeds; ``clients_low`` and ``clients_high``, that when the clients of each run are drawn
-        anew; ``p``, of the paired t-test over seeds; ``p_holm``, after Holm's correction; ``seeds``, how many both
-        have.
+        its 95 % interval over seeds; ``clients_low`` and ``clients_high``, that when clients are drawn anew, each with
+        its scores of all seeds; ``p``, of the paired t-test over seeds; ``p_holm``, after Holm's correction; ``seeds``,
+        how many both have.
 
         Args:
           point: ``pre`` or ``post``; by default where the table compares.

@@ -116,14 +116,15 @@ _LATEX = str.maketrans(
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 )
 _LEGEND = (
-    "Accuracy in %, mean over seeds ± sample standard deviation. PRE: after aggregation, POST: after local training, "
-    "after the last round, unweighted mean over clients; *: what the method is judged by. Difference: {point} minus "
-    "that of {baseline}, mean of the paired differences with a 95 % interval over seeds; over clients: 95 % interval "
-    "when the clients of each run are drawn anew. p: paired t-test over seeds, after Holm's correction for the number "
-    "of rows. Of what the method is judged by: best (of the evaluated rounds, selected on the samples that are "
-    "scored), best weighted (by the clients' samples: PFLlib's number), {validation}std of clients, worst 10 %. "
-    "Global: the shared model on the pooled samples. MB: all clients, up and down. s per round: without evaluation "
-    "and compilation. **Bold**: the highest mean {point}{within}."
+    "Accuracy in % on {samples} samples, mean over seeds ± sample standard deviation. PRE: after aggregation, POST: "
+    "after local training, after the last round, unweighted mean over clients; *: what the method is judged by. "
+    "Difference: {point} minus that of {baseline}, mean of the paired differences with a 95 % interval over seeds; "
+    "over clients: 95 % interval when clients are drawn anew, each with its scores of all seeds. p: paired t-test over "
+    "seeds, after Holm's correction for the number of rows{within}; intervals are not corrected. Of what the method is "
+    "judged by: best (of the evaluated rounds, selected on the samples that are scored), best weighted (by the "
+    "clients' samples: PFLlib's number), {validation}std of clients, worst 10 %. Global: the shared model on the "
+    "pooled samples. MB: all clients, up and down. s per round: without evaluation and compilation. **Bold**: the "
+    "highest mean {point}{within}."
 )
 
 
@@ -161,6 +162,7 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
     ]
     names = [name for name in shown[0] if name == heading or any(row[name] != NONE for row in shown)]
     legend = _LEGEND.format(
+        samples=cells[0].config.data.evaluate_on,
         point=point.upper(),
         baseline=show(baseline) or "all",
         validation="validation (the highest on validation samples), by validation (in that round), "
@@ -255,7 +257,8 @@ def _latex_notes(cells: Sequence[Cell], bold: bool) -> list[str]:
     seeds = sorted({len(group.cells) for group in groups} - {0}) or [0]
     of = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else "one seed" if seeds == [1] else f"{seeds[0]} seeds"
     best = "; bold: the highest mean of a column" if bold else ""
-    notes = [rf"Needs \usepackage{{booktabs}}. In %: mean and sample standard deviation over {of}{best}."]
+    samples = f"on {cells[0].config.data.evaluate_on} samples"
+    notes = [rf"Needs \usepackage{{booktabs}}. In % {samples}: mean and sample standard deviation over {of}{best}."]
     if any(group.diverged for group in groups):
         notes.append("Dagger: diverged: some answers were no numbers, which count as wrong.")
     notes += [f"Failed: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]

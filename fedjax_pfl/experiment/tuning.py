@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import numpy as np
 
-from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.dataset import Dataset, fingerprint
 from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError
@@ -166,7 +166,7 @@ def tune(
     dataset = load(config.data.source) if data is None else as_dataset(data)
     _check(config, space, dataset)
     study = _study(storage, study_name, pruner, sampler, _DIRECTIONS[metric])
-    _go_on(study, config, distributions, [metric, point])
+    _go_on(study, config, distributions, [metric, point], fingerprint(dataset))
     if sampler is None:
         for params in _grid(distributions, n_trials):
             study.enqueue_trial(params, skip_if_exists=True)
@@ -202,11 +202,15 @@ def in_short(study: "optuna.Study") -> str:
     return f"{pruned} pruned, best {study.best_value:.4f}: {fields}"
 
 
-def load_tune(path: str | os.PathLike[str]) -> tuple[Config, dict[str, Any]]:
+def load_tune(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tuple[Config, dict[str, Any]]:
     """Reads a file of a search: ``config``, a path beside it; ``overrides``; and the table ``space``.
 
     A field of ``space`` has a list of values, or ``{low = 1e-3, high = 0.3}``, with ``log = true`` or ``int = true``
     where it is wanted.
+
+    Args:
+      path: the file.
+      overrides: ``SECTION.KEY=VALUE`` on top of the file's.
 
     Returns:
       Config and space, as `tune` takes them.
@@ -219,7 +223,7 @@ def load_tune(path: str | os.PathLike[str]) -> tuple[Config, dict[str, Any]]:
     if unknown or [type(tables.get(key)) for key in ("config", "space")] != [str, dict]:
         allowed = f"config (a path), [space]; optional: overrides; it has {', '.join(unknown or tables)}"
         raise ConfigError("tune file", str(path), allowed)
-    config = load_config(Path(path).parent / tables["config"], tables.get("overrides", []))
+    config = load_config(Path(path).parent / tables["config"], [*tables.get("overrides", []), *overrides])
     return config, dict(_fields(tables["space"]))
 
 
@@ -390,7 +394,11 @@ def _study(
 
 
 def _go_on(
-    study: "optuna.Study", config: Config, distributions: Mapping[str, "BaseDistribution"], judged_by: list[str | None]
+    study: "optuna.Study",
+    config: Config,
+    distributions: Mapping[str, "BaseDistribution"],
+    judged_by: list[str | None],
+    samples: str,
 ) -> None:
     """Checks that a study is of this search, or notes what it is of; trials whose process died have failed.
 
@@ -406,6 +414,7 @@ def _go_on(
         **{f"config.{field}": json.dumps(value) for field, value in shared.items()},
         **{f"space.{field}": distribution_to_json(found) for field, found in distributions.items()},
         "metric, point": json.dumps(judged_by),
+        "samples": samples,
     }
     known = study.user_attrs.get(_SEARCH)
     if known is None:
@@ -413,7 +422,9 @@ def _go_on(
             allowed = "another name: the study of this name in the storage is none of tune's"
             raise ConfigError("study_name", study.study_name, allowed)
         study.set_user_attr(_SEARCH, of)
-    elif differing := [name for name in sorted(known.keys() | of.keys()) if known.get(name) != of.get(name)]:
+        return
+    known = {"samples": samples, **known}  # which older studies do not say
+    if differing := [name for name in sorted(known.keys() | of.keys()) if known.get(name) != of.get(name)]:
         given, wanted = (", ".join(f"{name}={found.get(name)}" for name in differing) for found in (of, known))
         allowed = f"what the study in the storage was begun with: {wanted}; or another study_name"
         raise ConfigError(f"study {study.study_name}", given, allowed)

@@ -19,7 +19,7 @@ _WIDE = 100
 
 
 def plot_sensitivity(
-    sweep: Sweep, field: str, metric: str = "headline", *, ax: "matplotlib.axes.Axes | None" = None
+    sweep: Sweep, field: str, metric: str | None = None, *, ax: "matplotlib.axes.Axes | None" = None
 ) -> "matplotlib.axes.Axes":
     """Draws a figure of a sweep's runs over the values of a field: mean and sample standard deviation over seeds.
 
@@ -30,7 +30,8 @@ def plot_sensitivity(
     Args:
       sweep: the runs.
       field: of the grid, with numbers, e.g. ``training.lr`` or ``fedprox.mu``.
-      metric: one of the figures of `summary.figures_of`: ``headline``, ``pre``, ``post``, ``global``, ...
+      metric: one of the figures of `summary.figures_of`: ``headline``, ``global``, ...; unless given, the accuracy
+        where the sweep compares, ``pre`` or ``post``.
       ax: what to draw on; a figure of its own unless given.
 
     Raises:
@@ -42,6 +43,7 @@ def plot_sensitivity(
     fields = [name for name in fields_of(sweep.cells) if name != SEED]
     if field not in fields:
         raise ConfigError("field", field, f"one of the grid: {', '.join(fields)}")
+    metric = sweep.point if metric is None else metric
     if metric not in FIGURES:
         raise ConfigError("metric", metric, f"one of {', '.join(FIGURES)}")
     values = list(dict.fromkeys(repr(cell.values[field]) for cell in sweep.cells if field in cell.values))
