@@ -9,21 +9,22 @@ from jaxtyping import Array, Bool, Key, PyTree
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.method import Method, Round, Update
 from fedjax_pfl.ops.training import Scalar, phase_key
+from fedjax_pfl.ops.tree import by_row
 from fedjax_pfl.ops.uploads import map_values, origin_of
 
-# key, one array of an update, scale -> what an attacker sends in its place
-Lie = Callable[[Key[Array, ""], Array, Scalar], Array]
+# key, one array of an update, which of its entries are sent, scale -> what an attacker sends in its place
+Lie = Callable[[Key[Array, ""], Array, Bool[Array, "..."], Scalar], Array]
 
 
-def _gaussian(key: Key[Array, ""], update: Array, scale: Scalar) -> Array:
-    size = jnp.sqrt(jnp.mean(update**2))
+def _gaussian(key: Key[Array, ""], update: Array, sent: Bool[Array, "..."], scale: Scalar) -> Array:
+    size = jnp.sqrt(jnp.mean(update**2, where=sent))
     return update + scale * size * jax.random.normal(key, update.shape, update.dtype)
 
 
 LIES: dict[str, Lie] = {
-    "sign_flip": lambda key, update, scale: -update,
+    "sign_flip": lambda key, update, sent, scale: -update,
     "gaussian": _gaussian,
-    "scaled": lambda key, update, scale: scale * update,
+    "scaled": lambda key, update, sent, scale: scale * update,
 }
 
 
@@ -33,8 +34,9 @@ def attacked(method: Method, kind: str, attackers: Bool[Array, " N"], scale: Sca
     With ``label_flip``, an attacker trains on labels C - 1 - y. With the others it trains honestly, and lies in what it
     sends: of each array's update u (see `origin_of`; all of an array that is no update of anything sent down) it sends
     -u (``sign_flip``), scale u (``scaled``), or u and noise whose standard deviation is ``scale`` times the root mean
-    square of u (``gaussian``). Running statistics, whole numbers, counts of classes held, and n_i, by which the server
-    weighs, are not lied about. It lies in every upload, also in that of round -1.
+    square of u (``gaussian``). Of a `PerClass` these are the rows of the classes that it holds. Running statistics,
+    covariances, whole numbers, counts of classes held, and n_i, by which the server weighs, are not lied about. It lies
+    in every upload, also in that of round -1.
 
     Args:
       method: what the others run.
@@ -42,6 +44,8 @@ def attacked(method: Method, kind: str, attackers: Bool[Array, " N"], scale: Sca
       attackers: whether each client is one.
       scale: of ``gaussian`` and ``scaled``.
     """
+
+    everything = jnp.array(True)
 
     def seen(data: ClientData) -> ClientData:
         return _relabelled(data, attackers[data.id]) if kind == "label_flip" else data
@@ -51,11 +55,14 @@ def attacked(method: Method, kind: str, attackers: Bool[Array, " N"], scale: Sca
             return upload
         key, lies = phase_key(now.key, "attack"), attackers[data.id]
 
-        def lie(path: tuple, honest: Array, origin: Array) -> Array:
+        def lie(path: tuple, honest: Array, origin: Array, sent: Bool[Array, "..."] = everything) -> Array:
             own = phase_key(key, jax.tree_util.keystr(path))
-            return jnp.where(lies, origin + LIES[kind](own, honest - origin, scale), honest)
+            return jnp.where(lies & sent, origin + LIES[kind](own, honest - origin, sent, scale), honest)
 
-        return map_values(lie, upload, origin_of(method, view, upload))
+        def in_rows(held: Array, path: tuple, honest: Array, origin: Array) -> Array:
+            return lie(path, honest, origin, by_row(held.astype(bool), honest))
+
+        return map_values(lie, upload, origin_of(method, view, upload), in_rows=in_rows)
 
     def local(now: Round, view: PyTree, client: PyTree, data: ClientData) -> Update:
         update = method.local(now, view, client, seen(data))

@@ -106,7 +106,7 @@ def compressed(method: Method, encode: Codec) -> Method:
             own = phase_key(key, jax.tree_util.keystr(path))
             return encode(own, sent - origin) if _shrinks(encode, own, sent) else sent
 
-        def rows(path: tuple, sent: Array, origin: Array) -> PyTree:
+        def rows(_: Array, path: tuple, sent: Array, origin: Array) -> PyTree:
             own = jax.random.split(phase_key(key, jax.tree_util.keystr(path)), len(sent))
             return jax.vmap(encode)(own, sent - origin) if _shrinks(encode, own[0], sent[0]) else sent
 

@@ -1,10 +1,11 @@
 """FedNova (Wang et al., NeurIPS 2020): FedAvg that takes out how many steps each participant has made."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.method import Cohort, Method, Round, Update
@@ -16,10 +17,10 @@ from fedjax_pfl.ops.training import Trainer, effective_steps
 
 
 class Upload(NamedTuple):
-    """Sent up: (w_i - w) / A_i, the change of running statistics as it is, and A_i."""
+    """Sent up: (w_i - w) / A_i, the change of running statistics as it is, and the number of steps, which A_i is of."""
 
     change: Params
-    steps: Float[Array, ""]
+    steps: Int[Array, ""]
 
 
 def fednova(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Method:
@@ -41,24 +42,25 @@ def fednova(model: Model, train: Trainer, combine: Combine = weighted_mean) -> M
       Federated Optimization. NeurIPS 2020. arXiv:2007.07481.
     """
     base = fedavg(model, train, combine)
+    steps_of = partial(effective_steps, momentum=train.momentum)
 
     def local(now: Round, view: Params, client: PyTree, data: ClientData) -> Update:
         update = base.local(now, view, client, data)
-        steps = effective_steps(update.info.steps, train.momentum)
+        steps = steps_of(update.info.steps)
 
         def per_step(path: tuple, w_i: Array, w: Array) -> Array:
             # A client without samples has taken no step, and has not changed.
             return w_i - w if is_statistic(path) else (w_i - w) / jnp.maximum(steps, 1.0)
 
         change = jax.tree.map_with_path(per_step, update.upload, view)
-        return update._replace(upload=Upload(change, steps), post=(update.upload, client))
+        return update._replace(upload=Upload(change, update.info.steps), post=(update.upload, client))
 
     def aggregate(
         now: Round, server: Params, clients: PyTree, uploads: Upload, cohort: Cohort
     ) -> tuple[Params, PyTree]:
         del now
         weight = jnp.where(uploads.steps > 0, cohort.weight, 0.0)
-        change, steps = combine(uploads.change, weight), weighted_mean(uploads.steps, weight)
+        change, steps = combine(uploads.change, weight), weighted_mean(steps_of(uploads.steps), weight)
 
         def step(path: tuple, w: Array, change: Array) -> Array:
             return w + change if is_statistic(path) else w + steps * change

@@ -59,8 +59,8 @@ def gpfl(
     """GPFL: a valve makes of each feature a personal one, for the client's head, and one near its class's embedding.
 
     Shared: theta, G, V. Personal: phi_i. Headline: PRE, phi_i on V(theta(x), u_i) under the newest theta, G and V. The
-    conditional inputs are the mean of the received G, u_g, and its mean weighted by the client's labels, u_i; in the
-    official code, of the G that the client had before, zero at first, and of the labels in its full batches alone.
+    conditional inputs are the mean of the received G, u_g, and its mean weighted by the client's labels, u_i (in POST,
+    too); in the official code, of the G that the client had before, zero at first, and of labels in full batches alone.
 
     Args:
       model: extractor and head.
@@ -69,8 +69,7 @@ def gpfl(
       lam: weight of the distance between global features and the received embeddings of their classes. Official: 0.01
         for CNNs, 1e-4 for ResNet-18.
       mu: weight of half the squares of all parameters in G and V. Official: 0.1 for CNNs, 0 for ResNet-18.
-      magnitude: that distance over a batch: its norm as a whole, as in the official code, which the values of ``lam``
-        go with and which grows with the batch; or the mean over its samples.
+      magnitude: that distance: the norm over a batch, with which it grows, as official; or the mean over its samples.
 
     Reference:
       J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, J. Cao, H. Guan. GPFL: Simultaneously Learning Global and
@@ -109,7 +108,8 @@ def gpfl(
             return total
 
         (shared, head), info = train(now, loss, (view, client.head), data)
-        return Update(Client(head, shares), shared, info)
+        own = Client(head, shares)
+        return Update(own, shared, info, post=(shared._replace(embeddings=received), own))
 
     def aggregate(
         now: Round, server: Shared, clients: Client, uploads: Shared, cohort: Cohort

@@ -109,8 +109,9 @@ def _warmed_up(cold: Method, combine: Combine, rounds: int) -> Method:
     def aggregate(
         now: Round, server: Shared, clients: Personal, uploads: Shared, cohort: Cohort
     ) -> tuple[Shared, Personal]:
-        upper, lower = combine((uploads.upper, uploads.lower.value), cohort.weight)
         warming = now.t < rounds
+        sent = jax.tree.map(lambda lower: jnp.where(warming, lower, 0.0), uploads.lower.value)
+        upper, lower = combine((uploads.upper, sent), cohort.weight)
         lower = jax.tree.map(lambda new, old: jnp.where(warming, new, old), lower, server.lower.value)
         return Shared(upper, SentIf(warming, lower)), clients
 

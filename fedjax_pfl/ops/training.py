@@ -309,7 +309,7 @@ class Trainer:
         return optax.partition({False: sgd, True: optax.scale(-1.0)}, statistics)
 
 
-def effective_steps(steps: Int[Array, ""], momentum: Scalar) -> Float[Array, ""]:
+def effective_steps(steps: Int[Array, "*clients"], momentum: Scalar) -> Float[Array, "*clients"]:
     """How many times eta g so many steps of SGD along a constant gradient g go: tau, or more with momentum.
 
     With rho the momentum: [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho) (FedNova, arXiv:2007.07481, section 4).

@@ -1,6 +1,7 @@
 """Uploads as updates of what was sent down, for compression, attacks and diagnostics of any method."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,26 +46,28 @@ def map_values(
 ) -> PyTree:
     """Applies fn to the arrays of real numbers in an upload.
 
-    Others stay as they are, and so do running statistics, which anything but an average can make impossible (a
-    variance below 0), and what says which part of a `PerClass` or `SentIf` is sent.
+    Others stay as they are, and so do running statistics and fields called ``covariance``, which anything but an
+    average can make impossible (a variance below 0), and what says which part of a `PerClass` or `SentIf` is sent.
 
     Args:
       fn: (path, array, its like in each of the others) -> what takes its place.
       upload: of one client.
       others: trees of the same structure.
-      in_rows: in the place of fn for the arrays [C, ...] in a `PerClass`.
+      in_rows: in the place of fn for the arrays [C, ...] in a `PerClass`, whose ``held`` it is given first.
     """
 
     def inside(fn: Callable[..., PyTree], outer: tuple, tree: PyTree, *rest: PyTree) -> PyTree:
         def leaf(path: tuple, value: Array, *rest: PyTree) -> PyTree:
             path = (*outer, *path)
-            return fn(path, value, *rest) if _is_real(value) and not is_statistic(path) else value
+            spared = is_statistic(path) or any(getattr(step, "name", None) == "covariance" for step in path[-1:])
+            return fn(path, value, *rest) if _is_real(value) and not spared else value
 
         return jax.tree.map_with_path(leaf, tree, *rest)
 
     def node(path: tuple, part: PyTree, *rest: PyTree) -> PyTree:
         if isinstance(part, PerClass):
-            return part._replace(rows=inside(in_rows or fn, path, part.rows, *(other.rows for other in rest)))
+            of_rows = fn if in_rows is None else partial(in_rows, part.held)
+            return part._replace(rows=inside(of_rows, path, part.rows, *(other.rows for other in rest)))
         if isinstance(part, SentIf):
             return part._replace(value=inside(fn, path, part.value, *(other.value for other in rest)))
         return inside(fn, path, part, *rest)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import Config, ConfigError, simulate, sweep
+from fedjax_pfl import METHODS, Config, ConfigError, simulate, sweep
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.experiment.build import attackers
 from fedjax_pfl.experiment.tables import Group, _difference
@@ -160,8 +160,8 @@ def test_values_are_lied_about_and_counts_statistics_and_flags_are_not(data):
     update = method.local(now(KEY, 0), VIEW, (), data(2))
     expected = Sent(
         w={"norm": {"scale": [4.0, 6.0], "running_var": UPLOAD.w["norm"]["running_var"]}},
-        # Of parts, the client may have got nothing: all of them is theirs.
-        per_class=PerClass(UPLOAD.per_class.held, -np.arange(6.0).reshape(3, 2)),
+        # Of parts, the client may have got nothing: all of them is theirs. The second row is not sent.
+        per_class=PerClass(UPLOAD.per_class.held, np.array([[0.0, -1.0], [2.0, 3.0], [-4.0, -5.0]])),
         sometimes=SentIf(False, [-1.0, 3.0]),
         # Received under the same name, but in another shape.
         more={"kernel": [-1.0, -2.0]},
@@ -177,6 +177,38 @@ def test_values_are_lied_about_and_counts_statistics_and_flags_are_not(data):
     np.testing.assert_array_equal(scaled.sometimes.value, [SCALE, -3 * SCALE])
     # Under other names than what was sent down, so that a weight is all of an update.
     np.testing.assert_array_equal(found.w["norm"]["scale"], [-6.0, -4.0])
+
+
+def test_noise_is_in_the_rows_that_are_sent_and_of_their_size(data):
+    upload = attacked(sender(), "gaussian", jnp.asarray(LIARS), SCALE).local(now(KEY, 0), VIEW, (), data(2)).upload
+    rows = np.arange(6.0).reshape(3, 2)
+    draws = np.asarray(jax.random.normal(fold(fold(now(KEY, 0).key, "attack"), ".per_class"), rows.shape))
+    expected = rows + SCALE * np.sqrt(np.mean(rows[[0, 2]] ** 2)) * draws
+    expected[1] = rows[1]
+    near(upload.per_class.rows, expected)
+
+
+@pytest.mark.parametrize("kind", ["sign_flip", "scaled", "gaussian"])
+def test_numbers_of_steps_and_of_samples_and_covariances_are_not_lied_about(kind, model, trainer, federation):
+    """A server would take a liar with negative ones for one that has done nothing, or draw from no distribution."""
+    spared = {
+        "fednova": lambda upload: upload.steps,
+        "fedfcd": lambda upload: (upload.held, upload.rows[1]),
+    }
+    for name, part in spared.items():
+        method = METHODS[name](model, trainer)
+        plain, lying = (uploads(m, federation)[1] for m in (method, attacked(method, kind, jnp.asarray(LIARS), SCALE)))
+        jax.tree.map(np.testing.assert_array_equal, part(lying), part(plain))
+        assert not all(jax.tree.leaves(jax.tree.map(np.array_equal, lying, plain)))
+    method = METHODS["ccvr"](model, trainer)
+    of_two = client_data(federation.x, federation.y, client(federation.train, 2), jnp.array(2))
+    view = method.init(KEY, N)[0]
+    plain, lying = (
+        m.calibrate.local(now(KEY, 0), view, (), of_two)
+        for m in (method, attacked(method, kind, jnp.asarray(LIARS), SCALE))
+    )
+    np.testing.assert_array_equal(lying.rows.covariance, plain.rows.covariance)
+    assert not np.array_equal(lying.rows.mean, plain.rows.mean)
 
 
 def test_of_a_method_that_sends_changes_all_is_the_update(model, trainer, federation, data):

@@ -17,6 +17,7 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.traffic import count
+from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods.fedpac import fedpac
 from fedjax_pfl.methods.fedpac.collaboration import NEGLIGIBLE, head_weights
 from fedjax_pfl.methods.fedrep import fedrep
@@ -310,6 +311,17 @@ def test_among_a_thousand_the_cut_is_at_half_of_an_equal_share(clients, absent, 
     found = weights_of(np.zeros((clients, 1, 1)), np.ones(clients), present)[0]
     np.testing.assert_array_equal(found > 0, present & (np.arange(clients) >= 20))
     np.testing.assert_allclose(found.sum(), 1, rtol=1e-5)
+
+
+def test_where_nobody_has_a_sample_all_keep_the_head_that_they_received(model, trainer, federation):
+    method = fedpac(model, trainer)
+    server, one = method.init(KEY, N)
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    upload = method.local(now(KEY, 0), method.broadcast(server), one, data).upload
+    nobody = upload._replace(per_class=jax.tree.map(jnp.zeros_like, upload.per_class))
+    rows, kept = (jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), tree) for tree in (nobody, one))
+    _, after = method.aggregate(now(KEY, 0), server, kept, rows, Cohort(jnp.arange(2), jnp.zeros(2), N, N))
+    jax.tree.map(np.testing.assert_array_equal, after, kept)
 
 
 def test_absent_clients_get_no_weight():

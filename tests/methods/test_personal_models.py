@@ -14,8 +14,11 @@ from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.traffic import count
+from fedjax_pfl.method import Cohort, SentIf
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.ops.aggregate import coordinate_median
+from fedjax_pfl.ops.robust import krum
+from fedjax_pfl.ops.training import Trainer
 from tests import generator
 from tests.conftest import TRAIN_SIZES
 from tests.play import cohorts
@@ -192,6 +195,24 @@ def test_lg_fedavg_exchanges_its_last_layers_alone(layers, model_with_maps, trai
     assert count(shapes.client) == count(params) - count(upper)
     with pytest.raises(ValueError, match="5 layers are more than the 4"):
         METHODS["lg_fedavg"](model_with_maps, trainer, shared_layers=5)
+
+
+def test_layers_that_lg_fedavg_no_longer_sends_do_not_decide_what_is_kept(model):
+    """Of five heads, Krum takes one, whatever lies below them."""
+    method = METHODS["lg_fedavg"](model, Trainer(epochs=1, batch_size=4, lr=0.1), krum, warmup_rounds=1)
+    server, _ = method.init(KEY, 5)
+    rng = np.random.default_rng(0)
+
+    def drawn(tree, scale):
+        return jax.tree.map(lambda leaf: jnp.asarray(scale * rng.normal(size=(5, *leaf.shape)), leaf.dtype), tree)
+
+    upper, cohort = drawn(server.upper, 1.0), Cohort(jnp.arange(5), jnp.ones(5), 5, 5)
+    kept = []
+    for scale in (0.0, 1.0, 10.0):
+        lower = SentIf(jnp.zeros(5, bool), drawn(server.lower.value, scale))
+        kept.append(method.aggregate(now(KEY, 1), server, (), server._replace(upper=upper, lower=lower), cohort)[0])
+    for other in kept[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, kept[0])
 
 
 def test_lg_fedavg_starts_from_the_model_of_the_warm_up(model, trainer, federation):

@@ -60,7 +60,8 @@ def test_values_are_all_real_numbers_but_statistics_flags_and_counts():
         "steps": jnp.array(3, jnp.int32),
     }
     tens = jax.tree.map(lambda leaf: 10 * leaf.astype(jnp.float32), upload)
-    found = map_values(lambda path, leaf, ten: leaf + ten, upload, tens, in_rows=lambda path, leaf, ten: leaf - ten)
+    in_rows = lambda held, path, leaf, ten: leaf - held[:, None] * ten  # noqa: E731
+    found = map_values(lambda path, leaf, ten: leaf + ten, upload, tens, in_rows=in_rows)
     assert jax.tree.structure(found) == jax.tree.structure(upload)
     values = {jax.tree_util.keystr(path): np.unique(leaf).tolist() for path, leaf in jax.tree.leaves_with_path(found)}
     assert {path: value for path, value in values.items() if value != [1]} == {

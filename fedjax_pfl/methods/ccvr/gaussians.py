@@ -31,6 +31,13 @@ class Gaussians(NamedTuple):
     size: Float[Array, " C"]
 
 
+class Moments(NamedTuple):
+    """What a client sends of each class: the mean of its features, and the upper half of their covariance, by rows."""
+
+    mean: Float[Array, "C K"]
+    covariance: Float[Array, "C triangle"]
+
+
 def class_gaussians(model: Model, extractor: Params, data: ClientData) -> Gaussians:
     """One client's, under an extractor; the covariance of fewer than two samples is zero."""
     z = cache_features(lambda x: model.features(extractor, x), data)

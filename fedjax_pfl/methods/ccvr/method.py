@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.method import Calibration, Cohort, Method, PerClass, Round
-from fedjax_pfl.methods.ccvr.gaussians import class_gaussians, draw, pool
+from fedjax_pfl.methods.ccvr.gaussians import Moments, class_gaussians, draw, pool
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
@@ -81,7 +81,7 @@ def calibrated(host: Method, model: Model, train_server: Trainer, *, samples_per
         del now, client
         mean, covariance, size = class_gaussians(model, _global_model(view)["extractor"], data)
         rows, columns = jnp.triu_indices(model.dim)
-        return PerClass(size, (mean, covariance[:, rows, columns]))
+        return PerClass(size, Moments(mean, covariance[:, rows, columns]))
 
     def calibrate(now: Round, server: PyTree, uploads: PerClass, cohort: Cohort) -> PyTree:
         del cohort

@@ -55,7 +55,8 @@ def fedfomo(
     candidates are w_i and the models of M - 1 others: each of any other with probability max(0, exploration -
     exploration_decay t), else of the one with the largest sum of a_j so far. Ties are broken at random, and those who
     have not taken part yet come last. The norm is the paper's, L2, over all parameters but running statistics (the
-    official code's is L1 by default). Server and clients hold N (M + 2) models.
+    official code's is L1 by default, and it adds up a_j divided by |sum_j a_j|, so that rounds count alike). Server and
+    clients hold N (M + 2) models.
 
     Args:
       model: extractor and head.

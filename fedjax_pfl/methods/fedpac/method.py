@@ -119,7 +119,7 @@ def fedpac(
     def aggregate(
         now: Round, server: Server, clients: Client, uploads: Upload, cohort: Cohort
     ) -> tuple[Server, Client]:
-        del now, clients
+        del now
         h, sums = uploads.per_class.rows
         counts = jnp.sum(uploads.per_class.held, axis=0)
         new = class_means(jnp.sum(sums, axis=0), counts)
@@ -127,7 +127,10 @@ def fedpac(
         present = jnp.sum(uploads.per_class.held, axis=1) > 0
         weights = head_weights(h, uploads.v, present)
         combined = functools.partial(jnp.tensordot, weights, axes=1, precision=lax.Precision.HIGHEST)
-        heads = jax.tree.map(combined, uploads.head)
+        # Where nobody has a sample, there is nothing to combine, and everybody keeps what it has received.
+        heads = jax.tree.map(
+            lambda sent, kept: jnp.where(jnp.any(present), combined(sent), kept), uploads.head, clients.inbox
+        )
         return Server(combine(uploads.extractor, cohort.weight), prototypes), Client(heads)
 
     def personal(view: View, client: Client) -> Params:

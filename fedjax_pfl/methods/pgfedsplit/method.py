@@ -95,7 +95,7 @@ def pgfedsplit(
       train: the local trainer.
       combine: how the server averages extractors and heads.
       lam: lambda, weight of the pull to the prototypes (Eq. 14).
-      r: share of synthetic features in what a head is trained on (Eq. 17); 0 for none (without GAU).
+      r: share of synthetic features in what a head is trained on (Eq. 15); 0 for none (without GAU).
       beta: weight of alpha^2 times the heads' divergence, per round since the last mixture (Eq. 13).
       temperature: T_KD of that divergence.
       alpha: share of the client's own head in the mixture (Eq. 8); None: the minimiser of Eq. 13, for each client.
