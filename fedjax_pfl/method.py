@@ -283,6 +283,8 @@ class Method(NamedTuple):
         aside (rule R11); where it is not so, these may be None.
       sends_change: whether uploads are changes, though they have names and shapes of what was sent down, and not, as is
         then taken for granted, that after training: for what compresses, attacks or compares updates.
+      batches_per_step: how many batches a step takes, so that with ``training.drop_last`` a client with fewer samples
+        takes none.
       acts_alone: whether the server's work counts also in a round in which nobody has a sample, which otherwise leaves
         it as it was.
     """
@@ -303,4 +305,5 @@ class Method(NamedTuple):
     diagnose: Callable[[PyTree], Diagnostics] = no_diagnostics
     selects: bool = False
     sends_change: bool = False
+    batches_per_step: int = 1
     acts_alone: bool = False

@@ -373,6 +373,17 @@ CASES = {
         "training.batch_size = 5000 is not usable: at most ... with training.drop_last: nobody has a whole batch to "
         "train on",
     ),
+    "batches of two batches that nobody fills": (
+        "run config.toml training.drop_last=true training.batch_size=400 method.name=perfedavg data.clients=3",
+        "training.batch_size = 400 is not usable: at most ... with training.drop_last: nobody has a whole batch to "
+        "train on",
+    ),
+    "a rule that would choose who cannot train": (
+        "run config.toml training.drop_last=true training.batch_size=400 aggregation.rule=krum data.clients=3 "
+        "data.partition.kind=dirichlet data.partition.beta=0.5",
+        'training.batch_size = 400 is not usable: at most ... with training.drop_last and aggregation.rule = "krum": '
+        "a client has no more",
+    ),
     "data that no run of a comparison has": (
         "compare config.toml --methods local,fedavg data.source=npz:none.npz --out nowhere",
         "data.source = 'npz:none.npz' is not usable: ...",

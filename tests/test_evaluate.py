@@ -72,6 +72,16 @@ def test_an_answer_that_is_no_number_is_a_wrong_answer_of_no_class(samples, part
     assert (answered & (guess == y)).sum() < (guess == y).sum()
 
 
+def test_a_logit_of_minus_infinity_rules_its_class_out(samples):
+    """As a model does that answers with the classes alone that a client holds."""
+    x, y = np.array(samples[0]), samples[1]
+    x[np.arange(len(y)), (y + 1) % CLASSES] = -np.inf
+    whole = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], pack([np.arange(len(y))], y, CLASSES))
+    found = jax.jit(lambda: score(lambda logits: logits, client_data(jnp.asarray(x), jnp.asarray(y), whole)))()
+    assert float(found.accuracy) == pytest.approx(np.mean(x.argmax(axis=1) == y))
+    assert np.isfinite(found.loss)
+
+
 def test_tallies_of_the_parts_give_the_scores_of_the_whole(samples, parts):
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), per_part(tally, samples, parts))
     found = scores_of(total, jnp.sum(parts.class_counts, axis=0))

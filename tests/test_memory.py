@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from fedjax_pfl.data.federated import Federation, pack
-from fedjax_pfl.engine.memory import Memory, peak_bytes, resident_set, survey
+from fedjax_pfl.engine.memory import Memory, _left_in_groups, peak_bytes, resident_set, survey
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods import METHODS
 
@@ -44,6 +44,28 @@ def test_as_many_clients_fit_as_the_announced_memory_says(limit, fitting):
     memory = Memory(resident=1000, per_client=7, participants=30, exchanged=60)
     assert memory.fitting(1, limit) == fitting
     assert memory.total(chunk=max(1, fitting)) <= limit + 7 * (fitting == 0)
+
+
+def test_a_container_or_job_has_no_more_than_its_control_groups_leave(tmp_path):
+    """Under both versions: the smallest of what the group and those above it have left, with what the kernel caches."""
+    groups = {
+        "job": {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 5\ninactive_file 60"},
+        "job/step": {"memory.max": "max", "memory.current": "600", "memory.stat": "inactive_file 60"},
+        "memory/docker": {
+            "memory.limit_in_bytes": "500",
+            "memory.usage_in_bytes": "490",
+            "memory.stat": "total_inactive_file 20",
+        },
+    }
+    for name, files in groups.items():
+        (tmp_path / name).mkdir(parents=True)
+        for file, content in files.items():
+            (tmp_path / name / file).write_text(content)
+    own = tmp_path / "own"
+    for line, left in [("0::/job/step", [360]), ("4:memory:/docker/gone", [30]), ("1:cpu:/docker", [])]:
+        own.write_text(f"9:name=systemd:/\n{line}\n")
+        assert _left_in_groups(own, tmp_path) == left
+    assert _left_in_groups(tmp_path / "absent", tmp_path) == []
 
 
 def test_further_runs_share_the_samples():

@@ -19,6 +19,7 @@ from fedjax_pfl import (
     register_partition,
     simulate,
 )
+from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.data.sources import SOURCES, load
 from fedjax_pfl.experiment import programs, registry
 from fedjax_pfl.experiment.build import divide
@@ -172,6 +173,7 @@ BAD_ROWS = {
     "twice": (lambda clients: [[0, 0, 1]] * 5, "client 0 has row 0 twice"),
     "outside": (lambda clients: [[0, 10**6]] * 5, "rows are numbered 0 to 1796, and client 0 has row 1000000"),
     "shared": (lambda clients: [[0, 1]] * 5, "two clients have row 0"),
+    "shared, as a Partition": (lambda clients: Partition([np.arange(2)] * 5, ()), "two clients have row 0"),
 }
 
 
@@ -283,6 +285,13 @@ def test_a_mistake_is_one_line_before_anything_compiles(mistake, message, monkey
     assert "\n" not in str(caught.value)
 
 
+def with_setup(setup):
+    def factory(model, train):
+        return fedavg(model, train)._replace(setup=setup)
+
+    return factory
+
+
 def with_other(**functions):
     """FedAvg, some of whose functions return something else: name -> a function of what FedAvg's returns."""
 
@@ -301,6 +310,7 @@ def with_other(**functions):
         (with_other(local=lambda update: (update.upload, update.info)), "local returns = 'tuple' .*: an Update"),
         (with_other(aggregate=lambda made: made[0]), r"aggregate returns = 'dict' .*: a pair \(server, clients\)"),
         (with_other(aggregate=lambda made: (*made, 1)), r"aggregate returns = 'tuple of 3' .*: a pair"),
+        (with_setup(lambda now, view, client, data: view), r"setup returns = 'dict' .*: a pair \(client, upload\)"),
         (other_server, r"the method's server\['head'\]\S* after a round = .* is not usable: .*, as before it"),
         (other_clients, r"the method's clients after a round = 'float32\[\d\]' is not usable: nothing, as before it"),
     ],

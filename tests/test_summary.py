@@ -1,5 +1,7 @@
 """What metrics are called, and which round of a run counts."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -85,6 +87,20 @@ def test_a_run_whose_answers_are_no_numbers_has_diverged(point, loss):
     assert summed_up(found)["diverged_round"] is None
     found[1][point]["loss"] = loss
     assert summed_up(found)["diverged_round"] == 2
+
+
+def test_where_nobody_is_scored_there_are_no_numbers_and_nothing_has_diverged():
+    manifest = {"n_train": [5, 5], "n_test": [0, 10], "n_validation": [0, 2]}
+    of = scores([0.0, 0.5], np.array([1, 10]))
+    point = Scored(of, None, np.zeros((2, 3)), {"mine": np.ones(2)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        line = line_of(Evaluation(point, point, None, {}, {}), manifest, "test", 1)  # the second client is new
+        found = summed_up([{"round": 1, "train_loss": 1.0, **line, "megabytes": 1.0, "seconds": 1.0}])
+    assert line["new_pre"]["accuracy"] == pytest.approx(0.5)
+    assert np.isnan(line["pre"]["accuracy"])
+    assert np.isnan(line["pre"]["mine"])
+    assert found["personal"]["pre"]["last"] is found["diverged_round"] is None
 
 
 def test_old_and_new_names_agree():

@@ -9,6 +9,9 @@ from jaxtyping import Float, Int, Shaped, UInt8
 
 from fedjax_pfl.errors import ConfigError
 
+# Labels are not taken for class numbers where they are this or more, and as many as samples or more.
+_MOST_CLASSES = 1000
+
 
 class Dataset(NamedTuple):
     """Labelled samples, still in one piece.
@@ -157,7 +160,7 @@ def _checked_samples(x: np.ndarray, what: str, name: str) -> Shaped[np.ndarray, 
         raise ConfigError(
             "data", name, f"the {what} must be [n, ...], got {x.shape}; x.reshape(-1, 1) has one number each"
         )
-    if x.ndim == 4 and x.shape[1] <= 4 < x.shape[3]:
+    if x.ndim == 4 and x.shape[1] <= 4 < min(x.shape[2:]):
         hint = "the channels seem to come first; numpy.moveaxis(x, 1, -1) puts them last"
         raise ConfigError("data", name, f"the {what} must be [n, h, w, c], got {x.shape}: {hint}")
     if x.size == 0:
@@ -194,8 +197,10 @@ def _checked_labels(y: np.ndarray, what: str, name: str) -> Int[np.ndarray, " sa
         raise ConfigError("data", name, f"the {what} must be integers, got {y.dtype}: {hint}")
     if y.size and y.min() < 0:
         raise ConfigError("data", name, f"the {what} must be 0 or more, the smallest is {y.min()}")
-    if y.size and y.max() >= np.iinfo(np.int32).max:
-        raise ConfigError("data", name, f"the {what} must fit into int32, the largest is {y.max()}")
+    if y.size and y.max() >= max(_MOST_CLASSES, len(y)):
+        found = f"the largest of {len(np.unique(y))} different ones is {y.max()}"
+        hint = "numpy.unique(y, return_inverse=True)[1] numbers the classes"
+        raise ConfigError("data", name, f"the {what} must be the numbers of classes, from 0 on; {found}: {hint}")
     return y.astype(np.int32)
 
 

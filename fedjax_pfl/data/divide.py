@@ -140,6 +140,10 @@ def deal(
             'the test part given is divided anew with the training part: data.split = "official" keeps it for testing'
         )
         dealt = dealt._replace(notes=(*dealt.notes, note))
+    if dataset.vocabulary is not None and (validation_share or not official):
+        of = "test" if not official else "validation"
+        note = f"windows of a text overlap: those of the {of} part share most characters with some of the training part"
+        dealt = dealt._replace(notes=(*dealt.notes, note))
     if new:
         note = f"clients {clients - new} to {clients - 1} are new: they never train"
         dealt = dealt._replace(notes=(*dealt.notes, note))

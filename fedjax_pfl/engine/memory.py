@@ -213,13 +213,46 @@ def available() -> int:
     return _host_bytes() // jax.local_device_count()
 
 
+# Under version 2 of Linux's control groups and under version 1: folder, and names of limit, use and caches.
+_GROUPS = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
 def _host_bytes() -> int:
     """What Linux calls MemAvailable, which counts file caches as free; elsewhere all of the host's memory."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([free, *_left_in_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def _left_in_groups(own: Path, root: Path) -> list[int]:
+    """What the control groups of this process may still take, such as those of a container or a job of a cluster.
+
+    File caches count as taken there; those that the kernel would give up are left out.
+
+    Args:
+      own: the file that names the groups.
+      root: where they are mounted, under version 2 or 1.
+    """
+    left = []
+    with contextlib.suppress(OSError):
+        for line in own.read_text(encoding="ascii").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            top, limit, used, caches = _GROUPS[controllers]
+            group = root / top / path.strip("/")
+            for folder in (group, *group.parents):  # what a group has to itself, its parents limit, too
+                with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit
+                    most, taken = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
+                    stat = (folder / "memory.stat").read_text(encoding="ascii")
+                    left.append(most - taken + int(dict(entry.split() for entry in stat.splitlines())[caches]))
+    return left
 
 
 def peak_bytes(jaxpr: Jaxpr) -> int:

@@ -230,13 +230,16 @@ class Engine(Evaluator):
         def one(shared: tuple, client: PyTree, row: tuple) -> tuple:
             (key, t, view, x, y), (client_id, train, validation) = shared, row
             held = client_data(x, y, train, client_id, validation)
-            return setup(Round(jax.random.fold_in(key, client_id), t), view, client, held)
+            returned = setup(Round(jax.random.fold_in(key, client_id), t), view, client, held)
+            return pair_of("setup", returned, "client", "upload")
 
         view = method.broadcast(state.server)
         shared, rows = (key_clients, t, view, data.x, data.y), (ids, train, validation)
         new, uploads = self._map_group(one, shared, group, rows, complete=True)
         uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
         cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
-        server, new = method.aggregate(Round(key_aggregate, t), state.server, new, uploads, cohort)
+        returned = method.aggregate(Round(key_aggregate, t), state.server, new, uploads, cohort)
+        server, new = pair_of("aggregate", returned, "server", "clients")
+        check_unchanged("server", server, state.server)
         sent = traffic_of(jnp.zeros((), jnp.int32), view, jnp.sum(present), uploads)
         return State(server, put_rows(state.clients, ids, new)), sent

@@ -109,8 +109,8 @@ def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch cl
         batch = data.take(slots, slots < data.count)
         logits = predict(batch.x)
         loss = cross_entropies(logits, batch.y)
-        # What is not finite is no answer: of a diverged model's logits, all NaN, argmax would make class 0.
-        answered = batch.mask * jnp.all(jnp.isfinite(logits), axis=-1).astype(jnp.float32)
+        # Of a diverged model's logits, all NaN, argmax would make class 0; -inf rules a class out.
+        answered = batch.mask * jnp.isfinite(jnp.max(logits, axis=-1)).astype(jnp.float32)
         guess = jax.nn.one_hot(jnp.argmax(logits, axis=-1), classes) * answered[:, None]
         hits = guess * jax.nn.one_hot(batch.y, classes)
         new = Tally(jnp.sum(hits, axis=0), jnp.sum(guess, axis=0), jnp.sum(loss * batch.mask))

@@ -302,6 +302,20 @@ class Program:
         return Shared(*self.samples, np.int32(start), np.int32(stop), np.bool_(evaluate))
 
 
+def _check_whole_batches(config: Config, engine: Engine, federations: Sequence[Federation]) -> None:
+    """Raises a ConfigError where, without short batches, nobody can train, or where some cannot and look honest."""
+    held = np.concatenate([np.asarray(federation.train.count)[: engine.trainers] for federation in federations])
+    held = held[held > 0] * (2 if engine.method.copies == "concat" else 1) // engine.method.batches_per_step
+    field, size, rule = "training.batch_size", config.training.batch_size, config.aggregation.rule
+    if size > held.max():
+        allowed = f"at most {held.max()} with training.drop_last: nobody has a whole batch to train on"
+        raise ConfigError(field, size, allowed)
+    if rule != "mean" and size > held.min():
+        # It goes back as it came, between all others: Krum would choose it, and the model stand still.
+        allowed = f'at most {held.min()} with training.drop_last and aggregation.rule = "{rule}": a client has no more'
+        raise ConfigError(field, size, allowed)
+
+
 def lay_out(
     configs: Sequence[Config], dataset: Dataset, hardware: Hardware | None = None, room: int | None = None
 ) -> Program:
@@ -334,11 +348,8 @@ def lay_out(
     ]
     samples = federations[0][:2]
     engine = make_engine(first, data)
-    most = max(int(np.asarray(federation.train.count).max()) for federation in federations)
-    most *= 2 if engine.method.copies == "concat" else 1
-    if first.training.drop_last and most < first.training.batch_size:
-        allowed = f"at most {most} with training.drop_last: nobody has a whole batch to train on"
-        raise ConfigError("training.batch_size", first.training.batch_size, allowed)
+    if first.training.drop_last:
+        _check_whole_batches(first, engine, federations)
     for config in configs:
         check_accountant(config)
     if first.privacy.clip is not None:

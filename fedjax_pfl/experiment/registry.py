@@ -241,7 +241,7 @@ def _check_name(kind: str, name: Any) -> None:
 def _checked_rows(name: str, given: Any, samples: int, clients: int) -> Partition:
     """What an own partition returns, with its rows in ascending order."""
     if isinstance(given, Partition):
-        return given
+        return given._replace(parts=_checked_rows(name, given.parts, samples, clients).parts)
     field = "data.partition.kind"
     if not isinstance(given, Sequence | np.ndarray) or len(given) != clients:
         found = f"{len(given)} lists" if hasattr(given, "__len__") else type(given).__name__

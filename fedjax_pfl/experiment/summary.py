@@ -52,6 +52,18 @@ def harmonic_mean(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:
     return np.asarray(2 * np.multiply(a, b) / np.where(total == 0, 1, total))
 
 
+_SUMS = (
+    "accuracy",
+    "weighted",
+    "std_clients",
+    "worst_10_percent",
+    "macro_f1",
+    "macro_f1_union",
+    "loss",
+    "i_local",
+)
+
+
 def summarize(scores: Scores, samples: Int[np.ndarray, " N"]) -> dict[str, float]:
     """Sums up the clients that have samples to be scored on.
 
@@ -64,9 +76,11 @@ def summarize(scores: Scores, samples: Int[np.ndarray, " N"]) -> dict[str, float
       (population standard deviation), ``worst_10_percent`` (mean over the tenth of the clients, at least one, that fare
       worst), ``macro_f1`` (over the classes that a client holds), ``macro_f1_union`` (and those predicted for it) and
       ``loss`` (unweighted means), ``i_local`` (unweighted mean of the harmonic mean of accuracy and macro-F1,
-      pFedCSPC's measure of a personal model). Accuracies lie in [0, 1].
+      pFedCSPC's measure of a personal model). Accuracies lie in [0, 1]. All are NaN where no client has any.
     """
     scored = samples > 0
+    if not scored.any():
+        return dict.fromkeys(_SUMS, math.nan)
     of = {name: np.asarray(values, np.float64)[scored] for name, values in scores._asdict().items()}
     worst = np.sort(of["accuracy"])[: max(1, len(of["accuracy"]) // 10)]
     return {
@@ -115,7 +129,8 @@ def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, 
 
     def own(of: Scored, samples: Sequence[int], who: Int[np.ndarray, " clients"]) -> dict[str, float]:
         held = who[np.asarray(samples)[who] > 0]
-        return {name: float(np.asarray(values, np.float64)[held].mean()) for name, values in of.own.items()}
+        found = {name: np.asarray(values, np.float64)[held] for name, values in of.own.items()}
+        return {name: float(values.mean()) if len(held) else math.nan for name, values in found.items()}
 
     line: Line = {}
     for point, of in zip(POINTS, (scores.pre, scores.post), strict=True):
@@ -220,7 +235,8 @@ def _round_chosen(history: Mapping[str, np.ndarray], point: str) -> int | None:
 
 def _diverged(history: Mapping[str, np.ndarray]) -> int | None:
     """The first evaluated round after which a client's model answers with what is no number."""
-    bad = ~np.isfinite(history["pre.loss"]) | ~np.isfinite(history["post.loss"])
+    scored = ~np.isnan(history["pre.accuracy"])
+    bad = scored & (~np.isfinite(history["pre.loss"]) | ~np.isfinite(history["post.loss"]))
     return int(history["round"][np.flatnonzero(bad)[0]]) if bad.any() else None
 
 

@@ -45,7 +45,7 @@ class TrainedModel:
           ConfigError: they have another shape or dtype.
         """
         logits = self._answers(x)
-        return np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1)
+        return np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
 
     def predict_proba(self, x: Shaped[np.ndarray, "n ..."]) -> Float[np.ndarray, "n classes"]:
         """How likely each class is: the softmax of the logits, float32; NaN where a model has diverged.

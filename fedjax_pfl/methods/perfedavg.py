@@ -112,4 +112,4 @@ def perfedavg(
 
         return train.over_batches(now, step, view, data, phase="personalize", steps=1), client
 
-    return base._replace(local=local, aggregate=aggregate, personalize=personalize)
+    return base._replace(local=local, aggregate=aggregate, personalize=personalize, batches_per_step=parts)

@@ -185,6 +185,7 @@ MISTAKES = {
     "what is no class": ((NUMBERS, Y / 4), r"numbers of classes, and 0\.5 is none$"),
     "labels as names": ((NUMBERS, list("abcabc")), rf"got <U1: {UNIQUE}"),
     "labels as objects": ((NUMBERS, np.array(list("abcabc"), object)), rf"got object: {UNIQUE}"),
+    "labels that are postal codes": ((NUMBERS, 10_000 + Y), rf"the largest of 3 different ones is 10002: {UNIQUE}"),
     "one-hot labels": ((NUMBERS, ONE_HOT), r"\[n\], got \(6, 3\): y\.argmax\(1\) gives these$"),
     "one-hot labels as integers": ((NUMBERS, ONE_HOT.astype(int)), r"y\.argmax\(1\) gives these$"),
     "a column of labels": ((NUMBERS, Y[:, None]), r"got \(6, 1\): y\.ravel\(\) makes them so$"),
@@ -216,6 +217,11 @@ MISTAKES = {
     "a row twice": (FederatedData(*PART, clients=[[0, 1, 0]]), "client 0 has row 0 twice"),
     "a client with one row": (FederatedData(*PART, clients=[[0, 1], [3]]), "client 1 needs 2 rows or more.*has 1$"),
 }
+
+
+def test_maps_of_a_few_pixels_with_many_channels_are_not_taken_for_channels_first():
+    for shape in ((6, 3, 3, 200), (6, 4, 4, 512), (6, 2, 9, 3)):
+        assert as_dataset((np.zeros(shape, np.float32), Y)).images.shape == shape
 
 
 @pytest.mark.parametrize(("data", "message"), MISTAKES.values(), ids=MISTAKES)

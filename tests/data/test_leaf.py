@@ -233,6 +233,21 @@ def test_official_clients_may_set_aside_validation_samples_and_be_limited_in_siz
         assert [set(users[rows(table, client)].tolist()) for client in range(3)] == [{0}, {1}, {2}]
 
 
+def test_windows_of_text_that_overlap_with_those_trained_on_are_noted(plays, images):
+    noted = {}
+    for source, split, share in [
+        (plays, "merge", 0.0),
+        (plays, "official", 0.25),
+        (plays, "official", 0.0),
+        (images, "merge", 0.0),
+    ]:
+        notes = divide(config(source, split=split, validation_share=share), load(source))[1]["notes"]
+        noted[source, split, share] = [note for note in notes if note.startswith("windows of a text overlap")]
+    assert "those of the test part" in noted[plays, "merge", 0.0][0]
+    assert "those of the validation part" in noted[plays, "official", 0.25][0]
+    assert noted[plays, "official", 0.0] == noted[images, "merge", 0.0] == []
+
+
 def test_merge_splits_all_samples_of_a_user(images):
     federation, manifest = divide(config(images, clients=3, test_share=0.34), load(images))
     mine = [rows(federation.train, i) + rows(federation.test, i) for i in range(3)]
