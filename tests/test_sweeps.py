@@ -113,7 +113,8 @@ def test_complete_runs_are_not_run_again(swept, out):
     lines = []
     grid = {"method.name": ["fedprox"], "training.lr": np.array([0.05, 0.2]), "run.seed": np.arange(2)}
     again = sweep(config(), grid, out=out, progress=lines.append)
-    assert lines[0].startswith("program 1 of 1 (fedprox, 1 run): about")
+    assert lines[0] == "3 of 4 runs are complete: they are read, not run again"
+    assert lines[1].startswith("program 1 of 1 (fedprox, 1 run): about")
     for cell, before in zip(again.cells, swept[0].cells, strict=False):
         np.testing.assert_allclose(numbers(cell.summary["personal"]), numbers(before.summary["personal"]), rtol=1e-5)
 
@@ -154,7 +155,7 @@ def test_workers_of_ray_give_what_this_process_gives(swept, out, cluster, tmp_pa
     assert f"{names[0]}: done" in lines[2:]
     again = sweep(config(), {**GRID, "method.name": ["fedprox"]}, out="grid", progress=lines.append, executor="ray")
     assert [cell.summary for cell in again.cells] == [cell.summary for cell in parts.cells[:4]]
-    assert len(lines) == 4
+    assert lines[4:] == ["4 of 4 runs are complete: they are read, not run again"]
 
 
 class Deadly(Config):

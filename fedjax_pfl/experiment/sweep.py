@@ -313,6 +313,8 @@ def run_cells(
     def in_order() -> list[Cell]:
         return [done[number] for number in sorted(done)]
 
+    if done and progress:
+        progress(f"{len(done)} of {len(cells)} runs are complete: they are read, not run again")
     missing = [number for number in range(len(cells)) if number not in done]
     if data is not None or missing:  # else nothing is loaded
         _check_done_have_this_data([cell.config for cell in done.values()], data)
