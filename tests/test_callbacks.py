@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import sys
+from types import ModuleType, SimpleNamespace
 
 import jax
 import numpy as np
@@ -154,6 +155,18 @@ def test_the_best_model_is_that_of_the_best_round(recorder, plain):
     assert_same(result.state, plain.state)
 
 
+def test_a_best_model_begins_anew_with_each_run():
+    best = BestModel("train_loss", mode="min")
+    for losses, expected in [([1.0, 2.0], (1, 1.0)), ([4.0, 3.0], (2, 3.0))]:
+        whole = run_with(losses)
+        run = Running(whole.config, "pre", 0, [], dict)
+        best.on_start(run)
+        for line in whole.lines:
+            run.lines.append(line)
+            best.on_evaluate(run, line)
+        assert (best.round, best.value) == expected
+
+
 def test_an_evaluation_without_a_value_is_never_the_best():
     best, run = BestModel("train_loss", mode="min"), run_with([math.nan, 3.0, 2.0, 2.5])
     for at in range(1, 5):
@@ -273,6 +286,25 @@ def test_mlflow_gets_config_and_lines(tmp_path, monkeypatch):
     assert [(of.step, of.value) for of in history] == list(
         zip([2, 4, 6], result.history["pre.accuracy"].tolist(), strict=True)
     )
+
+
+def test_loggers_are_told_of_the_rounds_before_a_resumption(monkeypatch):
+    """Packages that are not installed for this are played by objects that note what they are told."""
+    told = []
+    wandb, client = ModuleType("wandb"), ModuleType("mlflow.client")
+    wandb.init = lambda **_: SimpleNamespace(log=lambda values, step: told.append((step, values["train_loss"])))
+    client.MlflowClient = lambda uri: SimpleNamespace(
+        get_experiment_by_name=lambda name: SimpleNamespace(experiment_id="1"),
+        create_run=lambda experiment: SimpleNamespace(info=SimpleNamespace(run_id="1")),
+        log_param=lambda *_: None,
+        log_metric=lambda run, name, value, step: told.append((step, value)),
+    )
+    for name, module in {"wandb": wandb, "mlflow": ModuleType("mlflow"), "mlflow.client": client}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for logger in (WandbLogger(), MLflowLogger()):
+        told.clear()
+        logger.on_start(run_with([3.0, 2.0]))
+        assert told == [(1, 3.0), (2, 2.0)]
 
 
 @pytest.mark.parametrize(("logger", "package"), [(WandbLogger, "wandb"), (MLflowLogger, "mlflow")])

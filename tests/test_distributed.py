@@ -26,6 +26,7 @@ OVERRIDES = (
     "training.rounds=6",
     "run.eval_every=3",
     "run.checkpoint_every=3",
+    'run.export=["predictions"]',
 )
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 COMMAND = [sys.executable, "-c", "from fedjax_pfl.cli.commands import main; main()", "run"]
@@ -110,6 +111,9 @@ def assert_same(directory, alone):
         flat, flat_wanted = (np.array(jax.tree.leaves(tree), np.float64) for tree in (line, wanted))
         np.testing.assert_allclose(flat, flat_wanted, rtol=1e-4)
     assert (directory / "partition.json").read_text() == (alone / "partition.json").read_text()
+    exported, wanted = (np.load(path / "export.npz") for path in (directory, alone))
+    for name in ("client", "sample", "label"):
+        np.testing.assert_array_equal(exported[name], wanted[name])
 
 
 def test_four_devices_give_what_one_gives(alone, launch, tmp_path):

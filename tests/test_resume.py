@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_pfl import Config, ConfigError, Result, simulate
+from fedjax_pfl import Callback, Config, ConfigError, Result, simulate
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.checkpoint import Checkpoints
 from fedjax_pfl.experiment.record import RunDirectory
@@ -257,6 +257,22 @@ def test_a_directory_left_while_it_is_taken_is_locked_for_others_too(tmp_path, m
     assert "BlockingIOError" in other.stderr
     directory.leave()
     assert not path.exists()
+
+
+class Stops(Callback):
+    def on_start(self, run):
+        run.stop("enough")
+
+
+def test_a_run_that_a_callback_ends_where_it_goes_on_is_evaluated(whole, copy, tmp_path):
+    """After its newest checkpoint where that has an evaluation, else after one more round."""
+    result = simulate(config(copy), resume=copy, callbacks=[Stops()])
+    assert (result.history["round"].tolist(), result.summary["rounds"], result.summary["stopped"]) == ([3], 3, "enough")
+    evaluated = shutil.copytree(whole[1], tmp_path / "evaluated")
+    (evaluated / "summary.json").unlink()
+    shutil.rmtree(evaluated / "checkpoints" / "6")
+    result = simulate(config(evaluated), resume=evaluated, callbacks=[Stops()])
+    assert (result.history["round"].tolist(), result.summary["rounds"]) == ([4], 4)
 
 
 def test_checkpoints_need_a_run_directory():

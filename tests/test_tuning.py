@@ -159,6 +159,23 @@ def test_an_interrupted_batch_has_failed(tmp_path, monkeypatch):
     assert [trial.state for trial in left.trials] == [TrialState.FAIL] * TRIALS
 
 
+def test_points_of_a_grid_that_have_failed_are_tried_again(tmp_path, monkeypatch):
+    space = {"training.lr": Choice([0.05, 0.1, 0.2]), "method.mu": Choice([0.0])}
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+
+    def out_of_memory(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tuning, "drive", out_of_memory)
+        with pytest.raises(MemoryError):
+            search(3, space, batch=2, storage=storage)
+    found = search(3, space, batch=2, storage=storage).trials
+    ended = [trial.params["training.lr"] for trial in found if trial.state == TrialState.COMPLETE]
+    assert sorted(ended) == [0.05, 0.1, 0.2]
+    assert len(found) == 5
+
+
 class Odd(BasePruner):
     """Prunes every second trial after the first round, and wants to prune all after the last one."""
 
@@ -375,6 +392,7 @@ def test_a_file_says_what_is_drawn_from_what(file):
             'config = "base.toml"\n[space]\ntraining.lr = {low = 0.1}',
             "space.training.lr = {'low': 0.1} .* low and high",
         ),
+        ('config = "base.toml"\noverrides = 5\n[space]\ntraining.lr = [0.1]', "overrides = 5 .*"),
         (
             'config = "base.toml"\n[space]\ntraining.lr = {low = 1, high = 2, log = true, int = true}',
             "space.training.lr .* one of log = true and int = true",

@@ -160,6 +160,7 @@ class BestModel(Callback):
         Raises:
           ConfigError: the best round lies before the checkpoint that it goes on from.
         """
+        self.round, self.value, self.result, self._state = None, math.nan, None, None  # of an earlier run
         values = np.nan_to_num(self.sign * np.asarray(run.values(self.metric)), nan=-math.inf)
         if len(values) and int(values.argmax()) < len(values) - 1:
             allowed = 'run.keep = "best", which survives an interruption: the best round so far was before it'
@@ -233,10 +234,12 @@ class WandbLogger(Callback):
         self._run: Any = None
 
     def on_start(self, run: Running) -> None:
-        """Begins the run there, with the config."""
+        """Begins the run there, with the config and what was recorded before a resumption."""
         import wandb
 
         self._run = wandb.init(config=run.config.model_dump(mode="json"), **self._options)
+        for line in run.lines:
+            self.on_evaluate(run, line)
 
     def on_evaluate(self, run: Running, line: Line) -> None:
         """Logs a line; the step is the round."""
@@ -273,7 +276,7 @@ class MLflowLogger(Callback):
         self._id = ""
 
     def on_start(self, run: Running) -> None:
-        """Begins the run there, with the config."""
+        """Begins the run there, with the config and what was recorded before a resumption."""
         from mlflow.client import MlflowClient
 
         self._client = MlflowClient(self._uri)
@@ -283,6 +286,8 @@ class MLflowLogger(Callback):
         self._id = self._client.create_run(experiment, **self._options).info.run_id
         for field, value in flat(run.config.model_dump(mode="json")).items():
             self._client.log_param(self._id, field, value)
+        for line in run.lines:
+            self.on_evaluate(run, line)
 
     def on_evaluate(self, run: Running, line: Line) -> None:
         """Logs a line; the step is the round."""

@@ -169,8 +169,8 @@ def drive(
         for course in courses:
             course.tell("on_start")
         if any(course.live.stopped for course in courses):
-            for course in courses:
-                course.end = max(t, 1)
+            for course in courses:  # the last round is an evaluated one
+                course.end = t if course.lines and course.lines[-1]["round"] == t else t + 1
         while going := [course for course in courses if course.end > t]:
             next_evaluation = min(*(of.end for of in going), (t // first.run.eval_every + 1) * first.run.eval_every)
             stop = min(t + (1 if one_by_one else block), next_evaluation, (t // every + 1) * every)
@@ -190,12 +190,13 @@ def drive(
                 seconds = (time.perf_counter() - began) / runs
                 for course in going:
                     course.record(scores[course.run], sent[course.run], seconds)
+            stopped = any(course.live.stopped for course in courses)
+            block, stopping.signal, stopped = agree(block, stopping.signal, stopped)
             back = returns and stopping.signal == signal.SIGINT
             if back:
+                stopped = True
                 for course in courses:
                     course.live.stop(INTERRUPTED)
-            asked = any(course.live.stopped for course in courses)
-            block, stopping.signal, stopped = agree(block, stopping.signal, asked)
             for course in going:
                 if stopped if room is None else course.live.stopped:
                     course.end = min(course.end, t if evaluated else t + 1)  # the last round is an evaluated one

@@ -168,8 +168,10 @@ def tune(
     study = _study(storage, study_name, pruner, sampler, _DIRECTIONS[metric])
     _go_on(study, config, distributions, [metric, point], fingerprint(dataset))
     if sampler is None:
+        tried = _tried(study)
         for params in _grid(distributions, n_trials):
-            study.enqueue_trial(params, skip_if_exists=True)
+            if params not in tried:
+                study.enqueue_trial(params)
     devices = jax.local_device_count()
     left = n_trials - _finished(study)
     batch = min(batch or math.ceil(_BATCH / devices) * devices, max(left, 1))
@@ -223,7 +225,10 @@ def load_tune(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tu
     if unknown or [type(tables.get(key)) for key in ("config", "space")] != [str, dict]:
         allowed = f"config (a path), [space]; optional: overrides; it has {', '.join(unknown or tables)}"
         raise ConfigError("tune file", str(path), allowed)
-    config = load_config(Path(path).parent / tables["config"], [*tables.get("overrides", []), *overrides])
+    given = tables.get("overrides", [])
+    config = load_config(
+        Path(path).parent / tables["config"], [*given, *overrides] if isinstance(given, list) else given
+    )
     return config, dict(_fields(tables["space"]))
 
 
@@ -437,6 +442,15 @@ def _finished(study: "optuna.Study") -> int:
     from optuna.trial import TrialState
 
     return len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
+
+
+def _tried(study: "optuna.Study") -> list[dict[str, Any]]:
+    """The points of its trials that have ended well, or are still to come; those that failed are to be tried again."""
+    from optuna.trial import TrialState
+
+    states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.WAITING)
+    trials = study.get_trials(deepcopy=False, states=states)
+    return [trial.system_attrs.get("fixed_params", trial.params) for trial in trials]
 
 
 def _grid(distributions: Mapping[str, "BaseDistribution"], most: int) -> Iterator[dict[str, Any]]:
