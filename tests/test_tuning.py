@@ -160,8 +160,8 @@ def test_an_interrupted_batch_has_failed(tmp_path, monkeypatch):
 
 
 def test_points_of_a_grid_that_have_failed_are_tried_again(tmp_path, monkeypatch):
-    space = {"training.lr": Choice([0.05, 0.1, 0.2]), "method.mu": Choice([0.0])}
-    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    rates = [0.05, 0.1, 0.2, 0.3, 0.4]
+    space, storage = {"training.lr": Choice(rates)}, f"sqlite:///{tmp_path / 'study.db'}"
 
     def out_of_memory(*_, **__):
         raise MemoryError
@@ -169,11 +169,11 @@ def test_points_of_a_grid_that_have_failed_are_tried_again(tmp_path, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(tuning, "drive", out_of_memory)
         with pytest.raises(MemoryError):
-            search(3, space, batch=2, storage=storage)
-    found = search(3, space, batch=2, storage=storage).trials
+            search(5, space, storage=storage)
+    found = search(5, space, storage=storage).trials
     ended = [trial.params["training.lr"] for trial in found if trial.state == TrialState.COMPLETE]
-    assert sorted(ended) == [0.05, 0.1, 0.2]
-    assert len(found) == 5
+    assert sorted(ended) == rates
+    assert len(found) == TRIALS + 5
 
 
 class Odd(BasePruner):
