@@ -155,6 +155,8 @@ def test_hyperparameters_are_given_per_method(comparison, out, tmp_path):
     ]:
         with pytest.raises(ConfigError, match=message):
             CliRunner().invoke(app, [*command, "--set", wrong], catch_exceptions=False)
+    with pytest.raises(ConfigError, match=r"methods\.fedprox = 'method\.mu' is not usable: each field once"):
+        compare(config(), {"fedprox": {"mu": 0.5, "method.mu": 1.0}})
 
 
 def test_a_variant_of_a_method_has_a_name_of_its_own(tmp_path):

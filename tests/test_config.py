@@ -44,6 +44,8 @@ def test_none_is_written_where_it_is_no_default_and_can_be_given(tmp_path):
     assert usual.replace("training.augment", "none").training.augment == "none"
     with pytest.raises(ConfigError, match=r"training\.lr = 'none' is not usable"):
         usual.replace("training.lr", "none")
+    with pytest.raises(ConfigError, match=r"changes = 1 is not usable: a dotted field such as training\.lr"):
+        usual.replace({1: 2})
 
 
 def test_overrides_are_toml_values_or_else_strings(tmp_path):

@@ -153,6 +153,10 @@ def test_a_file_the_command_line_and_python_agree(tmp_path):
     plain.write_text(FILE.format("", "clients = 5\n"), encoding="utf-8")
     expected = config("fedpac", data={"clients": 5})
     assert load_config(named) == load_config(plain, ["protocol=fedpac"]) == expected
+    named_s = tmp_path / "s.toml"
+    named_s.write_text(named.read_text() + "[data.partition]\ns = 50.0\n", encoding="utf-8")
+    of_another = load_config(named_s, ["data.partition.kind=dirichlet"])  # than the protocol's, whose option s is
+    assert of_another.data.partition == config("fedpac", data={"partition": {"kind": "dirichlet"}}).data.partition
     pfllib = config("pfllib", data={"clients": 5}, training={"lr": 0.1})
     # Whichever is named last lies under all that the file and the command line give.
     assert load_config(named, ["training.lr=0.1", "protocol=pfllib"]) == pfllib

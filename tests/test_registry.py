@@ -24,6 +24,7 @@ from fedjax_pfl.data.sources import SOURCES, load
 from fedjax_pfl.experiment import programs, registry
 from fedjax_pfl.experiment.build import divide
 from fedjax_pfl.method import Method
+from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.models.mlp import MLP
@@ -197,9 +198,16 @@ def test_another_package_offers_a_method(monkeypatch):
     with pytest.raises(ConfigError, match="baseline = 'none' is not usable: one of the methods compared: mine_theirs"):
         compare(config(), ["mine_theirs"], baseline="none")  # the first to name it
     assert config({"method.name": "mine_theirs"}).method == {"name": "mine_theirs", "mu": 0.5}
+
+    register_method("mine_theirs")(other_server)  # what a notebook has registered since stays
+    registry.load_entry_points.cache_clear()
+    registry.load_entry_points()
+    assert METHODS["mine_theirs"] is other_server
     absent = EntryPoint("mine_absent", "no_such_package:mine", "fedjax_pfl.methods")
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [absent])
     registry.load_entry_points.cache_clear()
+    with pytest.raises(ConfigError, match="baseline = 'none'"):
+        compare(config(), ["fedavg"], baseline="none")  # for which no package is looked for
     with pytest.raises(ConfigError, match=r"entry point fedjax_pfl\.methods = 'no_such_package:mine' .*No module"):
         config({"method.name": "mine_absent"})
     registry.load_entry_points.cache_clear()

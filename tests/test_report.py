@@ -335,10 +335,14 @@ def test_the_table_of_a_comparison_or_sweep_is_the_one_that_it_wrote(folder, tmp
 def test_a_table_that_was_written_for_some_of_the_methods_is_not_that_of_all(folder, tmp_path):
     home = shutil.copytree(folder, tmp_path / "runs")
     of_one = "\n".join(line for line in COMPARED.splitlines() if not line.startswith("| fedavg"))
-    (home / "comparison.md").write_text(of_one, encoding="utf-8")
-    table = Page(report_html([home])).table("method", "seeds")
-    assert sorted(row[0] for row in table) == ["fedavg", "fedprox"]
-    assert "12.34" not in str(table)
+    failed = COMPARED.replace("| fedavg | 2 | 1.00 ± 0.10 |", "| local | 0 | — |")
+    of_one_seed = COMPARED.replace("| 2 |", "| 1 |")
+    for written in (of_one, failed, of_one_seed):
+        assert written != COMPARED
+        (home / "comparison.md").write_text(written, encoding="utf-8")
+        table = Page(report_html([home])).table("method", "seeds")
+        assert [row[:2] for row in table] == [["fedprox", "2"], ["fedavg", "2"]]
+        assert "12.34" not in str(table)
 
 
 def test_a_run_that_goes_on_is_shown_as_far_as_it_is(tmp_path):

@@ -383,6 +383,10 @@ def test_a_sweep_file(swept, out, tmp_path):
     base, grid, baseline = load_sweep(path)
     assert (base.training.rounds, grid["training.lr"], baseline["training.lr"]) == (3, [0.05, 0.2], 0.2)
     assert load_sweep(path, ["training.rounds=5"])[0] == base.replace("training.rounds", 5)
+    other = tmp_path / "other.toml"
+    other.write_text(text.replace('"training.rounds=3"', '"method.name=fedprox", "method.mu=7.0"'))
+    of_another = load_sweep(other, ["method.name=fedecouple"])[0]  # which has a mu, too
+    assert of_another.method == base.replace("method.name", "fedecouple").method
     shown = CliRunner().invoke(app, ["sweep", str(path), f"training.rounds={base.training.rounds}", "--out", str(out)])
     assert shown.exit_code == 0, shown.output
     assert "training.lr=0.2" in shown.output

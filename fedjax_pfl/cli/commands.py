@@ -171,7 +171,8 @@ def compare(
     from fedjax_pfl.experiment.registry import load_entry_points
     from fedjax_pfl.methods import METHODS
 
-    load_entry_points()
+    if methods == "all":
+        load_entry_points()
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
     split = [name.partition("=") for name in names]
     names = [name.strip() for name, _, _ in split]

@@ -210,8 +210,8 @@ def compare(
       config: what all runs share. The hyperparameters in its ``method`` table are those of the method it names.
       methods: names in ``METHODS``, or a mapping from these to hyperparameters, which win over the config's; what is
         not given has the method's default. Fields of ``training`` may be among them, such as ``"training.lr"``: a rate
-        for one method alone; what `tune` has found, ``study.best_params``, goes as it is. A variant of a method goes by
-        a name of its own, with the method under ``"method"``.
+        for one method alone; ``"method.mu"`` is the same as ``"mu"``, as in what `tune` has found. A variant of a
+        method goes by a name of its own, with the method under ``"method"``.
       seeds: values of ``run.seed``.
       baseline: the method that the others are compared with; the first one unless given.
       point: where all are compared, whatever they are judged by: ``pre`` or ``post``.
@@ -297,8 +297,11 @@ def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | N
             section, dot, _ = str(key).partition(".")
             if (dot and section not in ("training", "method")) or key in ("name", "method.name"):
                 raise ConfigError(f"methods.{name}", key, "one of its hyperparameters, or a field of training")
+            field = key if dot else f"method.{key}"
+            if field in changes:
+                raise ConfigError(f"methods.{name}", key, "each field once: it is there under its other name, too")
             if key != "method":
-                changes[key if dot else f"method.{key}"] = value
+                changes[field] = value
         for seed in seeds:
             folder = None if out is None else str(out / file_name(f"{name}-seed{seed}"))
             changed = config.replace({**changes, SEED: seed, "run.out": folder})
@@ -312,8 +315,9 @@ def _method(name: Any, options: Mapping[str, Any]) -> Any:
     Raises:
       ConfigError: there is none, or the name is that of another method.
     """
-    load_entry_points()
     method = options.get("method", name)
+    if isinstance(method, str) and method not in METHODS:
+        load_entry_points()
     if not isinstance(method, str) or method not in METHODS:
         hint = '; or, of a variant, {"method": "fedprox", "mu": 1.0}' if options and "method" not in options else ""
         raise ConfigError("methods" if method is name else f"methods.{name}", method, one_of(method, METHODS) + hint)

@@ -732,22 +732,26 @@ def check_config(config: Any) -> None:
         raise ConfigError("config", config, "a Config: load_config(path) of a file, Config(**tables) of a dictionary")
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), over_these: Sequence[str] = ()) -> Config:
     """Reads a TOML file and applies overrides.
 
     Args:
       path: the config file.
       overrides: ``section.key=value`` strings, or ``protocol=name``; the value is TOML, or else taken as a string.
+      over_these: likewise, applied to what comes of them: another method here drops its options there.
 
     Raises:
       ConfigError: the file is missing or no TOML, or what it says cannot be used.
     """
     tables = read_toml(path, "config file")
-    if not isinstance(overrides, list | tuple) or not all(isinstance(override, str) for override in overrides):
-        raise ConfigError("overrides", overrides, 'a list of strings, e.g. ["training.lr=0.01"]')
-    # These first, as in Config.replace: they bring defaults.
-    for override in sorted(overrides, key=lambda override: override.partition("=")[0].strip() not in _SELECTORS):
-        _override(tables, override)
+    for given in (overrides, over_these):
+        if not isinstance(given, list | tuple) or not all(isinstance(override, str) for override in given):
+            raise ConfigError("overrides", given, 'a list of strings, e.g. ["training.lr=0.01"]')
+        # A protocol first, then these, as in Config.replace: they bring defaults.
+        first = ("protocol", *_SELECTORS)
+        fields = {override: override.partition("=")[0].strip() for override in given}
+        for override in sorted(given, key=lambda of: first.index(fields[of]) if fields[of] in first else len(first)):
+            _override(tables, override)
     return Config(**tables)
 
 
@@ -778,13 +782,13 @@ def _override(tables: dict[str, Any], override: str) -> None:
     *sections, key = dotted.strip().split(".")
     if not equals or not all([*sections, key]) or not (sections or key == "protocol"):
         raise ConfigError("override", override, "expected section.key=value, e.g. training.lr=0.01")
-    table = tables
+    table, under = tables, tables_of(tables["protocol"]) if "protocol" in tables else {}
     for section in sections:
-        table = table.setdefault(section, {})
+        table, under = table.setdefault(section, {}), under.get(section, {})
         if not isinstance(table, dict):
             raise ConfigError("override", override, f"{section} is a value, not a table")
     value = parse_value(text)
-    if dotted.strip() in _SELECTORS and table.get(key, value) != value:
+    if dotted.strip() in _SELECTORS and table.get(key, under.get(key, value)) != value:
         table.clear()
     table[key] = value
 
@@ -797,6 +801,8 @@ def _changes(changes: Mapping[str, Any] | str, value: Any) -> dict[str, Any]:
         return {changes: value}
     if not isinstance(changes, Mapping) or value is not ...:
         raise ConfigError("changes", changes, 'a field with its value, or a mapping such as {"training.lr": 0.1}')
+    if wrong := [field for field in changes if not isinstance(field, str)]:
+        raise ConfigError("changes", wrong[0], "a dotted field such as training.lr")
     return dict(changes)
 
 

@@ -49,10 +49,10 @@ def table_in(folders: Sequence[Path]) -> str | None:
 
 
 def holds_all(table: str, cells: Sequence[Cell]) -> bool:
-    """Whether such a table has a row for each combination: a later call may have written it for some of them alone."""
+    """Whether such a table is of as many runs that have ended: a later call may have written it for some of them."""
     heading_and_rule = 2
-    rows = sum(line.startswith("| ") for line in table.splitlines()) - heading_and_rule
-    return rows >= len({show(without_seed(cell.values)) for cell in cells})
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][heading_and_rule:]
+    return sum(int(seeds) for _, seeds, *_ in rows) >= len(cells)
 
 
 def row_in(table: str | None, name: str) -> int:

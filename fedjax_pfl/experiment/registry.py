@@ -164,7 +164,7 @@ def register_metric(name: str) -> Callable[[Part], Part]:
 
 @functools.cache
 def load_entry_points() -> None:
-    """Registers what other packages offer, once in a process.
+    """Registers what other packages offer, once in a process, but for names that this process has registered itself.
 
     Raises:
       ConfigError: a package's part cannot be imported, or is none.
@@ -177,7 +177,10 @@ def load_entry_points() -> None:
         "metrics": register_metric,
     }
     for group, decorator in decorators.items():
+        kind = _KINDS[group.removesuffix("s")]
         for point in importlib.metadata.entry_points(group=f"fedjax_pfl.{group}"):
+            if point.name in kind.table and point.name not in kind.built_in:
+                continue
             try:
                 part = point.load()
             except Exception as error:  # whatever a module does when it is imported

@@ -225,7 +225,7 @@ def _state(run: Begun) -> str:
 
 def _results(runs: _Runs) -> str:
     """The final table, of the runs that have ended."""
-    ended = cells_of(runs.begun)
+    ended = cells_of(runs.begun, runs.text)
     if runs.text is not None and holds_all(runs.text, ended):
         return runs_html(runs.text)
     if not ended:

@@ -82,7 +82,15 @@ def bootstrap_over_clients(
     known = of_seeds[:, ~np.isnan(of_seeds).all(axis=0)] if len(of_seeds) else of_seeds
     if not known.size:
         return None
-    of_clients = np.nanmean(known, axis=0)
-    means = of_clients[rng.integers(len(of_clients), size=(_RESAMPLES, len(of_clients)))].mean(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
+    drawn = rng.integers(known.shape[1], size=(_RESAMPLES, known.shape[1]))
+
+    def means(gaps: Float[np.ndarray, " clients"]) -> Float[np.ndarray, " resamples"]:
+        scored = ~np.isnan(gaps)
+        with np.errstate(invalid="ignore"):  # of nobody who is scored
+            found: Float[np.ndarray, " resamples"] = np.where(scored, gaps, 0.0)[drawn].sum(axis=1) / scored[drawn].sum(
+                axis=1
+            )
+        return found
+
+    low, high = np.nanpercentile(np.mean([means(gaps) for gaps in known], axis=0), [2.5, 97.5])
     return float(low), float(high)

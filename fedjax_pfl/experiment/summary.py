@@ -351,11 +351,12 @@ def label_accuracy(labels: Mapping[str, np.ndarray], classes: int, who: Int[np.n
     }
 
 
-def majority_class(manifest: Mapping[str, Any], evaluated_on: str, new: int) -> dict[str, float]:
+def majority_class(manifest: Mapping[str, Any], evaluated_on: str, new: int) -> dict[str, float] | None:
     """How a client fares that always answers the class it has most training samples of, the first of several.
 
     Returns:
-      ``accuracy``, the unweighted mean over the clients that train and are scored, and ``weighted`` by samples.
+      ``accuracy``, the unweighted mean over the clients that train and are scored, and ``weighted`` by samples; None
+      where there is no such client.
     """
     train, scored = (
         np.asarray(manifest[f"{part}_class_counts"], np.float64)[judged(manifest, new)]
@@ -364,6 +365,8 @@ def majority_class(manifest: Mapping[str, Any], evaluated_on: str, new: int) -> 
     correct = scored[np.arange(len(scored)), train.argmax(axis=1)]
     samples = scored.sum(axis=1)
     of = samples > 0
+    if not of.any():
+        return None
     return {"accuracy": float(np.mean(correct[of] / samples[of])), "weighted": float(correct.sum() / samples.sum())}
 
 

@@ -426,10 +426,7 @@ def load_sweep(
     if unknown or [type(tables.get(key, {})) for key in ("config", "grid", "baseline")] != [str, dict, dict]:
         allowed = f"config (a path), [grid]; optional: overrides, [baseline]; it has {', '.join(unknown or tables)}"
         raise ConfigError("sweep file", str(path), allowed)
-    given = tables.get("overrides", [])
-    config = load_config(
-        Path(path).parent / tables["config"], [*given, *overrides] if isinstance(given, list) else given
-    )
+    config = load_config(Path(path).parent / tables["config"], tables.get("overrides", []), overrides)
     chosen = tables.get("baseline")
     return config, flat(tables.get("grid", {})), None if chosen is None else flat(chosen)
 

@@ -165,9 +165,14 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
         samples=cells[0].config.data.evaluate_on,
         point=point.upper(),
         baseline=show(baseline) or "all",
-        validation="validation (the highest on validation samples), by validation (in that round), "
-        if "by validation" in names
-        else "",
+        validation="".join(
+            f"{name} ({text}), "
+            for name, text in {
+                "validation": "the highest on validation samples",
+                "by validation": "in that round",
+            }.items()
+            if name in names
+        ),
         within=" of a data setting" if len({group.setting for group in groups}) > 1 else "",
     )
     fewest = min((len(group.cells) for group in groups if group.cells), default=0)

@@ -225,10 +225,7 @@ def load_tune(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tu
     if unknown or [type(tables.get(key)) for key in ("config", "space")] != [str, dict]:
         allowed = f"config (a path), [space]; optional: overrides; it has {', '.join(unknown or tables)}"
         raise ConfigError("tune file", str(path), allowed)
-    given = tables.get("overrides", [])
-    config = load_config(
-        Path(path).parent / tables["config"], [*given, *overrides] if isinstance(given, list) else given
-    )
+    config = load_config(Path(path).parent / tables["config"], tables.get("overrides", []), overrides)
     return config, dict(_fields(tables["space"]))
 
 
@@ -246,6 +243,11 @@ class _Watch(Callback):
     def on_evaluate(self, run: Running, line: Line) -> None:
         """Reports the value."""
         trial, scores = self._of[run], line[self._table(run)]
+        if math.isnan(scores["accuracy"]):
+            share = run.config.data.validation_share
+            raise ConfigError(
+                "data.validation_share", share, "larger: no client that counts has samples to be judged by"
+            )
         if not math.isfinite(scores["loss"]):
             trial.set_user_attr("diverged_round", line["round"])
             run.stop("it diverged")
