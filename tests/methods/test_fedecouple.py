@@ -93,6 +93,7 @@ def uploads(model, trainer, federation):
 
 BASE = {"lam": 0.6, "mu": 0.8, "tau": 1.7, "head_epochs": 3, "scale_by_temperature": True}
 SPECIFIED = {
+    "head_lr": None,
     "frozen_head_epochs": 1,
     "teacher": "adapted",
     "head_features": "local",
@@ -131,7 +132,8 @@ def fedecouple_client(mlp, key, t, server, personal, rows, originals, trainer, h
     heads = {"personal": personal["head"]}
     if hyper.teacher == "adapted":
         heads["teacher"] = server["head"]
-    heads = train(heads, heads_gradient, key, t, rows, trainer, phase="head", epochs=hyper.head_epochs)
+    options = {"epochs": hyper.head_epochs, "lr": hyper.head_lr}
+    heads = train(heads, heads_gradient, key, t, rows, trainer, phase="head", **options)
 
     anchored = {"all": rows, "original": originals}[hyper.anchor_on]
     anchors, counts = class_means(mlp.extract(server["extractor"], anchored), mlp.y[anchored], CLASSES)
@@ -190,6 +192,7 @@ def compare(before, after, rounds, mlp, rows_of, federation, trainer, changed):
 CASES = {
     "as specified": {},
     "fixed teacher by size, own extractor, anchors of half the originals' classes": {
+        "head_lr": 0.3,
         "teacher": "fixed",
         "scale_by_temperature": False,
         "aggregation": "size",

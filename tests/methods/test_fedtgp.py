@@ -30,7 +30,7 @@ from tests.reference import (
     train,
 )
 
-ROUNDS, LAM = 3, 2.0
+ROUNDS, LAM, CAP = 3, 2.0, 0.2
 SERVER = {"server_lr": 0.05, "server_epochs": 3, "server_batch_size": 4}
 
 near = partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
@@ -67,6 +67,8 @@ def server_step(generator, known, received, key, t):
     means, counts = map(np.array, zip(*(received[i] for i in sorted(received)), strict=True))
     z, y = means[counts > 0], np.nonzero(counts)[1]
     known, margin = known | (counts > 0).any(axis=0), margin_of(means, counts > 0)
+    assert margin > CAP
+    margin = CAP
     trainer = Trainer(epochs=SERVER["server_epochs"], batch_size=SERVER["server_batch_size"], lr=SERVER["server_lr"])
 
     def gradient(generator, rows):
@@ -77,7 +79,9 @@ def server_step(generator, known, received, key, t):
 
 
 def test_rounds_are_numpys(model, trainer, federation):
-    start, end, cohorts = play(fedtgp(model, trainer, lam=LAM, **SERVER), federation, who=SOME, rounds=ROUNDS)
+    start, end, cohorts = play(
+        fedtgp(model, trainer, lam=LAM, margin_cap=CAP, **SERVER), federation, who=SOME, rounds=ROUNDS
+    )
     mlp, rows = MLP(federation.x, federation.y), [held(federation.train, i) for i in range(N)]
     own, generator = (
         [to_numpy(client(start.state.clients, i)) for i in range(N)],

@@ -27,7 +27,7 @@ def minus(w, rate, gradient):
     return jax.tree.map(lambda w, g: w - rate * g, w, gradient)
 
 
-def perfedavg_client(mlp, key, t, w, rows, trainer, version):
+def perfedavg_client(mlp, key, t, w, rows, trainer, version, delta=1e-6):
     """The local steps of one participation; the product of Hessian and gradient by central differences."""
     a, parts = INNER_LR * trainer.lr_decay**t, 2 if version == "first_order" else 3
 
@@ -38,8 +38,8 @@ def perfedavg_client(mlp, key, t, w, rows, trainer, version):
         outer, inner, *rest = (rows[part::parts] for part in range(parts))
         g = gradient(minus(w, a, gradient(w, inner)), outer)
         for third in rest:
-            above, below = (gradient(minus(w, h, g), third) for h in (-1e-6, 1e-6))
-            g = jax.tree.map(lambda g, above, below: g - a * (above - below) / 2e-6, g, above, below)
+            above, below = (gradient(minus(w, h, g), third) for h in (-delta, delta))
+            g = jax.tree.map(lambda g, above, below: g - a * (above - below) / (2 * delta), g, above, below)
         return g
 
     order = batches(key, len(rows), epochs=trainer.epochs, batch_size=parts * trainer.batch_size)
@@ -69,17 +69,23 @@ def test_rounds_and_scores_after_one_step_are_numpys(model, trainer, federation)
         near([float(leaf[i]) for leaf in pre], mlp.scores(w, held(federation.test, i)))
 
 
-@pytest.mark.parametrize("version", VERSIONS[1:])
-def test_local_training_with_a_hessian_is_numpys(version, model, trainer, federation):
+@pytest.mark.parametrize(
+    ("version", "options"), [("hessian_free", {}), ("hessian_free", {"delta": 1.0}), ("exact", {})]
+)
+def test_local_training_with_a_hessian_is_numpys(version, options, model, trainer, federation):
     trainer = replace(trainer, weight_decay=0.01)
-    method, w = perfedavg(model, trainer, inner_lr=INNER_LR, version=version), model.init(KEY)
+    method, w = perfedavg(model, trainer, inner_lr=INNER_LR, version=version, **options), model.init(KEY)
     data = client_data(federation.x, federation.y, client(federation.train, 2))
     update = jax.jit(method.local)(now(KEY, 0), w, (), data)
     mlp, rows = MLP(federation.x, federation.y), held(federation.train, 2)
-    expected, plain = (perfedavg_client(mlp, KEY, 0, to_numpy(w), rows, trainer, v) for v in (version, "first_order"))
+    expected, plain, derived = (
+        perfedavg_client(mlp, KEY, 0, to_numpy(w), rows, trainer, *how)
+        for how in ((version, *options.values()), ("first_order",), ("exact",))
+    )
     # Of the difference of two gradients, float32 has lost some digits.
     jax.tree.map(partial(near, atol=2e-5 if version == "exact" else 1e-4), update.upload, expected)
     assert np.abs(expected["head"]["kernel"] - plain["head"]["kernel"]).max() > 0.01
+    assert (np.abs(expected["head"]["kernel"] - derived["head"]["kernel"]).max() > 1e-3) == bool(options)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -1,5 +1,6 @@
 """pFedCSPC against rounds in plain loops, its limits, what each of its models is, and what it exchanges."""
 
+import inspect
 import zlib
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from fedjax_pfl import Config, ConfigError, simulate
+from fedjax_pfl import METHODS, Config, ConfigError, simulate
 from fedjax_pfl import method as contract
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
@@ -22,6 +23,7 @@ from fedjax_pfl.engine.run import Run, round_keys
 from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.method import Cohort, PerClass
+from fedjax_pfl.methods import bases
 from fedjax_pfl.methods.fedasam import fedasam
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
@@ -149,6 +151,17 @@ def test_without_its_modules_a_client_does_what_it_does_in_the_base_bit_for_bit(
     sent = [survey(Engine(method, N), KEY, federation)[1] for method in methods]
     ours, theirs = ([size(each.down), size(each.up), size(each.client)] for each in sent)
     assert ours == theirs
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_without_a_coefficient_a_base_has_that_of_the_method_of_its_name(base, model, monkeypatch):
+    loss, given = bases._LOSSES[base], []
+    monkeypatch.setitem(bases._LOSSES, base, lambda *arguments: given.append(arguments))
+    for coefficient in (None, 0.3):
+        bases.base_loss(base, model, coefficient)
+    assert given == [(model,), (model, 0.3)]
+    _, of_loss, *_ = inspect.signature(loss).parameters.values()
+    assert of_loss.default == inspect.signature(METHODS[base]).parameters[of_loss.name].default > 0
 
 
 # --- Rounds in plain loops -------------------------------------------------------------------------------------------
