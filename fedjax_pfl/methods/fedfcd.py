@@ -63,7 +63,7 @@ def fedfcd(
       lam: lambda, weight of the pull to the GFR (Eq. 6); the paper's is 1 on Fashion-MNIST and 5 on CIFAR.
       fusion: whether the logits of both heads are added up (Eqs. 7, 8), or the personal head decides alone.
       hierarchical: train extractor and head in turns (Eqs. 9, 10), or in one pass.
-      train_extractor_on: logits in the extractor's loss: both heads' sum, or the personal head's.
+      train_extractor_on: logits in the extractor's loss: both heads' sum, or the personal head's, which Eq. 9 prints.
       server_lr: lr_g of phi_g.
       server_epochs: passes of the server over the class means of a round.
       server_batch_size: class means per step of the server.

@@ -75,7 +75,7 @@ class ClusterPrototypes(NamedTuple):
 
 
 def mean_over_clients(points: Float[Array, "K C M d"], valid: Bool[Array, "K C M"]) -> Prototypes:
-    """The mean over the clients that hold a class of each client's mean (Eqs. 14, 16).
+    """The mean over the clients that hold a class of each client's mean (Eqs. 14, 16, which divide by all clients).
 
     Args:
       points: M places per client and class.
