@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, Shaped, UInt8
 
 from fedjax_pfl.errors import ConfigError
 
-# Labels are not taken for class numbers where they are this or more, and as many as samples or more.
+# A label from this on that is no smaller than the number of samples is an ID, not the number of a class.
 _MOST_CLASSES = 1000
 
 

@@ -42,6 +42,7 @@ _FILES = ("config.toml", "partition.json", _PARTITION, "metrics.jsonl", _CLIENT_
 _CHECKPOINTS = "checkpoints"
 _EVENTS = "tensorboard"
 _LOCK = ".lock"
+_ATTEMPTS = 10
 
 
 class RunDirectory:
@@ -242,7 +243,10 @@ def _lock(folder: Path, field: str) -> int | None:
         return None
     import fcntl
 
-    while True:
+    lock = None
+    for _ in range(_ATTEMPTS):  # a few: some file systems never say that two are the same
+        if lock is not None:
+            os.close(lock)
         with writable(folder, field):
             folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(folder / _LOCK, os.O_WRONLY | os.O_CREAT)
@@ -257,8 +261,8 @@ def _lock(folder: Path, field: str) -> int | None:
         # One who ended since the file was opened has removed it: a third would not see this lock, but make a new file.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(folder / _LOCK)):
-                return lock
-        os.close(lock)
+                break
+    return lock
 
 
 def _unlock(folder: Path, lock: int) -> None:
