@@ -785,3 +785,20 @@ def test_the_worst_tenth_of_few_clients_is_one_client():
     accuracy = jnp.array([0.5, 0.25, 1.0])
     scores = Scores(accuracy * 4, accuracy, accuracy, accuracy, accuracy)
     assert summarize(scores, np.full(3, 4))["worst_10_percent"] == 0.25
+
+
+@pytest.mark.parametrize(("sampling", "most_sorted"), [("fixed", 100), ("fixed", 1), ("poisson", 100)])
+def test_new_clients_are_never_drawn(sampling, most_sorted, monkeypatch):
+    monkeypatch.setattr("fedjax_pfl.engine.cohort._MOST_SORTED", most_sorted)
+    engine = Engine(Method(*[None] * 5), len(SIZES), Participation(0.4, 0.4, sampling=sampling), new=4)
+    ids, _ = drawn(engine, KEY, SIZES, T)
+    assert set(np.unique(ids[ids < len(SIZES)])) == set(range(6))
+
+
+def test_a_client_that_was_never_selected_is_scored_on_the_initial_model_as_it_is(model, trainer, federation):
+    """Not after fine-tuning, which comes before PRE."""
+    tuned, plain = (
+        jax.jit(Engine(METHODS[name](model, trainer), 7, WHO["partial"]).init)(KEY, federation).post
+        for name in ("fedavg_ft", "fedavg")
+    )
+    chex.assert_trees_all_close(tuned, plain, rtol=1e-6)

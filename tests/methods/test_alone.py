@@ -59,7 +59,8 @@ def test_fedavg_without_collaboration_is_local(apart, model, trainer, federation
 
 
 # FedPAC's server writes to its clients and remembers what they know of the classes, SCAFFOLD's counts its clients.
-@pytest.mark.parametrize("name", ["fedpac", "scaffold"])
+# FedBABU's clients fine-tune before they are scored.
+@pytest.mark.parametrize("name", ["fedpac", "scaffold", "fedbabu"])
 def test_a_client_is_the_federation_of_it_alone(name, apart, model, trainer, federation):
     tables = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], (federation.train, federation.test))
     one = federation._replace(train=tables[0], test=tables[1])
@@ -176,3 +177,20 @@ def test_a_config_asks_for_it():
     assert (apart.broadcast(server), apart.headline, apart.copies) == ((), together.headline, together.copies)
     assert together.global_predict is not None
     assert apart.global_predict is None
+
+
+def test_a_step_takes_as_many_batches_as_with_others(model, trainer):
+    method = METHODS["perfedavg"](model, trainer)
+    assert alone(method).batches_per_step == method.batches_per_step > 1
+
+
+def test_its_server_speaks_of_the_round_that_is_done(model, trainer, federation):
+    counting = fedavg(model, trainer)._replace(
+        init=lambda key, clients: (jnp.zeros(()), ()),
+        local=lambda now, view, own, data: Update(own, view, NO_STEPS),
+        aggregate=lambda now, server, clients, uploads, cohort: (server + 1, clients),
+        diagnose=lambda server: {"rounds": server},
+    )
+    _, own = alone(counting).init(KEY, N)
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    assert float(alone(counting).local(now(KEY, 0), (), own, data).diagnostics["rounds"]) == 1

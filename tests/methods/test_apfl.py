@@ -111,6 +111,7 @@ def test_a_learned_share_never_leaves_the_unit_interval(model, trainer, data, mo
     local = jax.jit(apfl(model, replace(trainer, lr=1e3), adaptive=True).local)
     updates = [local(now(KEY, 0), w, Client(v, jnp.array(0.5)), data) for w, v in (models, models[::-1])]
     assert sorted(float(update.client.alpha) for update in updates) == [0.0, 1.0]
+    assert all(float(update.diagnostics["alpha"]) == float(update.client.alpha) for update in updates)
 
 
 @pytest.mark.parametrize("alpha", [0.25, 1.0])

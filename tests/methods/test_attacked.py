@@ -238,6 +238,13 @@ def test_labels_are_flipped_wherever_an_attacker_works(data):
         assert (np.asarray(counts) != np.asarray(own["counts"])).any() == LIARS[i]
 
 
+def test_the_labels_that_an_attacker_selects_by_stay(data):
+    held_out = data(2)._replace(validation=data(1))
+    seen = sender(local=lambda now, view, client, data: Update(data.validation.labels, UPLOAD, INFO, post=(VIEW, ())))
+    found = attacked(seen, "label_flip", jnp.asarray(LIARS)).local(now(KEY, 0), VIEW, (), held_out)
+    np.testing.assert_array_equal(found.client, data(1).labels)
+
+
 # --- Runs ------------------------------------------------------------------------------------------------------------
 
 TABLES = {

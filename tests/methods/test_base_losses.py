@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.method import TrainInfo
 from fedjax_pfl.methods.base_loss import Last
@@ -16,12 +17,24 @@ from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.feddecorr import decorrelated, feddecorr
 from fedjax_pfl.methods.fedntd import fedntd, not_true_distillation
 from fedjax_pfl.methods.fedprox import fedprox
+from fedjax_pfl.methods.grace import grace
 from fedjax_pfl.methods.moon import moon
 from fedjax_pfl.ops.losses import proximal
 from fedjax_pfl.ops.training import Trainer
 from tests.conftest import TRAIN_SIZES
-from tests.play import KEY, SOME, exchanged, play, update_of
-from tests.reference import MLP, at, client, client_key, held, linear_gradient, softmax_loss, to_numpy, weighted_mean
+from tests.play import KEY, SOME, N, exchanged, play, update_of
+from tests.reference import (
+    MLP,
+    at,
+    client,
+    client_key,
+    held,
+    linear_gradient,
+    now,
+    softmax_loss,
+    to_numpy,
+    weighted_mean,
+)
 
 ROUNDS = 3
 MU, TAU, BETA, RHO, ETA = 0.8, 0.4, 1.3, 0.3, 0.2
@@ -275,3 +288,34 @@ def test_the_model_goes_down_and_comes_back(name, kept, model, trainer, federati
     parameters = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, KEY)))
     found = exchanged(METHODS[name][0](model, trainer), federation)
     assert (found.down, found.up, found.kept) == (parameters, parameters, kept * (parameters + 1))
+
+
+@pytest.mark.parametrize(("factory", "off"), [(moon, {"mu": 0.0}), (grace, {"lam": 0.0})])
+def test_models_that_are_not_trained_are_looked_at_as_in_evaluation(factory, off, model, trainer, federation):
+    """With batch norm: by their running statistics, not by the batch's."""
+    looks = set()
+
+    def features(theta, x, mask=None):
+        looks.add("evaluation" if mask is None else "training")
+        return model.features(theta, x, mask)
+
+    data = client_data(federation.x, federation.y, client(federation.train, 4))
+    for options, expected in ((off, {"training"}), ({}, {"training", "evaluation"})):
+        looks.clear()
+        method = factory(model._replace(features=features), trainer, **options)
+        server, own = jax.eval_shape(partial(method.init, clients=N), KEY)
+        jax.eval_shape(method.local, now(KEY, 0), server, own, data)
+        assert looks == expected
+
+
+def test_feddecorr_scales_its_term_as_it_is_told(model, trainer, federation):
+    own, paper, usual = (
+        update_of(method, federation, 4).upload
+        for method in (
+            fedavg(decorrelated(model, BETA, "paper"), trainer),
+            feddecorr(model, trainer, beta=BETA, norm="paper"),
+            feddecorr(model, trainer, beta=BETA),
+        )
+    )
+    jax.tree.map(np.testing.assert_array_equal, paper, own)
+    assert not all(jax.tree.leaves(jax.tree.map(np.allclose, paper, usual)))

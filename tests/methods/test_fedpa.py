@@ -15,7 +15,7 @@ from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedpa import fedpa
 from fedjax_pfl.methods.fedpa.generator import diversity
 from fedjax_pfl.ops.training import phase_key
-from tests.conftest import CLASSES
+from tests.conftest import CLASSES, TRAIN_SIZES
 from tests.play import KEY, SOME, Floats, N, exchanged, play, update_of
 from tests.reference import (
     MLP,
@@ -279,3 +279,8 @@ def test_prototypes_and_generator_come_with_the_model_and_class_means_go_back(mo
     generator = (noise + C) * hidden + 4 * hidden + hidden * K + K
     found = exchanged(fedpa(model, trainer, **HYPER), federation)
     assert found == Floats(down=w + generator + C * K + C, up=w + C * K + C, kept=0)
+
+
+def test_without_a_number_of_steps_it_takes_those_of_the_epochs(model, trainer, federation):
+    steps = int(update_of(fedpa(model, trainer, steps=None), federation, 4).info.steps)
+    assert steps == trainer.epochs * -(-TRAIN_SIZES[4] // trainer.batch_size)

@@ -97,7 +97,7 @@ def test_padding_has_no_say_in_the_selection(label, padding, model, federation, 
     samples = client(federation.validation, 4)._replace(index=jnp.asarray(index), count=jnp.array(1, jnp.int32))
     data = client_data(federation.x, federation.y, client(federation.train, 4), validation=samples)
     update = soup(now(KEY, START), in_favour_of_0, Pool(in_favour_of_1, jnp.array(3, jnp.int32)), data)
-    assert int(update.client.size) == 3 + (label == 0)
+    assert int(update.client.size) == int(update.diagnostics["pool"]) == 3 + (label == 0)
 
 
 def test_the_model_goes_down_and_comes_back_and_the_pool_stays(model, trainer, federation):

@@ -12,7 +12,7 @@ import pytest
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods.grace import grace
-from tests.play import KEY, SOME, N, exchanged, play
+from tests.play import KEY, SOME, N, exchanged, play, update_of
 from tests.reference import MLP, batches, client, client_key, held, linear_gradient, now, sgd, softmax_loss, to_numpy
 
 ROUNDS = 4
@@ -164,3 +164,20 @@ def test_without_alignment_and_inner_step_it_is_sgd_on_every_other_sample_and_a_
 def test_the_model_goes_down_and_comes_back_and_nothing_stays(model, trainer, federation):
     parameters = 16 * 8 + 8 + 8 * 3 + 3
     assert exchanged(grace(model, trainer), federation) == (parameters, parameters, 0)
+
+
+def test_running_statistics_are_averaged_whatever_the_servers_rate(model, trainer):
+    server = {"kernel": jnp.zeros(5), "norm": {"running_var": jnp.ones(3)}}
+    kernels = jnp.asarray(np.random.default_rng(7).normal(1, 1, (4, 5)), jnp.float32)
+    absent = SIZES == 0
+    sent = {"kernel": kernels, "norm": {"running_var": jnp.asarray(np.where(absent, 0.0, 4.0)[:, None] * np.ones(3))}}
+    cohort = Cohort(jnp.arange(4), jnp.asarray(SIZES, jnp.float32), N, N)
+    found, _ = grace(model, trainer, server_lr=0.5).aggregate(now(KEY, 0), server, (), sent, cohort)
+    near(found["norm"]["running_var"], 4.0)
+
+
+def test_unless_given_the_inner_rate_is_the_local_one(model, trainer, federation):
+    usual, given = (
+        update_of(grace(model, trainer, **options), federation, 2).upload for options in ({}, {"inner_lr": trainer.lr})
+    )
+    jax.tree.map(np.testing.assert_array_equal, usual, given)

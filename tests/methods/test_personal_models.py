@@ -21,8 +21,9 @@ from fedjax_pfl.ops.robust import krum
 from fedjax_pfl.ops.training import Trainer
 from tests import generator
 from tests.conftest import TRAIN_SIZES
-from tests.play import cohorts
-from tests.reference import MLP, at, client_key, held, now, to_numpy, weighted_mean
+from tests.play import KEY as PLAY_KEY
+from tests.play import SOME, cohorts, play
+from tests.reference import MLP, at, client, client_key, held, now, to_numpy, weighted_mean
 
 KEY = generator.key(1)
 N = 7
@@ -288,3 +289,17 @@ def test_fedbabu_fine_tunes_what_it_is_told_to(scope, model, trainer, federation
     options = {"gradient": gradient, "phase": "finetune", "epochs": 3, "lr": 0.05}
     expected, _ = mlp.train(to_numpy(params), client_key(KEY, 2, i), 2, rows, trainer, **options)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+
+
+# --- Scores of Ditto -------------------------------------------------------------------------------------------------
+
+
+def test_dittos_scores_are_those_of_its_personal_models(model, trainer, federation):
+    method = METHODS["ditto"](model, trainer, lam=LAM)
+    _, end, _ = play(method, federation, who=SOME, rounds=2)
+    pre = jax.jit(Engine(method, N, SOME).pre)(PLAY_KEY, at(2), end.state, federation).test
+    mlp = MLP(federation.x, federation.y)
+    for i in range(N):
+        expected = mlp.scores(to_numpy(client(end.state.clients, i)), held(federation.test, i))
+        for found in (pre, end.post.test):
+            np.testing.assert_allclose([float(leaf[i]) for leaf in found], expected, rtol=2e-4, atol=2e-5)
