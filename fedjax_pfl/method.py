@@ -278,15 +278,15 @@ class Method(NamedTuple):
       dispatch: for methods whose server computes a message for each client from its newest state, before ``local`` and
         before a PRE evaluation; what ``aggregate`` writes into a client's ``inbox`` needs none.
       calibrate: for methods that score another model than they broadcast.
-      diagnose: what the server has to say of the state of things, for the record; nothing unless given.
-      selects: whether clients select on their validation samples, ``data.validation``, which a config then has to set
-        aside (rule R11); where it is not so, these may be None.
-      sends_change: whether uploads are changes, though they have names and shapes of what was sent down, and not, as is
-        then taken for granted, that after training: for what compresses, attacks or compares updates.
+      diagnose: server -> named numbers about its state, recorded as ``diagnostics.NAME``; none unless given.
+      selects: whether clients select on their validation samples, ``data.validation``: a config then has to set some
+        aside (rule R11). If false, ``data.validation`` may be None.
+      sends_change: whether an upload that has the names and shapes of the view holds changes to it. If false, such an
+        upload is taken for trained values, from which compression, attacks, privacy and diagnostics subtract the view.
       batches_per_step: how many batches a step takes, so that with ``training.drop_last`` a client with fewer samples
         takes none.
-      acts_alone: whether the server's work counts also in a round in which nobody has a sample, which otherwise leaves
-        it as it was.
+      acts_alone: whether ``aggregate`` changes the server even in a round in which no participant has a sample; such a
+        round otherwise leaves the server as it was.
     """
 
     init: Init

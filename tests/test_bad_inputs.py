@@ -356,7 +356,7 @@ CASES = {
     ),
     "a rate of no fine-tuning": (
         "run config.toml finetune.lr=0.1",
-        "finetune.lr = 0.1 is not usable: nothing with finetune.epochs = 0",
+        "finetune.lr = 0.1 is not usable: leave it out with finetune.epochs = 0",
     ),
     "calibration of a method without a global model": (
         "run config.toml method.name=fedper calibration.samples_per_class=100",
@@ -399,7 +399,7 @@ CASES = {
     ),
     "a rate of no calibration": (
         "run config.toml calibration.lr=0.1",
-        "calibration.lr = 0.1 is not usable: nothing with calibration.samples_per_class = 0",
+        "calibration.lr = 0.1 is not usable: leave it out with calibration.samples_per_class = 0",
     ),
     "FedDecorr's term twice": (
         "run config.toml method.name=feddecorr training.decorrelate=0.1",
@@ -702,7 +702,7 @@ CASES = {
     ),
     "sweep over what changes no numbers": (
         "sweep chunk_grid.toml",
-        "grid.run.chunk = [1, 2] is not usable: of the run table, run.seed alone changes numbers",
+        "grid.run.chunk = [1, 2] is not usable: another field: of [run], a grid may vary only run.seed",
     ),
     "sweep whose baseline is not in the grid": (
         "sweep baseline.toml",

@@ -168,9 +168,7 @@ def test_a_field_is_described_by_its_docstring():
     attack = schema["$defs"]["Attack"]["properties"]["share"]["description"]
     assert attack == "of the clients that train, drawn by the seed of the partition; 0.2 unless given."
     source = schema["$defs"]["Data"]["properties"]["stratified"]["description"]
-    assert source.startswith(
-        "split each class of a client in these shares, so that it is tested on no class that it has"
-    )
+    assert source.startswith("split each class of a client in these shares, so that a client with two or more samples")
     for name, section in {"Config": schema, **schema["$defs"]}.items():
         for field, given in section["properties"].items():
             assert given["description"], f"{name}.{field}"

@@ -645,7 +645,7 @@ def _check_holdings(given: Holdings, samples: int, clients: int, file: str) -> N
     tested = union([given.pooled, *(split.test for split in given.splits)])
     both = np.intersect1d(trained, tested)
     if len(both):
-        raise ConfigError(field, file, f"no row is for training (or validation) and for test, and row {both[0]} is")
+        raise ConfigError(field, file, f"each row for one use: row {both[0]} is for training (or validation) and test")
 
 
 def _check_clients(found: int, clients: int, value: object) -> None:

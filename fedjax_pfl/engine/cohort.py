@@ -54,8 +54,8 @@ class Cohorts:
       augment: what is done to the clients' training images, on top of the method's own copies.
       augment_every: whether each epoch draws anew, or all passes of a round see the same images.
       diagnostics: names of what is recorded of `Update.diagnostics`, and `UPDATE_COSINE` if it is wanted.
-      features: the model's, theta, x -> z, where `answers` shall have them.
-      metrics: name -> what models are scored with besides.
+      features: theta, x -> z of the model, if `answers` is to return them; else None.
+      metrics: name -> a config's own metric, scored beside the built-in ones.
       equal: whether all clients hold the same number of training samples. In a cohort of fixed size, the number of
         steps is then known to the compiler.
     """

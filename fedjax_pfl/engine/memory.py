@@ -165,7 +165,7 @@ def survey(
     scoring = peak_bytes(jax.make_jaxpr(scores)(*update.trained, data.x, data.y, test).jaxpr)
     exchanged = engine.cohort_size * 2 * (size(client) + size(update.upload))
     states, samples = engine.clients * size(client), size(data)
-    # Scored are states where they are, but for those with mail; or one group of them, as the next one comes.
+    # Scoring reads states in place, or copies all where the server dispatches; from the host, it holds two groups.
     mailed = states if method.dispatch is not None else 0
     scored = 2 * engine.cohort_size * size(client) if on_host else mailed
     held = 0 if on_host and backend != "cpu" else states

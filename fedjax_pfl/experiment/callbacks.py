@@ -163,7 +163,7 @@ class BestModel(Callback):
         self.round, self.value, self.result, self._state = None, math.nan, None, None  # of an earlier run
         values = np.nan_to_num(self.sign * np.asarray(run.values(self.metric)), nan=-math.inf)
         if len(values) and int(values.argmax()) < len(values) - 1:
-            allowed = 'run.keep = "best", which survives an interruption: the best round so far was before it'
+            allowed = 'run.keep = "best" instead: the state of the best round was lost with the interrupted process'
             raise ConfigError("BestModel", run.lines[int(values.argmax())]["round"], allowed)
         if len(values):
             self.on_evaluate(run, run.lines[-1])

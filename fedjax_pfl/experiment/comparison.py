@@ -135,9 +135,9 @@ class Comparison(NamedTuple):
         """How far each method is ahead of the baseline, as the table says it, in shares and not in %.
 
         Columns: ``method``; ``difference``, the mean over the seeds that both have; ``low`` and ``high``, its 95 %
-        interval over seeds; ``clients_low`` and ``clients_high``, that when clients are drawn anew, each with its
-        scores of all seeds; ``p``, of the paired t-test over seeds; ``p_holm``, after Holm's correction; ``seeds``, how
-        many both have.
+        interval over seeds; ``clients_low`` and ``clients_high``, its 95 % bootstrap interval over clients, each drawn
+        with its scores of all seeds; ``p``, of the paired t-test over seeds; ``p_holm``, after Holm's correction;
+        ``seeds``, how many both have.
 
         Args:
           point: ``pre`` or ``post``; by default where the table compares.

@@ -182,12 +182,12 @@ class Data(_Section):
       test_classes: classes that a client is tested on: ``all`` that it holds, or the ``dominant`` ones, of which it has
         more than an even share of its training samples; for ``official``, and a partition by labels.
       validation_share: share of a client's training samples that methods may select on.
-      stratified: split each class of a client in these shares, so that it is tested on no class that it has two samples
-        of and trains on none of; for ``merge``, which otherwise splits a client's samples at random, as PFLlib does.
+      stratified: split each class of a client in these shares, so that a client with two or more samples of a class
+        trains on at least one; for ``merge``, which otherwise splits a client's samples at random, as PFLlib does.
       evaluate_on: ``test``, or ``validation``: the validation share takes the place of the test samples, so that
         hyperparameters can be chosen without a look at these.
       new_clients: share of the clients, drawn at random and numbered last, that never train; they are evaluated by the
-        method's personalisation (PRE) and after one round of local training that nobody hears of (POST).
+        method's personalisation (PRE) and after one round of local training that is not uploaded (POST).
       samples_per_client: training samples (validation included) that each client gets; all of them, unless given.
       seed: seed of test part, partition and split; ``run.seed`` unless given.
       mean: mean that pixels, scaled to [0, 1], are normalised with; one number or one per channel.
@@ -251,8 +251,8 @@ class Training(_Section):
       augment: what is done to the training images of every method: ``none``; ``crop_flip``, a random crop after padding
         by 4 black pixels, and a horizontal flip; ``crop_flip_reflect``, padded by reflection; ``crop_flip_rotate``, by
         up to 15 degrees besides.
-      augment_every: ``epoch``, in which each epoch over the images draws anew (features that a head is trained on, and
-        class means, are of one draw per round), or ``round``.
+      augment_every: ``epoch``: each training epoch over the images draws anew, while cached features and class means
+        use one draw per round; or ``round``: all use that one draw.
       copies: a method's own augmentation: ``none``, ``concat`` or ``replace`` (a copy of each image under one of
         FedeCouple's five operations, added to or instead of the originals); the method's own unless given (FedeCouple:
         ``concat``, all others: ``none``).
@@ -303,7 +303,7 @@ class Finetune(_Section):
         for name in ("lr", "scope"):
             given = getattr(self, name)
             if self.epochs == 0 and given != type(self).model_fields[name].default:
-                raise ConfigError(f"finetune.{name}", given, "nothing with finetune.epochs = 0")
+                raise ConfigError(f"finetune.{name}", given, "leave it out with finetune.epochs = 0")
         return self
 
 
@@ -329,7 +329,7 @@ class Calibration(_Section):
         for name in ("lr", "epochs", "batch_size"):
             given = getattr(self, name)
             if self.samples_per_class == 0 and given != type(self).model_fields[name].default:
-                raise ConfigError(f"calibration.{name}", given, "nothing with calibration.samples_per_class = 0")
+                raise ConfigError(f"calibration.{name}", given, "leave it out with calibration.samples_per_class = 0")
         return self
 
 
@@ -355,8 +355,8 @@ class Aggregation(_Section):
 
     Attributes:
       rule: ``mean``, weighted by training samples; or, of all participants alike, ``median`` and ``trimmed_mean``,
-        coordinate by coordinate, ``krum``, the upload whose nearest others are nearest, or ``multi_krum``, the mean of
-        the (1 - byzantine) best of these.
+        coordinate by coordinate, ``krum``, the upload with the smallest distances to its nearest others, or
+        ``multi_krum``, the mean of the share 1 - byzantine with the smallest.
       trim: for ``trimmed_mean``: the share of the participants that is cut on each side; 0.2 unless given.
       byzantine: for ``krum`` and ``multi_krum``: the share of the participants that is taken to be malicious; 0.2
         unless given.
@@ -376,7 +376,7 @@ class Aggregation(_Section):
         for name, value in self.options.items():
             if name not in hyperparameters(RULES[self.rule]):
                 rules = " or ".join(f'"{rule}"' for rule in RULES if name in hyperparameters(RULES[rule]))
-                allowed = f'nothing with aggregation.rule = "{self.rule}"; it belongs to {rules}'
+                allowed = f'leave it out with aggregation.rule = "{self.rule}"; it belongs to {rules}'
                 raise ConfigError(f"aggregation.{name}", value, allowed)
         return self
 
@@ -385,9 +385,9 @@ class Attack(_Section):
     """Clients that are malicious, the same ones in the whole run. They are left out of the scores that are reported.
 
     Attributes:
-      kind: ``none``; ``label_flip``, training on labels C - 1 - y; or what they make of each array of their update
-        (what they send less what they got; of an array that they got nothing like, all of it): ``sign_flip``, its
-        negative; ``scaled``, a multiple; ``gaussian``, noise on top of it.
+      kind: ``none``; ``label_flip``, training on labels C - 1 - y; or how they falsify each array of their update (the
+        array sent minus the one received of the same name and shape; all of it where none was): ``sign_flip``, its
+        negative; ``scaled``, a multiple; ``gaussian``, the array plus noise.
       share: of the clients that train, drawn by the seed of the partition; 0.2 unless given.
       scale: the factor of ``scaled``, 10 unless given; the standard deviation of the noise of ``gaussian``, as a
         multiple of the array's root mean square, 1 unless given.
@@ -406,9 +406,9 @@ class Attack(_Section):
     @model_validator(mode="after")
     def _options_are_of_the_kind(self) -> "Attack":
         if self.kind == "none" and self.share is not None:
-            raise ConfigError("attack.share", self.share, 'nothing with attack.kind = "none"')
+            raise ConfigError("attack.share", self.share, 'leave it out with attack.kind = "none"')
         if self.kind not in ("scaled", "gaussian") and self.scale is not None:
-            allowed = f'nothing with attack.kind = "{self.kind}"; it belongs to "scaled" or "gaussian"'
+            allowed = f'leave it out with attack.kind = "{self.kind}"; it belongs to "scaled" or "gaussian"'
             raise ConfigError("attack.scale", self.scale, allowed)
         return self
 
@@ -428,7 +428,7 @@ class Compression(_Section):
     @model_validator(mode="after")
     def _a_share_is_kept_of_the_largest(self) -> "Compression":
         if self.kind != "top_k" and self.share is not None:
-            allowed = f'nothing with compression.kind = "{self.kind}"; it belongs to "top_k"'
+            allowed = f'leave it out with compression.kind = "{self.kind}"; it belongs to "top_k"'
             raise ConfigError("compression.share", self.share, allowed)
         return self
 
@@ -457,7 +457,7 @@ class Privacy(_Section):
         if self.clip is None:
             for field, value in (("noise", self.noise), ("delta", self.delta)):
                 if value is not None:
-                    raise ConfigError(f"privacy.{field}", value, "nothing without privacy.clip")
+                    raise ConfigError(f"privacy.{field}", value, "leave it out without privacy.clip")
         elif self.noise is None:
             raise ConfigError("privacy.noise", "(missing)", "it must be given with privacy.clip; 0 for none")
         return self
@@ -474,9 +474,9 @@ class Run(_Section):
       checkpoint_every: rounds between checkpoints, which go to ``run.out``; 0 for none but on SIGINT and SIGTERM.
       placement: how clients are mapped: ``map``, ``vmap``, ``shard``, or ``auto`` (by backend).
       chunk: clients side by side on a device; from the memory estimate unless given.
-      client_state: where the clients' states are: ``device``, or ``host`` for its memory, from which a device gets
-        those of the clients who take part, and by groups of as many those that it scores. It is for devices that cannot
-        hold all of them, under partial participation, and costs their way there and back.
+      client_state: where the clients' states are kept: on the ``device``, or in the memory of its ``host``, which sends
+        a device only the states of a round's participants, and those of as many clients at a time for scoring. It is
+        for partial participation where a device cannot hold all states, and costs the transfers.
       precision: of products of matrices and convolutions on accelerators: ``float32`` rounds as a CPU does, and the
         others are faster where the hardware has them; ``auto`` is tensorfloat32 on a GPU and bfloat16 on a TPU. On a
         CPU it changes nothing.
@@ -485,10 +485,10 @@ class Run(_Section):
         gradient (``diagnostics.gradient_ratio_...``), mostly from one mini-batch per client and round, and the mean
         cosine of two clients' updates (``diagnostics.update_cosine``) for methods that send back what they got; costs
         compilation time, and may move the last bits of the numbers.
-      export: what is kept of the personal models after the last round, the ones that PRE scores, on the samples that
-        they are scored on: ``features``, the input of the last layer, and ``predictions``, with the logits. It goes to
-        ``export.npz``, and to ``Result.exported``.
-      export_clients: whose; all clients' unless given.
+      export: what to save, to ``export.npz`` and ``Result.exported``, of the models that PRE scores after the last
+        round, for every sample that they are scored on: ``features``, the input of the last layer, and
+        ``predictions``, with the logits.
+      export_clients: the clients whose models are exported; all unless given.
       keep: the state that the run directory keeps, to ask its models afterwards: ``final``, that after the last round;
         ``best``, that of the evaluated round whose models are best on validation samples; or ``none``.
       client_history: keep every client's scores of every evaluated round, not of the last one alone:
@@ -581,7 +581,7 @@ class Config(_Section):
         if self.privacy.clip is None:
             return self
         if not who.collaborate:
-            raise ConfigError("participation.collaborate", False, f"true {why}: alone, nothing is told")
+            raise ConfigError("participation.collaborate", False, f"true {why}: alone, clients send nothing")
         if isinstance(who.ratio, tuple):
             raise ConfigError("participation.ratio", who.ratio, f"one share {why}, for epsilon to be known")
         if who.sampling == "fixed" and who.ratio < 1:

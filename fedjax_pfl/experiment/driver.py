@@ -81,9 +81,9 @@ def simulate(
         directory.
       progress: called before and after compilation, with round 0, and after each block of rounds; ``"auto"`` shows a
         bar on a terminal and in a notebook.
-      interrupt: what a first SIGINT leads to, after one more round: ``"return"`` of what there is so far, or, at once,
-        ``"raise"``; ``"auto"`` returns where a person is at a prompt or a notebook. With ``run.out`` such a run is not
-        complete, and can be resumed.
+      interrupt: what the first SIGINT does: ``"return"`` evaluates the next round at the latest, ends the run there and
+        returns the result so far; ``"raise"`` raises at once; ``"auto"`` is ``"return"`` at a prompt or in a notebook,
+        else ``"raise"``. With ``run.out`` it leaves a checkpoint to resume from.
 
     Returns:
       Summary, history per evaluated round, per-client table, final state. The numbers depend on config and data and, up

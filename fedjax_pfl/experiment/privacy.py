@@ -64,7 +64,7 @@ def _why_not(method: Method, exchange: Exchange, clients: int) -> str | None:
     if others or hasattr(exchange.client, "inbox"):
         return "its clients and server tell each other more in a round, or before the first"
     if not exchange.comes_back or method.sends_change:
-        return "its clients do not send back what they got, trained"
+        return "its uploads are not the received model after training"
     if not _averages(method, clients):
         return "its server uses uploads otherwise than by their mean"
     return None

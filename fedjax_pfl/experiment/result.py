@@ -217,7 +217,7 @@ class Result:
         return self._model(client).predict_proba(x)
 
     def adapt(self, x: np.ndarray, y: np.ndarray, epochs: int = 5, *, client: int | None = None) -> TrainedModel:
-        """The model of a client that never took part: local training from the shared model, of which nobody hears.
+        """The model of a client that never took part: local training from the shared model; nothing is uploaded.
 
         It is what POST scores of a client of ``data.new_clients``: one call of the method's local work, from the state
         that every client starts with and what the server sends now, at the learning rate of the round to come.

@@ -157,9 +157,9 @@ class Sweep(NamedTuple):
         """How far each combination is ahead of the baseline of its data setting, as the table says it, in shares.
 
         Columns: the fields of the grid; ``difference``, the mean over the seeds that both have; ``low`` and ``high``,
-        its 95 % interval over seeds; ``clients_low`` and ``clients_high``, that when clients are drawn anew, each with
-        its scores of all seeds; ``p``, of the paired t-test over seeds; ``p_holm``, after Holm's correction; ``seeds``,
-        how many both have.
+        its 95 % interval over seeds; ``clients_low`` and ``clients_high``, its 95 % bootstrap interval over clients,
+        each drawn with its scores of all seeds; ``p``, of the paired t-test over seeds; ``p_holm``, after Holm's
+        correction; ``seeds``, how many both have.
 
         Args:
           point: ``pre`` or ``post``; by default where the table compares.
@@ -450,7 +450,7 @@ def _combinations(config: Config, grid: Mapping[str, Sequence[Any]]) -> list[dic
         if not listed or not values or any(value in values[:at] for at, value in enumerate(values)):
             raise ConfigError(f"grid.{field}", values, "a list of one value or more, each of them once")
         if field.startswith("run.") and field != SEED:
-            raise ConfigError(f"grid.{field}", values, f"of the run table, {SEED} alone changes numbers")
+            raise ConfigError(f"grid.{field}", values, f"another field: of [run], a grid may vary only {SEED}")
     methods = grid.get("method.name", [config.method["name"]])
     owner = {field: method for field in grid if (method := _owner(field, methods))}
     for field, method in owner.items():

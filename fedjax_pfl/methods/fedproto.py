@@ -35,10 +35,10 @@ def fedproto(
     """FedProto: clients train on CE + lam MSE(z, P_y) and send class means of their features, but no parameters.
 
     Shared: P. Personal: w_i. Headline: PRE, the client's model as it is and the newest P, which is what PFLlib
-    evaluates; read by its head, that is the model of its last POST. Prototypes come from a pass over the samples with
-    the trained model; official code and PFLlib collect features while the model still changes. All classes that have a
-    prototype are candidates; the official test routine considers only those that a client holds. lam = 0 is Local, bit
-    for bit.
+    evaluates; with ``reading = "head"`` that is the model of its last POST. Prototypes come from a pass over the
+    samples with the trained model; official code and PFLlib collect features while the model still changes. All classes
+    with a prototype are candidates; the official test routine considers only those that a client holds. lam = 0 is
+    Local, bit for bit.
 
     Args:
       model: extractor and head; all clients start from the same parameters.

@@ -331,7 +331,7 @@ def test_differences_over_clients_leave_attackers_out():
     ("changes", "field", "allowed"),
     [
         ({"attack": {"kind": "fgsm"}}, "attack.kind", "'label_flip'"),
-        ({"attack": {"share": 0.3}}, "attack.share", 'nothing with attack.kind = "none"'),
+        ({"attack": {"share": 0.3}}, "attack.share", 'leave it out with attack.kind = "none"'),
         ({"attack": {"kind": "sign_flip", "scale": 2.0}}, "attack.scale", '"scaled" or "gaussian"'),
         ({"attack": {"kind": "scaled", "scale": 0.0}}, "attack.scale", "greater than 0"),
         ({"attack": {"kind": "scaled", "share": 1.0}}, "attack.share", "less than 1"),

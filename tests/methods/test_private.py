@@ -282,9 +282,9 @@ def test_methods_that_average_what_comes_back_can_be_private(name, checked):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("local", "do not send back what they got"),
-        ("scaffold", "do not send back what they got"),
-        ("fednova", "do not send back what they got"),
+        ("local", "are not the received model after training"),
+        ("scaffold", "are not the received model after training"),
+        ("fednova", "are not the received model after training"),
         ("fedpac", "tell each other more"),
         ("fedecouple", "otherwise than by their mean"),
         ("fedfcd", "tell each other more"),
@@ -308,8 +308,8 @@ def test_a_model_with_running_statistics_is_refused(model, trainer):
 @pytest.mark.parametrize(
     ("changes", "field", "allowed"),
     [
-        ({"privacy": {"noise": 1.0}}, "privacy.noise", "nothing without privacy.clip"),
-        ({"privacy": {"delta": 1e-6}}, "privacy.delta", "nothing without privacy.clip"),
+        ({"privacy": {"noise": 1.0}}, "privacy.noise", "leave it out without privacy.clip"),
+        ({"privacy": {"delta": 1e-6}}, "privacy.delta", "leave it out without privacy.clip"),
         ({"privacy": {"clip": 1.0}}, "privacy.noise", "must be given with privacy.clip"),
         ({"privacy": {**PRIVATE, "delta": 1.0}}, "privacy.delta", "less than 1"),
         ({"participation": {"ratio": 0.5}}, "participation.sampling", '"poisson" with privacy.clip'),
