@@ -90,8 +90,7 @@ def fedfcd(
         return own if shared is None else own + model.classify(shared, z)
 
     def class_features(extractor: Params, data: ClientData) -> PerClass:
-        counts = data.class_counts.astype(jnp.int32)
-        return PerClass(counts > 0, (class_sums_under(model, extractor, data), counts))
+        return PerClass(data.class_counts, class_sums_under(model, extractor, data))
 
     def setup(now: Round, view: View, client: Params, data: ClientData) -> tuple[Params, PerClass]:
         del now, view
@@ -111,6 +110,7 @@ def fedfcd(
             return ce * label_loss(model, z, decide(beside, phi, z), batch) + pull * apart
 
         def fusion_loss(theta: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
+            """What the shared head adds to the cross-entropy."""
             del key
             z, phi = model.features(theta, batch.x, batch.mask), client["head"]
             own, both = (label_loss(model, z, decide(head, phi, z), batch) for head in (None, beside))
@@ -138,7 +138,7 @@ def fedfcd(
     def aggregate(
         now: Round, server: Server, clients: Params, uploads: PerClass, cohort: Cohort
     ) -> tuple[Server, Params]:
-        sums, counts = uploads.rows[0], uploads.rows[1].astype(jnp.float32)
+        counts, sums = uploads
         pairs = means_as_samples(*jax.vmap(class_means)(sums, counts), cohort.ids)
         head = train_head(now, model, train_server, server.head, pairs, phase="local")
         new = class_means(jnp.sum(sums, axis=0), jnp.sum(counts, axis=0))

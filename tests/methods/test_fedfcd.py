@@ -305,9 +305,8 @@ def test_every_switch_is_numpys(changed, start, model, trainer, federation):
         jax.tree.map(near, found, w)
         near(info.loss, loss)
         near(decision, mlp.logits(fused(w, server.head, hyper.fusion), np.arange(len(mlp.y))))
-        near(upload.rows[0], means * counts[:, None])
-        np.testing.assert_array_equal(upload.rows[1], counts)
-        np.testing.assert_array_equal(upload.held, counts > 0)
+        near(upload.rows, means * counts[:, None])
+        np.testing.assert_array_equal(upload.held, counts)
 
 
 # --- What is exchanged -----------------------------------------------------------------------------------------------
@@ -319,20 +318,21 @@ def shapes(some, federation):
 
 
 def check_bytes(shapes, run, expected, model, federation):
-    """Up: K + 1 floats for each class that the client holds; down: the head, and K floats for each class known.
+    """Up: K floats for each class that the client holds; down: the head, and K floats for each class known.
 
-    Both come with one byte per class, which says whether its row is there. All clients upload once before round 0.
+    Beside these, a count for each class goes up, and a byte that says whether its row is there down. All clients upload
+    once before round 0.
     """
     held_by = np.count_nonzero(federation.train.class_counts, axis=1)
     uploads = [*range(len(held_by)), *(i for sent in expected.sent for i in sent.cohort)]
-    up = sum(4 * held_by[i] * (model.dim + 1) + CLASSES for i in uploads)
+    up = sum(4 * held_by[i] * model.dim + 4 * CLASSES for i in uploads)
     head = CLASSES * (model.dim + 1)
     down = sum(sent.selected * (4 * (head + sent.valid.sum() * model.dim) + CLASSES) for sent in expected.sent)
     assert shapes.sent_bytes(run.traffic) == up + down < shapes.dense_bytes(run.traffic)
 
 
 def test_bytes_are_a_hand_count_of_the_classes_held(some, shapes, model, federation):
-    assert count(shapes.up) == CLASSES * (model.dim + 1) + CLASSES, "no parameters"
+    assert count(shapes.up) == CLASSES * model.dim + CLASSES, "no parameters"
     assert count(shapes.down) == CLASSES * (model.dim + 1) + CLASSES * model.dim + CLASSES
     check_bytes(shapes, some.run, some.expected, model, federation)
 
