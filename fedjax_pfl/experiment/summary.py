@@ -34,6 +34,7 @@ MEASURES = (
 # Of these the largest is the best. Of others it may be the worst, or they are no scores of a model.
 _GLOBAL = ("global", "global_macro_f1", "global_macro_f1_union")
 _RISING = tuple(name for name in MEASURES if name not in ("loss", "std_clients"))
+_SUMS = tuple(name for name in MEASURES if name not in ("hm", "correct"))  # over clients, which `summarize` makes
 _DIAGNOSTICS = "diagnostics"
 _LAST_ROUNDS = 10
 
@@ -50,18 +51,6 @@ def harmonic_mean(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:
     """2 a b / (a + b), element by element; 0 where both are 0, NaN where one is."""
     total = np.add(a, b)
     return np.asarray(2 * np.multiply(a, b) / np.where(total == 0, 1, total))
-
-
-_SUMS = (
-    "accuracy",
-    "weighted",
-    "std_clients",
-    "worst_10_percent",
-    "macro_f1",
-    "macro_f1_union",
-    "loss",
-    "i_local",
-)
 
 
 def summarize(scores: Scores, samples: Int[np.ndarray, " N"]) -> dict[str, float]:
