@@ -86,11 +86,8 @@ def bootstrap_over_clients(
 
     def means(gaps: Float[np.ndarray, " clients"]) -> Float[np.ndarray, " resamples"]:
         scored = ~np.isnan(gaps)
-        with np.errstate(invalid="ignore"):  # of nobody who is scored
-            found: Float[np.ndarray, " resamples"] = np.where(scored, gaps, 0.0)[drawn].sum(axis=1) / scored[drawn].sum(
-                axis=1
-            )
-        return found
+        total, number = np.where(scored, gaps, 0.0)[drawn].sum(axis=1), scored[drawn].sum(axis=1)
+        return np.where(number > 0, total / np.maximum(number, 1), np.nan)
 
     low, high = np.nanpercentile(np.mean([means(gaps) for gaps in known], axis=0), [2.5, 97.5])
     return float(low), float(high)

@@ -118,10 +118,9 @@ def pfedcspc(
 
     Reference:
       L. Meng, Z. Qi, L. Wu, X. Du, Z. Li, L. Cui, X. Meng. Improving Global Generalization and Local Personalization
-      for Federated Learning. IEEE TNNLS, 2025. Eqs. 2-18. Epochs, batch size, weight decay and the rounds in which the
-      rate drops are those of its predecessor FedCSPC's code, and so are cosines in Eqs. 5 and 12, where the paper
-      prints inner products, and distances by their mean over the batch in Eq. 7. That code retrains on the last
-      prototypes of all clients that ever took part, which is the same where all do.
+      for Federated Learning. IEEE TNNLS, 2025. Eqs. 2-18. From its predecessor FedCSPC's code are epochs, batch size,
+      weight decay, the rounds in which the rate drops, cosines in Eqs. 5 and 12 (the paper prints inner products) and
+      distances by their mean over the batch in Eq. 7. It retrains on the last prototypes of all who ever took part.
     """
     calibrator = Calibrator(
         eta=eta,
