@@ -427,6 +427,10 @@ CASES = {
         f"{LEAF}leaf/play",
         "model.name = 'mlp' is not usable: it reads images, and play is text of 80 symbols",
     ),
+    "the mean of pixels for text": (
+        f"{LEAF}leaf/play model.name=char_lstm data.mean=0.3",
+        "data.mean = 0.3 is not usable: 0.5, or left out: play is text, which has no pixels",
+    ),
     "augmentation of text": (
         f"{LEAF}leaf/play model.name=char_lstm training.augment=crop_flip",
         "training.augment = 'crop_flip' is not usable: \"none\": play is text, and 'crop_flip' augments images",

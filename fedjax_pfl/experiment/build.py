@@ -321,13 +321,13 @@ def model_of(config: Config, data: DataShape) -> Model:
         raise ConfigError("model.name", name, f"it reads {kinds[0]}, and {data.name} is {kinds[1]}")
     scale = {}
     channels = data.sample[-1]
-    for field in ("mean", "std") if data.vocabulary is None else ():
+    for field in ("mean", "std"):
         given = getattr(config.data, field)
-        if data.real:
+        if data.real or data.vocabulary is not None:
             usual = type(config.data).model_fields[field].default
             if given != usual:
-                allowed = f"{usual}, or left out: {data.name} is real numbers, which models read as they are"
-                raise ConfigError(f"data.{field}", given, allowed)
+                held = "real numbers, which models read as they are" if data.real else "text, which has no pixels"
+                raise ConfigError(f"data.{field}", given, f"{usual}, or left out: {data.name} is {held}")
             continue
         if isinstance(given, list) and len(given) != channels:
             raise ConfigError(f"data.{field}", given, f"one number, or one for each of the {channels} channels")
