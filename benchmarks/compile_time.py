@@ -29,16 +29,16 @@ from fedjax_pfl.experiment.build import cores, prepare
 from fedjax_pfl.experiment.programs import lay_out, traced
 
 MODELS = ("mlp", "cnn2")
-# A model for the methods that run on no other, and what they need on a model without feature maps.
-OWN_MODEL = {"pfedcspc": "cnn_proj"}
+# A model for the methods that run on no other, and what methods need: FedCPD where there are no feature maps, others to
+# select on.
+OWN_MODEL = {"pfedcspc": "cnn_proj", "fedbn": "resnet18"}
 WITHOUT_MAPS = {"fedcpd": ["method.gamma=0.0"]}
+SELECTING = {"fedfomo", "fedsoup"}
 
 
 def measure(method: str, model: str, overrides: list[str], cache: str) -> dict[str, dict[str, float]]:
     """Of each program of a case: seconds to trace and lower, seconds to compile, instructions."""
-    settings = [f"method.name={method}", f"model.name={model}", f"run.compilation_cache={cache}"]
-    without_maps = WITHOUT_MAPS.get(method, []) if model == "mlp" else []
-    config = configured([*settings, *without_maps, *overrides])
+    config = config_of(method, model, [f"run.compilation_cache={cache}", *overrides])
     prepare(config.run)
     rng = np.random.default_rng(0)
     samples = 40 * config.data.clients
@@ -55,12 +55,15 @@ def measure(method: str, model: str, overrides: list[str], cache: str) -> dict[s
     return found
 
 
-def configured(overrides: list[str]) -> Config:
-    """The config of a case: defaults, twenty clients, and what the command line adds."""
+def config_of(method: str, model: str, overrides: list[str]) -> Config:
+    """The config of a case: defaults, twenty clients, what the method needs, and what the command line adds."""
+    without_maps = WITHOUT_MAPS.get(method, []) if model == "mlp" else []
+    selecting = ["data.validation_share=0.2"] if method in SELECTING else []
+    settings = [f"method.name={method}", f"model.name={model}", *without_maps, *selecting, *overrides]
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write('[data]\nsource = "arrays"\nclients = 20\npartition = { kind = "iid" }\n')
         file.flush()
-        return load_config(file.name, overrides)
+        return load_config(file.name, settings)
 
 
 def main() -> None:
@@ -80,6 +83,7 @@ def main() -> None:
     print("| method | model | instructions | trace | compile: rounds | score | init | all, cold | all, warm |")
     print("|---|---|---|---|---|---|---|---|---|")
     cases = []
+    machine = f"{cores()} {platform.machine()} cores, JAX {jax.__version__} on {jax.default_backend()}"
     for model in options.models:
         for method in options.methods:
             if method in OWN_MODEL and model != options.models[-1]:
@@ -93,10 +97,9 @@ def main() -> None:
                     case[part] = json.loads(done.stdout.splitlines()[-1])
             cases.append(case)
             print(row(case), flush=True)
-    if options.json:
-        machine = f"{cores()} {platform.machine()} cores, JAX {jax.__version__} on {jax.default_backend()}"
-        report = {"machine": machine, "set": options.set, "cases": cases}
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            if options.json:
+                report = {"machine": machine, "set": options.set, "cases": cases}
+                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def row(case: dict[str, Any]) -> str:

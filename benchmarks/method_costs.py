@@ -21,11 +21,11 @@ from typing import Any
 import jax
 
 from fedjax_pfl import METHODS, Config, ConfigError, load_config
+from fedjax_pfl.analysis.work import client_work
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.traffic import count
-from fedjax_pfl.engine.work import client_work
 from fedjax_pfl.experiment.build import prepare
 from fedjax_pfl.experiment.programs import Program, lay_out
 

@@ -152,7 +152,7 @@ CASES = {
         Case(
             "all_methods",
             *("cnn2", 10, 200, COLOUR, 32, 1, 0.005),
-            methods={name: {} for name in METHODS} | {"pgfedsplit": {"interval": 1, "adaptive": False}},
+            methods={name: {} for name in exchange.PEERED} | {"pgfedsplit": {"interval": 1, "adaptive": False}},
             models={"pfedcspc": "cnn_proj"},
             processes=2,
         ),
@@ -358,7 +358,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="rows are written here, one by one; others in the file stay")
     parser.add_argument("--cases", type=lambda text: chosen(text, CASES), default=USUAL)
-    parser.add_argument("--methods", type=lambda text: chosen(text, METHODS), default=list(METHODS))
+    parser.add_argument("--methods", type=lambda text: chosen(text, exchange.PEERED), default=exchange.PEERED)
     parser.add_argument("--peer-python", type=peer, action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--processes", type=int, help="processes per side, instead of each case's own number")
     parser.add_argument("--rounds", type=int, help="timed rounds per process, likewise")

@@ -25,7 +25,8 @@ from fedjax_pfl import METHODS, Config, simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = {"seconds"}
-NETWORKS = {"fedcpd": "cnn3", "pfedcspc": "cnn_proj"}
+NETWORKS = {"fedcpd": "cnn3", "pfedcspc": "cnn_proj", "fedbn": "resnet18"}
+SELECTING = {"fedfomo", "fedsoup"}
 UNEVEN = {
     "training": {"rounds": 6, "epochs": 2, "batch_size": 10, "lr": 0.05, "momentum": 0.5, "weight_decay": 1e-4}
     | {"lr_decay": 0.99, "clip_norm": 5.0},
@@ -56,7 +57,7 @@ def main() -> None:
         for what, tables in (("quickstart", QUICKSTART), ("uneven", UNEVEN)):
             found["runs"][f"{name} {what}"] = numbers(name, tables, new=what == "uneven")
             print(f"{name} {what}", file=sys.stderr, flush=True)
-    options.file.write_text(json.dumps(found, indent=1) + "\n")
+            options.file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def numbers(name: str, tables: dict[str, Any], *, new: bool) -> dict[str, Any]:
@@ -72,7 +73,9 @@ def numbers(name: str, tables: dict[str, Any], *, new: bool) -> dict[str, Any]:
         images = np.kron(digits.images, np.ones((1, 4, 4)))[..., None] * (255 / 16)
         data = images.astype(np.uint8)[::2], digits.target[::2]
         spec |= {"source": "arrays", "clients": 8}
-        training = training | {"rounds": 4}
+        training = training | {"rounds": 1 if network == "resnet18" else 4}
+    if name in SELECTING:
+        spec |= {"validation_share": 0.2}
     config = Config(
         data=spec,
         model={"name": network or "mlp"},

@@ -17,13 +17,14 @@ import argparse
 import itertools
 import json
 import platform
+import re
 import shlex
 import sys
 import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +33,8 @@ import numpy as np
 from scipy import stats
 
 from fedjax_pfl import Config, ConfigError, load_config
+from fedjax_pfl.analysis.work import client_work
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.engine.work import client_work
 from fedjax_pfl.experiment.build import cores, divide, make_engine, shape_of
 from fedjax_pfl.experiment.record import complete_run, write_atomically
 from fedjax_pfl.experiment.statistics import bootstrap_over_clients, paired_difference
@@ -324,6 +325,10 @@ def fill(
             except ConfigError as error:
                 say(key, "missing", str(error))
                 continue
+            if key in cells and (had := cells[key]["config"]["training"]["rounds"]) > wanted[key].training.rounds:
+                lost = f"{key[0]} {key[1]} seed {key[2]} has {had} rounds, which would be lost; give another --name"
+                print(f"error: {wanted[key].training.rounds} rounds are fewer: {lost}", file=sys.stderr)
+                sys.exit(2)
             why = changes_since(cells[key], wanted[key]) if key in cells else ["not there yet"]
             if not why:
                 del wanted[key]
@@ -445,17 +450,22 @@ def measures(result: Finished) -> Cell:
 def gradient_passes(config: Config) -> float:
     """A participant's work in a round: how often it could have passed over its samples, forward and backward, instead.
 
-    Counted in operations of products and convolutions, of a client with the mean number of samples.
+    Counted in operations of products and convolutions, of a client with the mean number of samples; without what
+    diagnostics take.
     """
     dataset = load(config.data.source)
     federation, _ = divide(config, dataset)
+    undiagnosed = config.replace("run.diagnostics", False)
     plain = {
         "method.name": "fedavg",
         "training.epochs": 1,
         "training.copies": "none",
         "participation.collaborate": True,
+        "aggregation.rule": "mean",
+        "aggregation.trim": None,
+        "aggregation.byzantine": None,
     }
-    both = config, config.replace({**plain, "aggregation.rule": "mean", "run.diagnostics": False})
+    both = undiagnosed, undiagnosed.replace(plain)
     engines = [make_engine(each, shape_of(dataset)) for each in both]
     work, one_pass = (client_work(engine, jax.random.key(0), federation).flops for engine in engines)
     return round(work / one_pass, 3)
@@ -507,12 +517,27 @@ def markdown(table: Table, cells: Mapping[Key, Cell], missing: Mapping[Key, str]
     for key, setting in table.settings.items():
         lines = lines_of(table, key, cells, missing)
         if lines:
+            setting = as_run(table, setting, lines)
             parts += [f"## {setting.label}", *comparison(table, setting, lines, reference)]
             reasons = [(why, f"{table.rows[at[1]].label} ({at[2]})") for at, why in missing.items() if at[0] == key]
             parts += [f"Missing: {', '.join(found)}: {why}." for why, found in together(reasons).items()]
             if setting.target is not None:
                 parts += [f"To {setting.target:g} %{of}:", to_target(table, setting, setting.target, lines)]
     return "\n\n".join(parts) + "\n"
+
+
+def as_run(table: Table, setting: Setting, lines: Sequence[Line]) -> Setting:
+    """The setting; without the paper's figures where it was run on another data set: a part of the same is none."""
+
+    def name(source: str) -> str:
+        return re.sub(r"(_\d+k)?(\.npz)?$", "", re.split("[:/]", source)[-1])
+
+    meant = name(load_config(ROOT / table.config, setting.overrides).data.source)
+    found = {name(cell["config"]["data"]["source"]) for line in lines for cell in line.cells.values()} - {meant}
+    if not found:
+        return setting
+    label = f"{', '.join(sorted(found))} instead of the data of {setting.label}"
+    return replace(setting, label=label, paper={}, paper_std={}, paper_to_target={})
 
 
 def lines_of(table: Table, setting: str, cells: Mapping[Key, Cell], missing: Mapping[Key, str]) -> list[Line]:

@@ -403,6 +403,40 @@ def test_a_cell_from_before_a_field_of_the_config_is_kept_and_one_with_a_field_t
     assert fake.asked()[4:] == [("local", 3, 0), ("fedprox", 3, 0)]
 
 
+def test_a_run_is_not_replaced_by_one_of_fewer_rounds(paper, fake, capsys):
+    call(paper, "table1 --settings three --methods local")
+    before = (tables.RESULTS / "toy_table1.json").read_bytes()
+    with pytest.raises(SystemExit) as ended:
+        call(paper, "table1 --settings three --methods fedavg,local --rounds 1")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        "error: 1 rounds are fewer: three local seed 0 has 2 rounds, which would be lost; give another --name\n"
+    )
+    assert ((tables.RESULTS / "toy_table1.json").read_bytes(), len(fake.configs)) == (before, 1)
+    call(paper, "table1 --settings three --methods fedavg,local --rounds 1 --name short")
+    assert len(cells("short")) == 2
+
+
+def test_the_papers_figures_do_not_stand_beside_another_data_set(paper, fake):
+    text = paper.read_text().replace('["data.clients=3", ', '["data.clients=3", "data.source=npz:cifar100_20k.npz", ')
+    paper.write_text(text, encoding="utf-8")
+    for source, shown in (("npz:A/cifar100.npz", "60.5"), ("npz:cifar10.npz", "—")):
+        name = shown.replace("—", "other")
+        call(paper, f"table1 --settings three --methods local,fedavg --set data.source={source} --name {name}")
+        assert rows(markdown(name), "FedAvg")[0][1] == shown
+        assert ("## 3 clients" in markdown(name)) == (shown != "—")
+    assert "## cifar10 instead of the data of 3 clients" in markdown("other")
+    assert "Spearman" not in markdown("other")
+
+
+def test_passes_do_not_count_diagnostics_nor_depend_on_the_rule(tmp_path):
+    (tmp_path / "config.toml").write_text(CONFIG, encoding="utf-8")
+    plain = ["method.name=fedecouple", "training.copies=none"]
+    more = ["run.diagnostics=true", "aggregation.rule=trimmed_mean", "aggregation.trim=0.3"]
+    found = [tables.gradient_passes(load_config(tmp_path / "config.toml", chosen)) for chosen in (plain, plain + more)]
+    assert found[0] == found[1] > 2
+
+
 def test_later_overrides_win_and_set_wins_over_all(paper, fake):
     call(paper, "table1 --settings three --methods fedprox")
     call(paper, "table1 --settings three --methods fedprox --rounds 7 --set training.lr=0.9 training.rounds=8")
@@ -781,7 +815,7 @@ def test_the_results_so_far_can_be_shown(path):
     text = tables.markdown(table, found, {}, list(table.rows)[-1])
     assert found
     for setting, row, _ in found:
-        assert f"## {table.settings[setting].label}\n" in text
+        assert re.search(rf"^## .*{re.escape(table.settings[setting].label)}$", text, re.MULTILINE)
         assert rows(text, table.rows[row].label)
 
 

@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+# The methods that `pytorch_methods.py` has.
+PEERED = ("local", "fedavg", "fedavg_ft", "fedprox", "fedprox_ft", "ditto", "lg_fedavg", "fedper", "fedrep", "fedbabu")
+PEERED += ("fedpac", "fedecouple", "fedfcd", "pgfedsplit", "fedcpd", "pfedcspc")
+
 
 class Case(NamedTuple):
     """One case, as ``round_time.py`` writes it down.

@@ -28,7 +28,8 @@ class CharLSTM(nn.Module):
         cell: dict[str, Any] = {}  # Flax: recurrent kernels orthogonal, the others LeCun normal, biases zero
         table = nn.linear.default_embed_init
         if self.init_style == "torch":
-            # All of PyTorch's LSTM is uniform in +-1/sqrt(hidden), and its embedding standard normal.
+            # All of PyTorch's LSTM is uniform in +-1/sqrt(hidden), and its embedding standard normal. It has two biases
+            # per gate, whose sum starts wider and moves twice as fast; Flax has one.
             kernel, bias = initializers("torch", self.hidden)
             cell = {"kernel_init": kernel, "recurrent_kernel_init": kernel, "bias_init": bias}
             table = nn.initializers.normal(1.0)
