@@ -19,7 +19,7 @@ CHECKED = ("ops", "models", "engine", "data.augment", "data.federated")
 PFEDCSPC = ("calibration", "cluster", "contrast", "corpus", "initial", "kmeans", "knowledge", "relations")
 CHECKED += tuple(f"methods.pfedcspc.{part}" for part in PFEDCSPC)
 CHECKED += tuple(f"methods.pgfedsplit.{part}" for part in ("gaussians", "mixture", "synthetic"))
-CHECKED += ("methods.fedcpd.feature_distillation",)
+CHECKED += ("methods.fedcpd.feature_distillation", "methods.fedecouple.weights", "methods.fedpac.simplex")
 jaxtyping.install_import_hook([f"fedjax_pfl.{name}" for name in CHECKED], f"{typecheck.__name__}.once")
 
 

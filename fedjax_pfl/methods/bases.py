@@ -23,7 +23,7 @@ _LOSSES: dict[Base, Callable[..., BaseLoss]] = {
 }
 
 
-def base_loss(name: Base, model: Model, coefficient: Scalar | None) -> BaseLoss:
+def loss_named(name: Base, model: Model, coefficient: Scalar | None) -> BaseLoss:
     """The local loss of this method.
 
     Args:

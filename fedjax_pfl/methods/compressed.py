@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.method import Cohort, Method, Round, Update
 from fedjax_pfl.ops.training import phase_key
 from fedjax_pfl.ops.tree import where_rows
@@ -89,10 +90,9 @@ def int8() -> Codec:
 def compressed(method: Method, encode: Codec) -> Method:
     """The method with uploads compressed array by array, without error feedback.
 
-    Of each array the update is compressed (see `origin_of`), which the server adds to what it had sent down. In a
-    `PerClass`, each class's row is an array. Sent as they are: what is no real number, running statistics, counts of
-    classes held, and an array that would not become smaller. So is all that goes down, and what is sent for evaluation
-    alone. POST scores the model as it was trained.
+    Of each array the update is compressed (see `origin_of`), which the server adds to what it sent. In a `PerClass`,
+    each class's row is an array. Sent whole: what is no real number, running statistics, counts of classes held, arrays
+    that would not shrink, all that goes down, and what is for evaluation alone. POST scores w_i as trained.
 
     Args:
       method: what sends.
@@ -120,11 +120,11 @@ def compressed(method: Method, encode: Codec) -> Method:
 
         return jax.tree.map(add, upload, whole, origin_of(method, view, whole), is_leaf=_is_packed)
 
-    def local(now: Round, view: PyTree, client: PyTree, data: PyTree) -> Update:
+    def local(now: Round, view: PyTree, client: PyTree, data: ClientData) -> Update:
         update = method.local(now, view, client, data)
         return update._replace(upload=packed(now, view, update.upload), post=update.trained)
 
-    def setup(now: Round, view: PyTree, client: PyTree, data: PyTree) -> tuple[PyTree, PyTree]:
+    def setup(now: Round, view: PyTree, client: PyTree, data: ClientData) -> tuple[PyTree, PyTree]:
         assert method.setup is not None
         client, upload = method.setup(now, view, client, data)
         return client, packed(now, view, upload)

@@ -96,9 +96,9 @@ def drawn_together(model: Model, train: Trainer, attention: Attention, pull: Sca
 
     def weights(server: Server, own: Params, ids: Int[Array, " K"]) -> Float[Array, "K N"]:
         """xi of the models ``own`` of these clients; every row sums to 1."""
-        self = ids[:, None] == jnp.arange(len(server.known))
-        xi = attention(_pairs(own, server.models), server.known & ~self)
-        return jnp.where(self, 1.0 - jnp.sum(xi, axis=1, keepdims=True), xi)
+        is_own = ids[:, None] == jnp.arange(len(server.known))
+        xi = attention(_pairs(own, server.models), server.known & ~is_own)
+        return jnp.where(is_own, 1.0 - jnp.sum(xi, axis=1, keepdims=True), xi)
 
     def dispatch(now: Round, server: Server, clients: Client, cohort: Cohort) -> Params:
         # As the server has them, the common initial model before a first upload: what a client has got stays with it.

@@ -125,8 +125,9 @@ def _averaged(
         return Averaged(params, mean, captured), clients
 
     def scored(now: Round, server: Averaged, uploads: PyTree, cohort: Cohort) -> Averaged:
-        best = jax.tree.map(lambda mean, w: jnp.where(server.captured > 0, mean, w), server.average, server.params)
-        return server._replace(params=best)
+        averaged = server.captured > 0
+        scored_params = jax.tree.map(lambda mean, w: jnp.where(averaged, mean, w), server.average, server.params)
+        return server._replace(params=scored_params)
 
     def global_predict(server: Averaged, x: Samples) -> Logits:
         return model.apply(server.params, x)

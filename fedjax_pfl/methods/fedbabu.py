@@ -7,9 +7,10 @@ from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.method import Cohort, Method, Round, Update
+from fedjax_pfl.methods.finetuned import finetuned
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
-from fedjax_pfl.ops.finetune import Scope, finetune
+from fedjax_pfl.ops.finetune import Scope
 from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.training import Trainer
 
@@ -66,10 +67,5 @@ def fedbabu(
     def personal(view: Params, client: Params) -> Params:
         return {"extractor": view, "head": client}
 
-    def personalize(now: Round, view: Params, client: Params, data: ClientData) -> tuple[Params, Params]:
-        params = {"extractor": view, "head": client}
-        epochs, lr, scope = finetune_epochs, finetune_lr, finetune_scope
-        params = finetune(now, model, train, params, data, epochs=epochs, lr=lr, scope=scope)
-        return params["extractor"], params["head"]
-
-    return Method(init, local, aggregate, personal, model.apply, broadcast, personalize, global_predict=model.apply)
+    base = Method(init, local, aggregate, personal, model.apply, broadcast, global_predict=model.apply)
+    return finetuned(base, model, train, epochs=finetune_epochs, lr=finetune_lr, scope=finetune_scope)

@@ -9,12 +9,12 @@ from annotated_types import Ge, Gt
 from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Method, PerClass, Round, Update
+from fedjax_pfl.method import Method, Round, Update
 from fedjax_pfl.methods.fedproc import Sent, Server, fedproc
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, interpolate, weighted_mean
 from fedjax_pfl.ops.losses import cross_entropy, regularized
-from fedjax_pfl.ops.prototypes import Prototypes, class_sums_under, prototype_contrast
+from fedjax_pfl.ops.prototypes import Prototypes, prototype_contrast, sums_as_sent
 from fedjax_pfl.ops.training import Progress, Trainer, is_off
 
 
@@ -65,7 +65,7 @@ def fedcrl_approx(
         return interpolate(client.params, view.params, client.share)
 
     def local(now: Round, view: Sent, client: Client, data: ClientData) -> Update:
-        prototypes = Prototypes(view.per_class.rows, view.per_class.held)
+        prototypes = Prototypes.as_received(view.per_class)
 
         def loss(params: Params, batch: Batch) -> tuple[Float[Array, ""], tuple[Float[Array, ""], ...]]:
             z = model.features(params["extractor"], batch.x, batch.mask)
@@ -91,7 +91,7 @@ def fedcrl_approx(
         contrasted = (info.steps > 0) & jnp.any(prototypes.valid & (data.class_counts > 0))
         share = jnp.where(contrasted, contrast / (contrast + ce + 1e-12), client.share)
         own = Client(params, share if weigh_by_loss else client.share)
-        upload = Sent(params, PerClass(data.class_counts, class_sums_under(model, params["extractor"], data)))
+        upload = Sent(params, sums_as_sent(model, params["extractor"], data))
         post = view._replace(params=params), own
         return Update(own, upload, info, post, {"global_share": own.share})
 

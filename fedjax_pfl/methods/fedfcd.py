@@ -18,11 +18,11 @@ from fedjax_pfl.ops.prototypes import (
     Reduction,
     centre_loss,
     class_means,
-    class_sums_under,
     means_as_samples,
-    update_prototypes,
+    pool_prototypes,
+    sums_as_sent,
 )
-from fedjax_pfl.ops.training import Scalar, Trainer, cache_features, is_off
+from fedjax_pfl.ops.training import Loss, Scalar, Trainer, cache_features, is_off
 
 
 class Server(NamedTuple):
@@ -89,15 +89,12 @@ def fedfcd(
         own = model.classify(head, z)
         return own if shared is None else own + model.classify(shared, z)
 
-    def class_features(extractor: Params, data: ClientData) -> PerClass:
-        return PerClass(data.class_counts, class_sums_under(model, extractor, data))
-
     def setup(now: Round, view: View, client: Params, data: ClientData) -> tuple[Params, PerClass]:
         del now, view
-        return client, class_features(client["extractor"], data)
+        return client, sums_as_sent(model, client["extractor"], data)
 
     def local(now: Round, view: View, client: Params, data: ClientData) -> Update:
-        targets = Prototypes(view.representations.rows, view.representations.held)
+        targets = Prototypes.as_received(view.representations)
         beside = view.head if train_extractor_on == "fused" else None
         deciding = model._replace(classify=partial(decide, view.head))
 
@@ -125,26 +122,29 @@ def fedfcd(
             return {"extractor": theta, "head": phi}, TrainInfo(before.loss + info.loss, before.steps + info.steps)
 
         under, theta = partial(loss, phi=client["head"]), client["extractor"]
-        terms = {"lam": partial(under, ce=0.0)} | ({} if beside is None else {"fusion": fusion_loss})
+        terms: dict[str, Loss[Params]] = {} if is_off(lam) else {"lam": partial(under, ce=0.0)}
+        terms |= {} if beside is None else {"fusion": fusion_loss}
         said = train.gradient_ratios(now, partial(under, pull=0.0), terms, theta, data)
         if hierarchical:
             nothing = TrainInfo(jnp.zeros(()), jnp.zeros((), jnp.int32))
             client, (total, steps) = jax.lax.fori_loop(0, train.epochs, in_turns, (client, nothing))
             info = TrainInfo(total / max(1, train.epochs), steps)
         else:
-            client, info = train(now, lambda w, *batch: loss(w["extractor"], *batch, phi=w["head"]), client, data)
-        return Update(client, class_features(client["extractor"], data), info, post=(view, client), diagnostics=said)
+            client, info = train(now, lambda w, *rest: loss(w["extractor"], *rest, phi=w["head"]), client, data)
+        sent = sums_as_sent(model, client["extractor"], data)
+        return Update(client, sent, info, post=(view, client), diagnostics=said)
 
     def aggregate(
         now: Round, server: Server, clients: Params, uploads: PerClass, cohort: Cohort
     ) -> tuple[Server, Params]:
-        counts, sums = uploads
-        pairs = means_as_samples(*jax.vmap(class_means)(sums, counts), cohort.ids)
+        pairs = means_as_samples(*jax.vmap(class_means)(uploads.rows, uploads.held), cohort.ids)
         head = train_head(now, model, train_server, server.head, pairs, phase="local")
-        new = class_means(jnp.sum(sums, axis=0), jnp.sum(counts, axis=0))
-        return Server(head, update_prototypes(server.representations, new)), clients
+        return Server(head, pool_prototypes(server.representations, uploads)), clients
+
+    def personal(view: View, client: Params) -> Params:
+        return {**client, "shared": view.head}
 
     def predict(params: Params, x: Samples) -> Logits:
         return decide(params["shared"], params["head"], model.features(params["extractor"], x))
 
-    return Method(init, local, aggregate, lambda view, w: {**w, "shared": view.head}, predict, broadcast, setup=setup)
+    return Method(init, local, aggregate, personal, predict, broadcast, setup=setup)

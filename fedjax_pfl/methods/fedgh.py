@@ -54,8 +54,8 @@ def fedgh(
     def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
         params, info = train(now, loss, {"extractor": client, "head": view}, data)
         extractor = params["extractor"]
-        means, held = class_means(class_sums_under(model, extractor, data), data.class_counts)
-        return Update(extractor, PerClass(held, means), info, post=(params["head"], extractor))
+        means = class_means(class_sums_under(model, extractor, data), data.class_counts)
+        return Update(extractor, means.as_sent(), info, post=(params["head"], extractor))
 
     def aggregate(
         now: Round, server: Params, clients: Params, uploads: PerClass, cohort: Cohort

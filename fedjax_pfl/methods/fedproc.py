@@ -13,11 +13,10 @@ from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import cross_entropies, label_loss, masked_mean
 from fedjax_pfl.ops.prototypes import (
     Prototypes,
-    class_means,
-    class_sums_under,
     l2_normalize,
+    pool_prototypes,
     prototype_contrast,
-    update_prototypes,
+    sums_as_sent,
 )
 from fedjax_pfl.ops.training import Trainer
 
@@ -69,10 +68,10 @@ def fedproc(
         return Server(model.init(key), Prototypes.none(model.classes, model.dim)), ()
 
     def broadcast(server: Server) -> Sent:
-        return Sent(server.params, PerClass(server.prototypes.valid, server.prototypes.mean))
+        return Sent(server.params, server.prototypes.as_sent())
 
     def local(now: Round, view: Sent, client: PyTree, data: ClientData) -> Update:
-        prototypes = Prototypes(view.per_class.rows, view.per_class.held)
+        prototypes = Prototypes.as_received(view.per_class)
         left = jnp.where(now.t > 0, jnp.maximum(1.0 - now.t.astype(jnp.float32) / anneal_rounds, 0.0), 0.0)
 
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
@@ -85,13 +84,11 @@ def fedproc(
             return label_loss(model, z, logits, batch) + left * (contrast - masked_mean(ce, batch.mask))
 
         params, info = train(now, loss, view.params, data)
-        sums = class_sums_under(normalized, params["extractor"], data)
-        return Update(client, Sent(params, PerClass(data.class_counts, sums)), info)
+        return Update(client, Sent(params, sums_as_sent(normalized, params["extractor"], data)), info)
 
     def aggregate(now: Round, server: Server, clients: PyTree, uploads: Sent, cohort: Cohort) -> tuple[Server, PyTree]:
         del now
-        counts, sums = (jnp.sum(leaf, axis=0) for leaf in uploads.per_class)
-        prototypes = update_prototypes(server.prototypes, class_means(sums, counts))
+        prototypes = pool_prototypes(server.prototypes, uploads.per_class)
         return Server(combine(uploads.params, cohort.weight), prototypes), clients
 
     def personal(view: Sent, client: PyTree) -> Params:

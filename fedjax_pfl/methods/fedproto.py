@@ -15,9 +15,9 @@ from fedjax_pfl.ops.prototypes import (
     Prototypes,
     centre_loss,
     class_means,
-    class_sums_under,
     distances,
-    update_prototypes,
+    pool_prototypes,
+    sums_as_sent,
 )
 from fedjax_pfl.ops.training import Trainer, is_off
 
@@ -59,10 +59,10 @@ def fedproto(
         return Prototypes.none(model.classes, model.dim), model.init(key)
 
     def broadcast(server: Prototypes) -> PerClass:
-        return PerClass(server.valid, server.mean)
+        return server.as_sent()
 
     def local(now: Round, view: PerClass, client: Params, data: ClientData) -> Update:
-        prototypes = Prototypes(view.rows, view.held)
+        prototypes = Prototypes.as_received(view)
 
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
@@ -71,22 +71,19 @@ def fedproto(
             return ce if is_off(lam) else ce + lam * centre_loss(z, batch.y, batch.mask, prototypes)
 
         params, info = train(now, loss, client, data)
-        sums = class_sums_under(model, params["extractor"], data)
-        return Update(params, PerClass(data.class_counts, sums), info, post=(view, params))
+        return Update(params, sums_as_sent(model, params["extractor"], data), info, post=(view, params))
 
     def aggregate(
         now: Round, server: Prototypes, clients: Params, uploads: PerClass, cohort: Cohort
     ) -> tuple[Prototypes, Params]:
         del now, cohort
-        counts, sums = uploads
         if weighting == "uniform":
-            sums, held = jax.vmap(class_means)(sums, counts)
-            counts = held.astype(jnp.float32)
-        new = class_means(jnp.sum(sums, axis=0), jnp.sum(counts, axis=0))
-        return update_prototypes(server, new), clients
+            means, held = jax.vmap(class_means)(uploads.rows, uploads.held)
+            uploads = PerClass(held.astype(jnp.float32), means)
+        return pool_prototypes(server, uploads), clients
 
     def personal(view: PerClass, client: Params) -> Params:
-        return client if reading == "head" else {**client, "prototypes": Prototypes(view.rows, view.held)}
+        return client if reading == "head" else {**client, "prototypes": Prototypes.as_received(view)}
 
     def nearest(params: Params, x: Samples) -> Logits:
         prototypes = params["prototypes"]

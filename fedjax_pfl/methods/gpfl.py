@@ -26,7 +26,7 @@ class Shared(NamedTuple):
 
 
 class Client(NamedTuple):
-    """Personal: phi_i, and pi_i, the client's shares of the classes, [C]; those of all alike before it has come."""
+    """Personal: phi_i, and pi_i, the client's shares of the classes, [C]; 1 / C each before its first participation."""
 
     head: Params
     shares: Float[Array, " C"]

@@ -61,23 +61,23 @@ def scaffold(
 
         params, info = train(now, loss, view.params, data)
         change = jax.tree.map(jnp.subtract, params, view.params)
-        control = variate_change(now, train, info, change, view.control)
+        learned = variate_change(now, train, info, change, view.control)
         post = view._replace(params=params), client
-        return Update(jax.tree.map(jnp.add, client, control), Shared(change, control), info, post)
+        return Update(jax.tree.map(jnp.add, client, learned), Shared(change, learned), info, post)
 
     def aggregate(
         now: Round, server: Shared, clients: Params, uploads: Shared, cohort: Cohort
     ) -> tuple[Shared, Params]:
         del now
         present = (cohort.weight > 0).astype(jnp.float32)
-        change, control = combine(uploads, present)
+        change, learned = combine(uploads, present)
         share = jnp.sum(present) / cohort.trainers
 
         def step(path: tuple, w: Array, change: Array) -> Array:
             return w + change if is_statistic(path) else w + server_lr * change
 
         params = jax.tree.map_with_path(step, server.params, change)
-        return Shared(params, jax.tree.map(lambda c, change: c + share * change, server.control, control)), clients
+        return Shared(params, jax.tree.map(lambda c, change: c + share * change, server.control, learned)), clients
 
     def personal(view: Shared, client: Params) -> Params:
         del client

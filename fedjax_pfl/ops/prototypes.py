@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.method import PerClass
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.losses import cross_entropies, masked_mean
 from fedjax_pfl.ops.training import cache_features
@@ -30,6 +31,15 @@ class Prototypes(NamedTuple):
     def none(cls, classes: int, dim: int) -> "Prototypes":
         """The store before round 0: no class has a point."""
         return cls(jnp.zeros((classes, dim)), jnp.zeros(classes, bool))
+
+    @classmethod
+    def as_received(cls, part: PerClass) -> "Prototypes":
+        """Those that have come as a part of a view or an upload."""
+        return cls(part.rows, part.held)
+
+    def as_sent(self) -> PerClass:
+        """As a part of a view or an upload, of which only the classes that have a point count as traffic."""
+        return PerClass(self.valid, self.mean)
 
 
 def class_sums(
@@ -62,6 +72,22 @@ def class_means(sums: Float[Array, "C K"], counts: Float[Array, " C"]) -> Protot
 def update_prototypes(old: Prototypes, new: Prototypes) -> Prototypes:
     """The prototype store after a round: a class without a new prototype keeps its old one (rule R8)."""
     return Prototypes(jnp.where(new.valid[:, None], new.mean, old.mean), new.valid | old.valid)
+
+
+def sums_as_sent(model: Model, extractor: Params, data: ClientData) -> PerClass:
+    """What a client uploads for `pool_prototypes`: class sums under an extractor, with the samples of each class."""
+    return PerClass(data.class_counts, class_sums_under(model, extractor, data))
+
+
+def pool_prototypes(old: Prototypes, uploads: PerClass) -> Prototypes:
+    """The prototype store after a round, of the samples of all clients together; a class without any keeps its old one.
+
+    Args:
+      old: the store before the round.
+      uploads: of K clients: class sums, [K, C, dim], and samples of each class, [K, C]; zeros of the absent.
+    """
+    counts, sums = (jnp.sum(leaf, axis=0) for leaf in uploads)
+    return update_prototypes(old, class_means(sums, counts))
 
 
 def means_as_samples(means: Float[Array, "N C K"], held: Bool[Array, "N C"], ids: Int[Array, " N"]) -> ClientData:

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from fedjax_pfl.models.norm import without_statistics
 from fedjax_pfl.ops.aggregate import coordinate_median, weighted_mean
 from fedjax_pfl.ops.tree import by_row
 
@@ -43,11 +44,13 @@ def trimmed_mean(stacked: Uploads, weight: Float[Array, " K"], *, trim: float = 
 
 
 def krum(stacked: Uploads, weight: Float[Array, " K"], *, byzantine: float = 0.2) -> Combined:
-    """Krum: the row that is nearest to its nearest rows, all leaves as one vector; zeros where nobody is present.
+    """Krum: the row that is nearest to its nearest rows, all parameters as one vector; zeros where nobody is present.
 
     A row's score is the sum of its squared distances to the n - f - 2 nearest rows, at least one, of the n with a
     weight above 0, all alike; f = floor(byzantine n). Rows with the same score, such as two that are each other's only
-    neighbour, are averaged: the paper takes the first of them, which would depend on the order of the rows.
+    neighbour, are averaged: the paper takes the first of them, which would depend on the order of the rows. Running
+    statistics are no part of a distance: a variance can be longer than all parameters together. Those of the chosen row
+    come with it.
 
     Args:
       stacked: the uploads; between parameters are the same distances as between updates.
@@ -84,7 +87,8 @@ def _mean_of_best(stacked: Uploads, weight: Float[Array, " K"], byzantine: float
 
 
 def _squared_distances(stacked: Uploads, weight: Float[Array, " K"]) -> Float[Array, "K K"]:
-    """Between any two rows; infinite to oneself, to an absent row, and where it is no number."""
+    """Between the parameters of any two rows; infinite to oneself, to an absent row, and where it is no number."""
+    stacked = without_statistics(stacked)
     # Centred at their median, rows are about as long as their distances, so that products cancel few digits; with the
     # mean as centre, a single row could make all of them long.
     centre = coordinate_median(stacked, weight)

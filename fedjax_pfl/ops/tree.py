@@ -12,8 +12,12 @@ def by_row(values: Shaped[Array, " K"], leaf: Shaped[Array, "K ..."]) -> Shaped[
 
 def where_rows(mask: Bool[Array, " K"], new: PyTree, old: PyTree) -> PyTree:
     """Takes row k of every leaf from ``new`` where mask[k], else from ``old``."""
-
     return jax.tree.map(lambda new, old: jnp.where(by_row(mask, new), new, old), new, old)
+
+
+def keep_rows(mask: Bool[Array, " K"], tree: PyTree) -> PyTree:
+    """Row k of every leaf where mask[k], else zeros."""
+    return where_rows(mask, tree, jax.tree.map(jnp.zeros_like, tree))
 
 
 def take_rows(tree: PyTree, ids: Int[Array, " K"]) -> PyTree:

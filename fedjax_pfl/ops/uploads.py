@@ -28,7 +28,7 @@ def origin_of(method: Method, view: PyTree, upload: PyTree) -> PyTree:
 
     It is the view's array of the same name, shape and type, which the upload's was trained from. It is zero where there
     is none, in a `PerClass` or `SentIf`, of which the client may not have got anything, and where the method sends
-    changes: all of such an array is an update.
+    changes: all of such an array is an update. What the server wrote into a client's ``inbox`` does not count here.
     """
     received = {} if method.sends_change else dict(jax.tree.leaves_with_path(view, is_leaf=_is_part))
 

@@ -323,8 +323,9 @@ def test_differences_over_clients_leave_attackers_out():
         {"pre_accuracy": np.array([0.4, 0.5, 1.0])},
     ]
     cells = [SimpleNamespace(clients=table, figures={"pre": 0.5}) for table in clients]
-    _, interval = _difference(*(Group({}, (), {0: cell}) for cell in cells), "pre")
+    found, interval = _difference(*(Group({}, (), {0: cell}) for cell in cells), "pre")
     assert interval == pytest.approx((0.1, 0.1))
+    assert found.mean == pytest.approx(0.1), "each run's own mean is over other clients: a difference of 0"
 
 
 @pytest.mark.parametrize(

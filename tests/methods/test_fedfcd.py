@@ -385,11 +385,15 @@ def test_pull_and_fusion_are_measured_beside_the_cross_entropy(model, trainer, f
     near(found["gradient_ratio_fusion"], fusion / ce)
     assert min(pull, fusion) > 0.01 * ce
     data = client_data(federation.x, federation.y, client(federation.train, 2))
-    for changed in ({"fusion": False}, {"train_extractor_on": "local"}):
-        other = fedfcd(model, diagnosed, lam=0.7, **changed)
+    for changed, ratio in (
+        ({"fusion": False}, "lam"),
+        ({"train_extractor_on": "local"}, "lam"),
+        ({"lam": 0.0}, "fusion"),
+    ):
+        other = fedfcd(model, diagnosed, **{"lam": 0.7, **changed})
         sent = other.broadcast(start.state.server)
         said = jax.eval_shape(other.local, now(KEY, 1), sent, own, data).diagnostics
-        assert said.keys() == {"gradient_ratio_lam"}
+        assert said.keys() == {f"gradient_ratio_{ratio}"}
 
 
 # --- Clients and server ----------------------------------------------------------------------------------------------

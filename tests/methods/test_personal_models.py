@@ -283,7 +283,7 @@ def test_fedbabu_fine_tunes_what_it_is_told_to(scope, model, trainer, federation
     params, i = model.init(KEY), 6
     trainer = replace(trainer, lr_decay=0.8)
     method = METHODS["fedbabu"](model, trainer, finetune_epochs=3, finetune_lr=0.05, finetune_scope=scope)
-    found = join(*personalized(method, federation, params["extractor"], params["head"], i))
+    found = method.personal(*personalized(method, federation, params["extractor"], params["head"], i))
     mlp, rows = MLP(federation.x, federation.y), held(federation.train, i)
     gradient = {"full": mlp.gradient, "head": mlp.head_gradient, "extractor": mlp.extractor_gradient}[scope]
     options = {"gradient": gradient, "phase": "finetune", "epochs": 3, "lr": 0.05}

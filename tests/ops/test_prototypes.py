@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedjax_pfl.method import PerClass
 from fedjax_pfl.ops.prototypes import (
     Prototypes,
     centre_loss,
@@ -14,6 +15,7 @@ from fedjax_pfl.ops.prototypes import (
     class_sums,
     distances,
     means_as_samples,
+    pool_prototypes,
     prototype_contrast,
     update_prototypes,
 )
@@ -113,6 +115,24 @@ def test_a_class_without_a_new_prototype_keeps_its_old_one():
     found = update_prototypes(old, new)
     np.testing.assert_array_equal(found.valid, [True, True, True, False, True])
     np.testing.assert_array_equal(found.mean, CENTRES * np.array([-2, 1, -2, 1, 1], np.float32)[:, None])
+
+
+def test_pooled_prototypes_are_the_means_over_the_samples_of_all_clients():
+    old = Prototypes(jnp.asarray(CENTRES), jnp.array([True, False, False, False, True]))
+    parts = [sums_and_counts(Z, Y, mask) for mask in (np.arange(N) < 5, np.arange(N) >= 5)]
+    sums, counts = (jnp.asarray(np.stack(part), jnp.float32) for part in zip(*parts, strict=True))
+    found = pool_prototypes(old, PerClass(counts, sums))
+    for c in range(4):
+        np.testing.assert_allclose(found.mean[c], Z[c == Y].mean(axis=0), rtol=1e-5)
+    np.testing.assert_array_equal(found.mean[4], CENTRES[4])  # that of a class without a sample
+    assert found.valid.all()
+
+
+def test_prototypes_are_received_as_they_were_sent():
+    held = Prototypes(jnp.asarray(CENTRES), jnp.array([True, False, True, False, True]))
+    sent = held.as_sent()
+    np.testing.assert_array_equal(sent.held, held.valid)
+    jax.tree.map(np.testing.assert_array_equal, Prototypes.as_received(sent), held)
 
 
 # --- The contrast of prototypes --------------------------------------------------------------------------------------

@@ -115,6 +115,18 @@ def test_distances_are_not_lost_beside_what_all_rows_have_in_common():
         np.testing.assert_allclose(found["w"], exact[chosen].mean(axis=0), rtol=1e-6)
 
 
+@pytest.mark.parametrize("rule", [krum, multi_krum])
+def test_running_statistics_do_not_count_in_a_distance(rule):
+    """Nobody lies about them: an attacker with common ones would be nearer to all than honest clients are."""
+    rng = np.random.default_rng(9)
+    w, variance = 1e-2 * rng.normal(size=(6, 20)), 10 * rng.random((6, 20))
+    w[2], variance[2] = 1.0, np.median(variance, axis=0)
+    found = called(rule, {"w": w, "norm": {"running_var": variance}}, np.ones(6, bool), byzantine=0.17)
+    chosen = best_by_loops(w.astype(np.float32), 1, 1 if rule is krum else 5)
+    assert 2 not in chosen
+    near(found, {"w": w[chosen].mean(axis=0), "norm": {"running_var": variance[chosen].mean(axis=0)}})
+
+
 @pytest.mark.parametrize("nonsense", [np.nan, np.inf, -np.inf, 1e30])
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum"])
 def test_a_few_senseless_rows_do_no_harm(rule, nonsense):

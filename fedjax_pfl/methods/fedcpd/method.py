@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt
 from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.method import Cohort, Method, PerClass, Round, Update
+from fedjax_pfl.method import Cohort, Logits, Method, PerClass, Round, Samples, Update
 from fedjax_pfl.methods.fedcpd.teacher import Teacher, taught
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
@@ -18,10 +18,9 @@ from fedjax_pfl.ops.prototypes import (
     Prototypes,
     Reduction,
     centre_loss,
-    class_means,
-    class_sums_under,
+    pool_prototypes,
     prototype_contrast,
-    update_prototypes,
+    sums_as_sent,
 )
 from fedjax_pfl.ops.training import Scalar, Trainer, cache_features, is_off, phase_key
 
@@ -99,8 +98,7 @@ def fedcpd(
         return Server(shared, prototypes), Client(head, teacher)
 
     def broadcast(server: Server) -> View:
-        prototypes = server.prototypes
-        return View(server.params, None if prototypes is None else PerClass(prototypes.valid, prototypes.mean))
+        return View(server.params, None if server.prototypes is None else server.prototypes.as_sent())
 
     def whole(params: Params, head: Params | None) -> Params:
         return params if base == "fedavg" else {**params, "head": head}
@@ -110,7 +108,7 @@ def fedcpd(
         if base == "fedrep":
             features = cache_features(lambda x: model.features(view.params["extractor"], x), data)
             head = train_head(now, model, train, head, features, epochs=head_epochs)
-        prototypes = None if view.per_class is None else Prototypes(view.per_class.rows, view.per_class.held)
+        prototypes = None if view.per_class is None else Prototypes.as_received(view.per_class)
         psi = None if teacher is None else teacher.distiller
         samples, look = taught(model, teacher, data, epochs=train.epochs)
 
@@ -130,21 +128,22 @@ def fedcpd(
         alone = {name: partial(loss, psi=psi, ce=0.0, on={name: weight}) for name, weight in on.items()}
         said = train.gradient_ratios(now, partial(loss, psi=psi, on={}), alone, view.params, samples)
         (params, psi), info = train(now, lambda w, *rest: loss(w[0], *rest, psi=w[1]), (view.params, psi), samples)
-        theta = params["extractor"]
-        client = Client(head, None if teacher is None else Teacher(theta, jnp.array(True), psi))
-        per_class = None if prototypes is None else PerClass(data.class_counts, class_sums_under(model, theta, data))
+        client = Client(head, None if teacher is None else Teacher(params["extractor"], jnp.array(True), psi))
+        per_class = None if prototypes is None else sums_as_sent(model, params["extractor"], data)
         return Update(client, View(params, per_class), info, diagnostics=said)
 
     def aggregate(now: Round, server: Server, clients: Client, uploads: View, cohort: Cohort) -> tuple[Server, Client]:
         del now
         prototypes = server.prototypes
         if prototypes is not None and uploads.per_class is not None:
-            counts, sums = (jnp.sum(leaf, axis=0) for leaf in uploads.per_class)
-            prototypes = update_prototypes(prototypes, class_means(sums, counts))
+            prototypes = pool_prototypes(prototypes, uploads.per_class)
         return Server(combine(uploads.params, cohort.weight), prototypes), clients
 
     def personal(view: View, client: Client) -> Params:
         return whole(view.params, client.head)
 
-    shared_model = (lambda server, x: model.apply(server.params, x)) if base == "fedavg" else None
+    def global_predict(server: Server, x: Samples) -> Logits:
+        return model.apply(server.params, x)
+
+    shared_model = global_predict if base == "fedavg" else None
     return Method(init, local, aggregate, personal, model.apply, broadcast=broadcast, global_predict=shared_model)

@@ -1,4 +1,4 @@
-"""FedeCouple: the method, and the training of the personal head."""
+"""FedeCouple: the method, the training of the personal head, and the server's weights."""
 
 from fedjax_pfl.methods.fedecouple.method import fedecouple
 

@@ -12,15 +12,16 @@ from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.method import Cohort, Method, Round, Update
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedecouple.teaching import Heads, Teacher, Teaching
+from fedjax_pfl.methods.fedecouple.weights import cosine_weights
 from fedjax_pfl.models.base import Model, Params
-from fedjax_pfl.ops.aggregate import Combine, cosine_weights, weighted_mean
+from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import label_loss
 from fedjax_pfl.ops.prototypes import Prototypes, Reduction, centre_loss, class_means, class_sums_under
 from fedjax_pfl.ops.training import Loss, Trainer, cache_features, is_off, phase_key
 
 
 class Client(NamedTuple):
-    """Personal: theta_i and phi_i from the last participation, and whether there was one."""
+    """Personal: theta_i, phi_i of the last participation (or of round 0), and whether they replace what is received."""
 
     model: Params
     seen: Bool[Array, ""]
@@ -81,7 +82,6 @@ def fedecouple(
       M. Yang et al. FedeCouple: Fine-Grained Balancing of Global-Generalization and Local-Adaptability in Federated
       Learning. 2025. arXiv:2511.09599. Algorithm 1, Eqs. 3-7, section IV-D (augmentation).
     """
-
     teaching = Teaching(teacher, lam, tau, scale_by_temperature, head_epochs, head_lr)
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Params, Client]:

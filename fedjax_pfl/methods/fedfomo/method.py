@@ -122,5 +122,8 @@ def fedfomo(
     def personalize(now: Round, view: tuple[()], client: Client, data: ClientData) -> tuple[tuple[()], Client]:
         return view, client._replace(params=mixed(client, data).params)
 
-    method = Method(init, local, aggregate, lambda view, client: client.params, model.apply, selects=True)
+    def personal(view: tuple[()], client: Client) -> Params:
+        return client.params
+
+    method = Method(init, local, aggregate, personal, model.apply, selects=True)
     return method._replace(broadcast=lambda server: (), dispatch=dispatch, personalize=personalize, headline="post")

@@ -84,11 +84,10 @@ def fedpa(
         return Server(model.init(key), Prototypes.none(classes, model.dim), generator), ()
 
     def broadcast(server: Server) -> View:
-        mean, valid = server.prototypes
-        return View(server.params, PerClass(valid, mean), server.generator.params)
+        return View(server.params, server.prototypes.as_sent(), server.generator.params)
 
     def local(now: Round, view: View, client: PyTree, data: ClientData) -> Update:
-        prototypes, (a, b) = Prototypes(view.prototypes.rows, view.prototypes.held), weights(now.t)
+        prototypes, (a, b) = Prototypes.as_received(view.prototypes), weights(now.t)
         optimizer = train.optimizer(now.t, view.params)
 
         def regularizer(params: Params, z: Float[Array, "batch K"], batch: Batch, key: Key[Array, ""]) -> Scalar:

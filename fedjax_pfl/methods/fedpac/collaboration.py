@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.ops.aggregate import simplex_qp
+from fedjax_pfl.methods.fedpac.simplex import simplex_qp
 from fedjax_pfl.ops.matrices import map_matrices
 from fedjax_pfl.ops.prototypes import Prototypes
 

@@ -22,6 +22,7 @@ from fedjax_pfl.ops.prototypes import (
     class_means,
     class_sums,
     class_sums_under,
+    pool_prototypes,
     update_prototypes,
 )
 from fedjax_pfl.ops.training import Trainer, cache_features, is_off
@@ -92,7 +93,7 @@ def fedpac(
         return Server(params["extractor"], Prototypes.none(model.classes, model.dim)), Client(params["head"])
 
     def broadcast(server: Server) -> View:
-        return View(server.extractor, PerClass(server.prototypes.valid, server.prototypes.mean))
+        return View(server.extractor, server.prototypes.as_sent())
 
     def local(now: Round, view: View, client: Client, data: ClientData) -> Update:
         features = cache_features(lambda x: model.features(view.extractor, x), data)
@@ -101,8 +102,8 @@ def fedpac(
 
         head = train_head(now, model, train, client.inbox, features, epochs=head_epochs, lr=head_lr)
 
-        known = view.prototypes.held
-        targets = Prototypes(jnp.where(known[:, None], view.prototypes.rows, means.mean), known | means.valid)
+        # Of a class without a global prototype, the client's own mean.
+        targets = update_prototypes(means, Prototypes.as_received(view.prototypes))
         strength = jnp.where(now.t == 0, 0.0, lam)
 
         def loss(extractor: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
@@ -121,9 +122,7 @@ def fedpac(
     ) -> tuple[Server, Client]:
         del now
         h, sums = uploads.per_class.rows
-        counts = jnp.sum(uploads.per_class.held, axis=0)
-        new = class_means(jnp.sum(sums, axis=0), counts)
-        prototypes = update_prototypes(server.prototypes, new)
+        prototypes = pool_prototypes(server.prototypes, uploads.per_class._replace(rows=sums))
         present = jnp.sum(uploads.per_class.held, axis=1) > 0
         weights = head_weights(h, uploads.v, present)
         combined = functools.partial(jnp.tensordot, weights, axes=1, precision=lax.Precision.HIGHEST)

@@ -109,8 +109,8 @@ class Calibrator:
             return train(turn, partial(loss, eta=self.eta), trained, data, epochs=epochs, lr=rate, record=False)[0]
 
         heads = params["extractor"]["projection"], params["head"]
-        drops = math.ceil(self.epochs / self.epochs_per_drop)
-        projection, head = lax.fori_loop(0, drops, epochs_at_one_rate, heads)
+        rates = math.ceil(self.epochs / self.epochs_per_drop)
+        projection, head = lax.fori_loop(0, rates, epochs_at_one_rate, heads)
         terms = {} if is_off(self.eta) else {"eta": partial(loss, labels=0.0, eta=self.eta)}
         said = train.gradient_ratios(now, partial(loss, eta=0.0), terms, heads, data)
         return {**params, "extractor": {**params["extractor"], "projection": projection}, "head": head}, said

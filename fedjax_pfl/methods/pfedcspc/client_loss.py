@@ -47,7 +47,7 @@ class ClientLoss(NamedTuple):
         bias = draw.bias(phase_key(key, "encoder head bias"), (classes,))
         return {**params, "encoder_head": {"kernel": kernel, "bias": bias}}
 
-    def on(
+    def from_start(
         self, model: Model, start: Params, last: Params, prototypes: PerClass | None, *, terms: Collection[str] = TERMS
     ) -> Loss[Params]:
         """The loss of training that begins at ``start``.
@@ -75,7 +75,7 @@ class ClientLoss(NamedTuple):
                 labels = cross_entropy(model.classify(params["encoder_head"], f), batch.y, batch.mask)
                 found.append(self.encoder_ce * labels)
             if "kappa" in terms and self.align is not None and prototypes is not None:
-                u = Prototypes(prototypes.rows, prototypes.held)
+                u = Prototypes.as_received(prototypes)
                 found.append(self.align.weight * self.align(f, batch.y, batch.mask, u))
             total: Float[Array, ""] = jax.tree.reduce(jnp.add, found)
             return total
@@ -83,10 +83,10 @@ class ClientLoss(NamedTuple):
         # L_base may take the gradient elsewhere; the terms by themselves are looked at where they are.
         return loss if self.base.around is None or len(terms) < len(TERMS) else self.base.around(loss)
 
-    def apart(
+    def separate_terms(
         self, model: Model, start: Params, last: Params, prototypes: PerClass | None
     ) -> tuple[Loss[Params], dict[str, Loss[Params]]]:
         """L_base, and each term that is added to it, by name."""
         present = {"kappa": self.align is not None, "encoder_ce": not is_off(self.encoder_ce)}
-        base, *added = (self.on(model, start, last, prototypes, terms=[name]) for name in TERMS)
+        base, *added = (self.from_start(model, start, last, prototypes, terms=[name]) for name in TERMS)
         return base, {name: term for name, term in zip(TERMS[1:], added, strict=True) if present[name]}

@@ -50,7 +50,7 @@ class ClusterPrototypes(NamedTuple):
         """M, the most prototypes of a class."""
         return self.clusters * self.repeats
 
-    def of(self, key: Key[Array, ""], encode: Callable[[Array], Array], data: ClientData) -> PerClass:
+    def prototypes_of(self, key: Key[Array, ""], encode: Callable[[Array], Array], data: ClientData) -> PerClass:
         """U_k of one client's samples before augmentation: means [C, J, R, d], and which clusters have samples, [C, J].
 
         Args:

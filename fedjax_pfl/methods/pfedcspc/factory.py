@@ -6,7 +6,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import Strict
 
 from fedjax_pfl.method import Method, Static
-from fedjax_pfl.methods.bases import Base, base_loss
+from fedjax_pfl.methods.bases import Base, loss_named
 from fedjax_pfl.methods.pfedcspc.calibration import Calibrator
 from fedjax_pfl.methods.pfedcspc.client_loss import ClientLoss
 from fedjax_pfl.methods.pfedcspc.cluster import ClusterPrototypes
@@ -141,7 +141,7 @@ def pfedcspc(
     needs_prototypes = calibrate or not (align is None and initial is None and knowledge is None)
     counts = initial is not None and pmi_weight == "count"
     parts = Parts(
-        loss=ClientLoss(align, encoder_ce, base_loss(base, model, mu)),
+        loss=ClientLoss(align, encoder_ce, loss_named(base, model, mu)),
         cluster=ClusterPrototypes(clusters, repeats, share, kmeans_steps, counts) if needs_prototypes else None,
         initial=initial,
         calibrate=calibrator if calibrate else None,

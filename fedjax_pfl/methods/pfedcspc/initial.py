@@ -51,20 +51,20 @@ class InitialModels(NamedTuple):
     Attributes:
       when: whether training starts from them in every round, or they are for evaluation alone.
       temperature: tau_p, of the weights.
-      weight: what counts alike in a client's loss: each of its prototypes (Eq. 4), classes, or samples.
+      weigh_by: what counts alike in a client's loss: each of its prototypes (Eq. 4), classes, or samples.
     """
 
     when: When
     temperature: Scalar
-    weight: ClassWeight
+    weigh_by: ClassWeight
 
     @property
     def says(self) -> tuple[str, ...]:
         """Names of the diagnostics of :meth:`update`."""
         return "p_kk", "effective_clients"
 
-    def start(self, encoder: Params, clients: int, shape: tuple[int, int, int]) -> Known:
-        """Before round 0: everybody has the common encoder, and nobody has sent prototypes, of ``shape`` [C, M, d]."""
+    def before_round_0(self, encoder: Params, clients: int, shape: tuple[int, int, int]) -> Known:
+        """Everybody has the common encoder, and nobody has sent prototypes, of ``shape`` [C, M, d]."""
         encoders = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients, *leaf.shape)), encoder)
         points = jnp.zeros((clients, *shape))
         return Known(encoders, points, jnp.zeros(points.shape[:3], bool), jnp.zeros(points.shape[:2]))
@@ -88,17 +88,17 @@ class InitialModels(NamedTuple):
         """
         present = cohort.weight > 0
         number = jnp.sum(sent.valid, axis=2, dtype=jnp.float32)
-        weight = {"loss": number, "class": jnp.minimum(number, 1.0), "count": sent.held.astype(jnp.float32)}
-        rows = sent.u, sent.valid, weight[self.weight]
-        u, valid, of_class = put_rows((known.u, known.valid, known.weight), cohort.ids, rows)
-        p = self.weights(model, uploads, u, valid, of_class, present)
+        by = {"loss": number, "class": jnp.minimum(number, 1.0), "count": sent.held.astype(jnp.float32)}
+        rows = sent.u, sent.valid, by[self.weigh_by]
+        u, valid, weight = put_rows((known.u, known.valid, known.weight), cohort.ids, rows)
+        p = self.weights(model, uploads, u, valid, weight, present)
         mean = partial(jnp.tensordot, p, axes=1, precision=lax.Precision.HIGHEST)
         combined = jax.tree.map(mean, uploads["extractor"]["encoder"])
         encoders = where_rows(jnp.any(valid, axis=(1, 2)), combined, encoder)
         own = take_rows(p, cohort.ids)  # row j is that of participant j, whose encoder stands in column j
         figures = jnp.diagonal(own), 1 / jnp.maximum(jnp.sum(own**2, axis=1), 1e-12)
         said = [masked_mean(values, present.astype(jnp.float32)) for values in figures]
-        return Known(encoders, u, valid, of_class), dict(zip(self.says, said, strict=True))
+        return Known(encoders, u, valid, weight), dict(zip(self.says, said, strict=True))
 
     def weights(
         self,

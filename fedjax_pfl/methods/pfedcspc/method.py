@@ -7,17 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.method import (
-    Calibration,
-    Cohort,
-    Logits,
-    Method,
-    PerClass,
-    Round,
-    Samples,
-    TrainInfo,
-    Update,
-)
+from fedjax_pfl.method import Calibration, Cohort, Logits, Method, Round, Samples, TrainInfo, Update
 from fedjax_pfl.methods.base_loss import Last
 from fedjax_pfl.methods.pfedcspc.cluster import mean_over_clients
 from fedjax_pfl.methods.pfedcspc.initial import project
@@ -51,13 +41,14 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         said = {name: jnp.array(jnp.nan, jnp.float32) for name in parts.says}
         if cluster is None:
             return Server(params, None, None, None, said), client
-        known = None if initial is None else initial.start(encoder, clients, (model.classes, cluster.places, dim))
+        shape = model.classes, cluster.places, dim
+        known = None if initial is None else initial.before_round_0(encoder, clients, shape)
         u_g, e = (Prototypes.none(model.classes, width) for width in (dim, model.dim))
         return Server(params, u_g, e, known, said), client
 
     def broadcast(server: Server) -> View:
         params, u = server.params, server.prototypes
-        sent = None if client_loss.align is None or u is None else PerClass(u.valid, u.mean)
+        sent = None if client_loss.align is None or u is None else u.as_sent()
         return View(with_encoder(params, None) if starts_personal else params, sent, server.scored)
 
     def dispatch(now: Round, server: Server, clients: PyTree, cohort: Cohort) -> Params:
@@ -79,14 +70,16 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
 
     def adapt(now: Round, view: View, client: Client, start: Params, data: ClientData) -> tuple[Params, TrainInfo]:
         """Local training on L_base + kappa L_align (Eqs. 5-7, 18)."""
-        return train(now, client_loss.on(model, start, last_of(client, start), view.prototypes), start, data)
+        loss = client_loss.from_start(model, start, last_of(client, start), view.prototypes)
+        return train(now, loss, start, data)
 
     def local(now: Round, view: View, client: Client, data: ClientData) -> Update:
         start = personal(view, client)
         params, info = adapt(now, view, client, start, data)
-        prototypes = None if cluster is None else cluster.of(now.key, partial(encode, params["extractor"]), data)
-        apart = client_loss.apart(model, start, last_of(client, start), view.prototypes)
-        said = train.gradient_ratios(now, *apart, start, data)
+        encoder = partial(encode, params["extractor"])
+        prototypes = None if cluster is None else cluster.prototypes_of(now.key, encoder, data)
+        terms = client_loss.separate_terms(model, start, last_of(client, start), view.prototypes)
+        said = train.gradient_ratios(now, *terms, start, data)
         if client.last is not None:
             client = client._replace(last=client.last.replaced(params, info))
         return Update(client, Upload(params, prototypes), info, as_scored(view, client, params), said)

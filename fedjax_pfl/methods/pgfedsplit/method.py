@@ -16,7 +16,7 @@ from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.heads import train_head
 from fedjax_pfl.ops.losses import label_loss, masked_mean
-from fedjax_pfl.ops.prototypes import Prototypes, Reduction, centre_loss, class_sums_under
+from fedjax_pfl.ops.prototypes import Prototypes, Reduction, centre_loss, sums_as_sent
 from fedjax_pfl.ops.training import Scalar, Trainer, cache_features, is_off
 
 
@@ -150,9 +150,9 @@ def pgfedsplit(
             return total + pull * apart
 
         extractor, info = train(now, loss, view.extractor, data)
-        term = {"lam": partial(loss, ce=0.0)}
-        said |= train.gradient_ratios(now, partial(loss, pull=0.0), term, view.extractor, data)
-        per_class = PerClass(data.class_counts, class_sums_under(model, extractor, data))
+        terms = {} if is_off(lam) else {"lam": partial(loss, ce=0.0)}
+        said |= train.gradient_ratios(now, partial(loss, pull=0.0), terms, view.extractor, data)
+        per_class = sums_as_sent(model, extractor, data)
         upload = Upload(extractor, head, per_class, SentIf(view.head.sent, coefficient))
         client = Client(head, jnp.where(view.head.sent, now.t, client.adapted))
         return Update(client, upload, info, (view._replace(extractor=extractor), client), said)

@@ -158,7 +158,7 @@ def test_without_a_coefficient_a_base_has_that_of_the_method_of_its_name(base, m
     loss, given = bases._LOSSES[base], []
     monkeypatch.setitem(bases._LOSSES, base, lambda *arguments: given.append(arguments))
     for coefficient in (None, 0.3):
-        bases.base_loss(base, model, coefficient)
+        bases.loss_named(base, model, coefficient)
     assert given == [(model,), (model, 0.3)]
     _, of_loss, *_ = inspect.signature(loss).parameters.values()
     assert of_loss.default == inspect.signature(METHODS[base]).parameters[of_loss.name].default > 0

@@ -808,13 +808,14 @@ def test_the_parts_are_measured_beside_the_cross_entropy(model, trainer, federat
     expected = norm(mlp.extract_gradient(theta, rows, pull)) / norm(mlp.extract_gradient(theta, rows, ce))
     near(update.diagnostics["gradient_ratio_lam"], expected)
     assert expected > 0.01
-    without = pgfedsplit(model, replace(trainer, diagnose=True), **{**BASE, "r": 0.0})
     data = client_data(federation.x, federation.y, client(federation.train, 2))
-    state = jax.eval_shape(lambda: without.init(KEY, N))
-    said = jax.eval_shape(
-        lambda w, own: without.local(now(KEY, 3), without.broadcast(w), own, data), *state
-    ).diagnostics
-    assert said.keys() == {"gradient_ratio_lam"}
+    for off, ratio in (("r", "lam"), ("lam", "r")):
+        without = pgfedsplit(model, replace(trainer, diagnose=True), **{**BASE, off: 0.0})
+        state = jax.eval_shape(lambda method=without: method.init(KEY, N))
+        said = jax.eval_shape(
+            lambda w, own, method=without: method.local(now(KEY, 3), method.broadcast(w), own, data), *state
+        ).diagnostics
+        assert said.keys() == {f"gradient_ratio_{ratio}"}
 
 
 def test_the_mean_coefficient_and_the_interval_are_told_by_the_server(both):
