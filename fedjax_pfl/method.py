@@ -280,7 +280,7 @@ class Method(NamedTuple):
       calibrate: for methods that score another model than they broadcast.
       diagnose: server -> named numbers about its state, recorded as ``diagnostics.NAME``; none unless given.
       selects: whether clients select on their validation samples, ``data.validation``: a config then has to set some
-        aside (rule R11). If false, ``data.validation`` may be None.
+        aside (rule R11). Whether true or false, ``data.validation`` may be None where a method is called by hand.
       sends_change: whether an upload that has the names and shapes of the view holds changes to it. If false, such an
         upload is taken for trained values, from which compression, attacks, privacy and diagnostics subtract the view.
       batches_per_step: how many batches a step takes, so that with ``training.drop_last`` a client with fewer samples

@@ -30,8 +30,6 @@ name = "mlp"
 name = "fedavg"
 [training]
 rounds = 2
-[run]
-compilation_cache = "off"
 """
 SWEEP = 'config = "config.toml"\n'
 IMAGES, LABELS = np.zeros((40, 4, 4, 1), np.uint8), np.arange(40) % 2
@@ -657,7 +655,7 @@ CASES = {
     "config file given to sweep": (
         "sweep config.toml",
         "sweep file = 'config.toml' is not usable: config (a path), [grid]; optional: overrides, [baseline]; "
-        "it has data, method, model, run, training",
+        "it has data, method, model, training",
     ),
     "sweep without a grid": (
         "sweep no_grid.toml",

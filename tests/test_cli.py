@@ -29,8 +29,6 @@ hidden = 4
 name = "fedavg"
 [training]
 rounds = 2
-[run]
-compilation_cache = "off"
 """
 
 
@@ -46,6 +44,7 @@ def command(*arguments, first=""):
     program = f"{first}\nfrom fedjax_pfl.cli.commands import main; main()"
     environment = {key: value for key, value in os.environ.items() if key != "FEDJAX_PFL_DATA"}
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(jax.config.values["jax_disable_most_optimizations"]))
+    environment["JAX_COMPILATION_CACHE_DIR"] = jax.config.values["jax_compilation_cache_dir"] or "off"
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         capture_output=True,

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
-from fedjax_pfl import Config, ConfigError, FederatedData, compare, simulate
+from fedjax_pfl import Config, ConfigError, FederatedData, compare, simulate, sweep
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.data.dataset import fingerprint
 from fedjax_pfl.data.intake import as_dataset
@@ -389,12 +389,38 @@ def test_a_damaged_summary_is_named(comparison, out, tmp_path):
         (["local", "fedcpd"], {"data": (np.ones((9, 4)), np.ones(8, int))}, r"8 labels"),
         (["fedavg"], {"point": "best"}, r"point = 'best' is not usable: pre \(after"),
         (["fedavg"], {"baseline": "local"}, r"baseline = 'local' is not usable: one of the methods compared: fedavg"),
+        ({"a|b": {"method": "fedprox"}}, {}, r"methods = 'a\|b' is not usable: .* without \"\|\" and line breaks"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(methods, options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         compare(config(), methods, out=tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"data": {"clients": 500}}, r"data\.samples_per_client = 24 "),
+        ({"data": {"samples_per_client": None, "clients": 900}}, r"data\.clients = 900 "),
+        ({"run": {"checkpoint_every": 1}}, r"run\.checkpoint_every = 1 .* give run\.out"),
+        ({"run": {"export": ["predictions"]}}, r"run\.export = .* nothing without out"),
+        ({"run": {"client_history": True}}, r"run\.client_history = True .* nothing without out"),
+    ],
+)
+def test_what_is_wrong_with_all_runs_is_one_error(tables, message, monkeypatch):
+    monkeypatch.setattr("fedjax_pfl.experiment.programs._compile", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ConfigError, match=message):
+        compare(config(**tables), ["fedavg", "local"])
+
+
+def test_data_from_python_stand_in_the_place_of_the_source(tmp_path):
+    x, y = np.zeros((200, 4), np.float32), np.arange(200) % 3
+    result = simulate(config(training={"rounds": 1}, run={"out": str(tmp_path / "run")}), (x, y))
+    assert (result.config.data.source, result.summary["dataset"]) == ("arrays", "arrays")
+    assert 'source = "arrays"' in (tmp_path / "run" / "config.toml").read_text()
+    with pytest.raises(ConfigError, match=r"grid\.data\.source = .*nothing: data are given in its place"):
+        sweep(config(), {"data.source": ["digits", "npz:no"]}, data=(x, y))
 
 
 def test_the_command_prints_the_table(comparison, out, tmp_path):

@@ -1,8 +1,11 @@
 """Parts of one's own, from Python, under a name or from another package, beside those of the package."""
 
+import pickle
 import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +30,9 @@ from fedjax_pfl.method import Method
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedprox import fedprox
+from fedjax_pfl.models import MODELS
 from fedjax_pfl.models.mlp import MLP
+from fedjax_pfl.models.own import own_model
 
 pytestmark = pytest.mark.usefixtures("tables_as_before")
 
@@ -134,6 +139,31 @@ def test_a_registered_method_is_known_to_configs_and_compiled_anew_when_register
     assert plain.history["train_loss"].tolist() != second.history["train_loss"].tolist()
 
 
+def test_a_result_answers_by_the_parts_that_it_was_trained_with_whatever_is_called_so_later():
+    """As where a cell of a notebook is run again, or variants of one class are run in a loop."""
+
+    class Net(nn.Module):
+        activation: Callable
+        width: int = 8
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(10)(self.activation(nn.Dense(self.width)(x.reshape(len(x), -1))))
+
+    (x, y), wanted = digits(""), config({"method.name": "fedprox", "training.rounds": 1})
+    tanh, wider, relu = (simulate(wanted, model=Net(*fields)) for fields in ((nn.tanh,), (nn.relu, 12), (nn.relu,)))
+    last = register_model("Net")(Net(nn.sigmoid, 5))
+    inputs = (x[:20].reshape(20, -1) / 255 - 0.5) / 0.5
+    for result, activation in ((tanh, nn.tanh), (wider, nn.relu), (relu, nn.relu)):
+        params = result.params()
+        (dense,), head = params["extractor"].values(), params["head"]
+        logits = activation(inputs @ dense["kernel"] + dense["bias"]) @ head["kernel"] + head["bias"]
+        np.testing.assert_allclose(result.predict_proba(x[:20]), jax.nn.softmax(logits), atol=1e-5)
+        assert result.adapt(x[:5], y[:5]).params["extractor"].keys() == params["extractor"].keys()
+    assert MODELS["Net"] is own_model(last), "afterwards, the name stands for what was registered last"
+    assert pickle.loads(pickle.dumps(tanh)).parts == {}
+
+
 def digits(argument):
     """Digits below a number."""
     from sklearn.datasets import load_digits
@@ -164,6 +194,22 @@ def test_a_partition_under_a_name():
         np.bincount(dataset.labels[np.arange(at * 30 + 4, at * 30 + 20)], minlength=10).tolist() for at in range(5)
     ]
     assert manifest["class_counts"] == expected
+
+
+def test_a_partition_of_other_sizes_than_are_asked_for_is_refused():
+    """The test samples come on top: five to train on are seven, of which a quarter is to test on."""
+
+    @register_partition("mine_sizes")
+    def sizes(labels, clients, seed, size, *, known: bool):
+        number = size if known and size is not None else 40
+        return [np.arange(client * 40, client * 40 + number) for client in range(clients)]
+
+    asked = {"data.partition.kind": "mine_sizes", "data.samples_per_client": 5}
+    _, manifest = divide(config({**asked, "data.partition.known": True}), load("digits"))
+    assert manifest["n_train"] == [5] * 5
+    with pytest.raises(ConfigError, match="mine_sizes gives clients other numbers") as caught:
+        divide(config({**asked, "data.partition.known": False}), load("digits"))
+    assert caught.value.field == "data.samples_per_client"
 
 
 BAD_ROWS = {

@@ -156,7 +156,8 @@ def test_answers_are_those_of_the_parameters(fedavg):
     assert (labels.dtype.kind, shares.dtype) == ("i", np.float32)
     np.testing.assert_array_equal(labels, expected.argmax(axis=1))
     np.testing.assert_allclose(shares, softmax(expected), atol=1e-5)
-    np.testing.assert_array_equal(result.predict(x[..., 0], client=2), labels)
+    for form in (x[..., 0], x.reshape(len(x), -1)):
+        np.testing.assert_array_equal(result.predict(form, client=2), labels)
     assert result.predict_proba(x[:0]).shape == (0, 10)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((result.params(1), result.state)))
 
@@ -394,6 +395,12 @@ def test_models_that_are_made_of_samples_take_the_data_of_the_run(runs, tmp_path
         Result.load(tmp_path / "run").predict(x, client=2)
     with pytest.raises(ConfigError, match="another partition came out"):
         Result.load(tmp_path / "run", (DIGITS.images, DIGITS.labels[::-1].copy())).predict(x, client=2)
+    others = Result.load(tmp_path / "run", (255 - DIGITS.images, DIGITS.labels))
+    with pytest.raises(ConfigError, match="these are other samples"):
+        others.predict(x, client=2)
+    with pytest.raises(ConfigError, match="these are other samples"):
+        others.save(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
 
 
 # --- Mistakes ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Callback, Config, ConfigError, Result, simulate
+from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.checkpoint import Checkpoints
 from fedjax_pfl.experiment.record import RunDirectory
@@ -143,8 +144,9 @@ def test_a_signal_that_comes_after_the_last_round_is_passed_on_when_the_run_is_c
 
 def test_more_rounds_can_be_added_to_a_complete_run(whole, tmp_path):
     out = shutil.copytree(whole[1], tmp_path / "run")
-    longer = config(out, training={"rounds": 8})
+    longer = config(tmp_path / "elsewhere", training={"rounds": 8})
     result = simulate(longer, resume=out)
+    assert (result.config.run.out, (tmp_path / "elsewhere").exists()) == (str(out), False)
     expected = simulate(config(tmp_path / "other", training={"rounds": 8}))
     jax.tree.map(np.testing.assert_array_equal, result.state, expected.state)
     assert [line["round"] for line in metrics(out)] == [4, 6, 8]  # 6 was the last round once
@@ -181,9 +183,10 @@ def test_another_config_is_refused_with_the_fields_that_differ(copy):
 
 def test_other_data_are_refused(copy):
     x, y = np.zeros((400, 8, 8, 1), np.uint8), np.arange(400) % 10
-    fails_untouched(copy, r"data\.source.*another partition", config(copy), data=(x, y))
+    fails_untouched(copy, r"config = 'data\.source=arrays' ", config(copy), data=(x, y))
+    fails_untouched(copy, r"data\.source.*another partition", config(copy), data=as_dataset((x, y)))
     digits = load("digits")
-    inverted = 255 - digits.images, digits.labels
+    inverted = digits._replace(images=255 - digits.images)
     fails_untouched(copy, r"resume = .*a directory for other samples", config(copy), data=inverted)
 
 

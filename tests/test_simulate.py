@@ -1,4 +1,5 @@
 import csv
+import itertools
 import json
 import os
 import subprocess
@@ -251,25 +252,53 @@ def test_a_coefficient_of_zero_is_left_out_of_the_program():
             assert row.inputs.keys() == {"training.lr", "training.lr_decay"} | fields
 
 
-def test_the_cache_of_compiled_programs_is_used_from_python(tmp_path, monkeypatch):
+def test_each_run_keeps_its_compiled_programs_where_its_config_says(tmp_path, monkeypatch):
     class CompiledError(Exception):
         pass
 
+    numbers = itertools.count(1.5)
+
     def compile_something(*_):
-        jax.jit(lambda x: x + 1).lower(np.float32(0)).compile()
+        number = next(numbers)
+        jax.jit(lambda x: x + number).lower(np.float32(0)).compile()
         raise CompiledError
+
+    def kept():
+        return [len(list((tmp_path / name).glob("jit__lambda*-cache"))) for name in ("a", "b", "of the user")]
 
     monkeypatch.setattr("fedjax_pfl.experiment.programs._compile", compile_something)
     before = {name: jax.config.values[name] for name in CACHE_SETTINGS}
-    compilation_cache.reset_cache()  # it has been used by now, for another folder
     try:
-        with pytest.raises(CompiledError):
-            simulate(config(run={"compilation_cache": str(tmp_path / "cache")}))
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "of the user"))
+        for cache, expected in [
+            (str(tmp_path / "a"), [1, 0, 0]),
+            (str(tmp_path / "b"), [1, 1, 0]),
+            ("off", [1, 1, 0]),
+            (None, [1, 1, 1]),
+            ("off", [1, 1, 1]),
+            (str(tmp_path / "a"), [2, 1, 1]),
+        ]:
+            with pytest.raises(CompiledError):
+                simulate(config(run={"compilation_cache": cache}))
+            assert kept() == expected
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-    assert any((tmp_path / "cache").glob("jit__lambda*"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", False)]
+)
+def test_other_random_numbers_of_jax_are_refused(setting, value):
+    before, wanted = jax.config.values[setting], config()
+    jax.config.update(setting, value)
+    try:
+        with pytest.raises(ConfigError, match="the same seed is to give the same numbers") as caught:
+            simulate(wanted)
+    finally:
+        jax.config.update(setting, before)
+    assert caught.value.field == setting
 
 
 def test_a_warning_says_that_jax_has_started_too_early():
@@ -361,7 +390,7 @@ def test_a_diverged_run_scores_no_points_for_class_zero(reference):
 
 
 def test_copies_of_the_config_take_the_place_of_the_methods_own():
-    """What the engine makes of a method's copies is in tests/methods/test_fedecouple.py."""
+    """What the engine makes of a method's copies is in tests/methods/fedecouple."""
     shape = shape_of(load("digits"))
     for copies, given in [("concat", {}), ("none", {"copies": "none"}), ("replace", {"copies": "replace"})]:
         assert make_engine(config("fedecouple", training=given), shape).method.copies == copies

@@ -140,7 +140,7 @@ def test_a_study_whose_process_died_goes_on_as_though_it_had_not(tmp_path):
         search(storage=storage, metric="loss")
     other = load("digits")
     with pytest.raises(ConfigError, match=r"study tune = 'samples=\w+' is not usable: .* begun with: samples=\w+; or"):
-        search(storage=storage, data=(other.images[::-1], other.labels))
+        search(storage=storage, data=other._replace(images=other.images[::-1]))
     resumed = search(storage=storage, config=config(**{"run.placement": "map"}))  # how it is run is free
     assert values(resumed) == values(found)
 
@@ -253,8 +253,10 @@ def test_a_trial_with_other_shapes_has_a_program_of_its_own():
     for size in (8, 20, 8):
         chosen.enqueue_trial({"training.batch_size": size})
     space = {"training.lr": SPACE["training.lr"], "training.batch_size": Choice([8, 20])}
-    found = search(3, space, storage=storage)
+    said = []
+    found = search(3, space, storage=storage, progress=said.append)
     assert [trial.params["training.batch_size"] for trial in found.trials] == [8, 20, 8]
+    assert sum("of memory" in line for line in said) == 2, "once for each program"
     alone = simulate(config().replace(found.trials[1].params), progress=None).history["validation_pre.accuracy"]
     np.testing.assert_allclose(list(found.trials[1].intermediate_values.values()), alone, atol=1e-6)
 

@@ -19,14 +19,15 @@ from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import DataShape, make_engine, model_of, shape_of
-from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.config import HONEST, Config
 from fedjax_pfl.experiment.kept import named
 from fedjax_pfl.experiment.plots.style import COLUMN, drawing
 from fedjax_pfl.experiment.programs import drawn_once
+from fedjax_pfl.experiment.registry import with_own_parts
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.trained import checked_labels, checked_samples
 from fedjax_pfl.method import PerClass, Round, SentIf
-from fedjax_pfl.ops.tree import where_rows
+from fedjax_pfl.ops.tree import keep_rows
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -115,10 +116,11 @@ def leakage(
         cannot be differentiated, or needs what one client alone has not.
     """
     _check_options(attack, optimiser, steps, lr, tv, restarts, seed)
-    config, data = _setting(run, client)
-    x = checked_samples(x, data)
-    y = checked_labels(y, len(x), data.classes)
-    victim = _victim(run, config, data, client)
+    with with_own_parts(run.parts if isinstance(run, Result) else {}):
+        config, data = _setting(run, client)
+        x = checked_samples(x, data)
+        y = checked_labels(y, len(x), data.classes)
+        victim = _victim(run, config, data, client)
     targets = x.astype(np.float32) / np.float32(255)
     how = search(optimiser, steps, lr, tv)
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(restarts))
@@ -241,9 +243,8 @@ def _setting(run: Config | Result, client: int) -> tuple[Config, DataShape]:
     if data.real or data.vocabulary is not None:
         kind = "real numbers" if data.real else "text"
         raise ConfigError("data.source", data.name, f"images; it is {kind}")
-    honest = {"attack.kind": "none", "attack.share": None, "attack.scale": None}
     one_step = {"training.epochs": 1, "training.batch_size": 1, "training.augment": "none", "training.copies": "none"}
-    return config.replace({**honest, **one_step, "run.diagnostics": False}), data
+    return config.replace({**HONEST, **one_step, "run.diagnostics": False}), data
 
 
 def _victim(run: Config | Result, config: Config, data: DataShape, client: int) -> _Victim:
@@ -308,7 +309,7 @@ def _victim(run: Config | Result, config: Config, data: DataShape, client: int) 
 def _visible(node: PyTree) -> PyTree:
     """A part of an upload without what is not sent."""
     if isinstance(node, PerClass):
-        return node._replace(rows=where_rows(node.held != 0, node.rows, jax.tree.map(jnp.zeros_like, node.rows)))
+        return node._replace(rows=keep_rows(node.held != 0, node.rows))
     if isinstance(node, SentIf):
         return node._replace(value=jax.tree.map(lambda leaf: jnp.where(node.sent, leaf, 0), node.value))
     return node

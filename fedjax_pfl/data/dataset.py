@@ -11,6 +11,8 @@ from fedjax_pfl.errors import ConfigError
 
 # A label from this on that is no smaller than the number of samples is an ID, not the number of a class.
 _MOST_CLASSES = 1000
+# Samples that a fingerprint takes at a time.
+_HASHED_AT_ONCE = 4096
 
 
 class Dataset(NamedTuple):
@@ -29,6 +31,7 @@ class Dataset(NamedTuple):
         for others.
       divided: whether the data came divided among clients, who are the users then; samples of user -1 are nobody's.
       user_names: what each user is called; None where there are none, or they are called by their numbers.
+      own: whether it is somebody's own data: who gives a test part with them may expect it to be tested on.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Dataset(NamedTuple):
     vocabulary: int | None = None
     divided: bool = False
     user_names: tuple[str, ...] | None = None
+    own: bool = False
 
 
 def from_arrays(
@@ -108,14 +112,11 @@ def _joined(parts: list[np.ndarray]) -> Shaped[np.ndarray, "samples ..."]:
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """12 hexadecimal digits that tell this data from other: of its labels and of up to 512 evenly spaced samples.
-
-    Where there are a test part and users, of these, too.
-    """
+    """12 hexadecimal digits that tell this data from other: of samples and labels, test part and users."""
     images, labels = dataset.images, dataset.labels
-    rows = np.linspace(0, len(images) - 1, min(len(images), 512)).astype(np.int64)
     digest = hashlib.sha256(f"{images.shape} {images.dtype}".encode())
-    digest.update(np.ascontiguousarray(images[rows]).tobytes())
+    for at in range(0, len(images), _HASHED_AT_ONCE):  # samples may be most of what memory holds: no copy of them all
+        digest.update(np.ascontiguousarray(images[at : at + _HASHED_AT_ONCE]).tobytes())
     digest.update(labels.astype("<i8").tobytes())
     if dataset.train_rows is not None:
         digest.update(f"{dataset.train_rows} to train on".encode())

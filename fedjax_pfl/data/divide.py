@@ -1,7 +1,7 @@
 """From a data set in one piece to a federation: who trains on, validates on and is tested on which samples."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -10,8 +10,8 @@ from jaxtyping import Int
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation, Pool, pack
-from fedjax_pfl.data.partition import MIN_SAMPLES, PARTITIONS, Partition, indices
-from fedjax_pfl.data.rows import Holdings, Rows, read, union
+from fedjax_pfl.data.partition import MIN_SAMPLES, PARTITIONS, Partition, partition_of
+from fedjax_pfl.data.rows import Holdings, Rows, Split, read, union
 from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, short_of_test_rows, split_rows
 from fedjax_pfl.errors import ConfigError
 
@@ -89,9 +89,12 @@ def deal(
     if dataset.divided and kind != "indices":
         _check_divided(dataset, clients, kind, official)
 
-    listed = indices(dataset.labels, clients, seed, samples_per_client, **options) if kind == "indices" else None
-    if listed is not None and isinstance(held := read(options["file"]), Holdings):
-        return _as_in_the_run(dataset, listed, held, options["file"], validation_share, official)
+    listed = None
+    if kind == "indices":
+        given = read(options["file"])
+        listed = partition_of(given, dataset.labels, clients, seed, samples_per_client, options["file"])
+        if isinstance(given, Holdings):
+            return _as_in_the_run(dataset, listed, given, options["file"], validation_share, official)
 
     # 1. The rows that are shared out, and how many of them a client gets.
     if official:
@@ -122,31 +125,13 @@ def deal(
         splits = own_test(groups, dealt.parts, test_part, seed, validation_share=validation_share)
     else:
         splits = draw_test(dataset.labels, dealt.parts, test_part, seed, test_classes=test_classes, **held_out)
-        dealt = dealt._replace(notes=(*dealt.notes, *short_of_test_rows(splits, test_share)))
 
     # 4. What the global model is tested on: of a test part all rows, also those that no client is tested on.
     whole = None if natural else test_part
     pooled = np.sort(np.concatenate([rows.test for rows in splits])) if whole is None else whole
 
-    if options.get("overlap"):
-        trained = np.concatenate([rows.train for rows in splits])
-        note = f"clients overlap: together they train on {len(np.unique(trained))} different samples, of {len(trained)}"
-        dealt = dealt._replace(notes=(*dealt.notes, note))
-    if dataset.users is not None and not dataset.divided and kind not in ("natural", "indices"):
-        note = f'the users of {dataset.name} are not looked at: the partition is "{kind}", and theirs is "natural"'
-        dealt = dealt._replace(notes=(*dealt.notes, note))
-    if dataset.name == "arrays" and not official and dataset.train_rows not in (None, len(dataset.labels)):
-        note = (
-            'the test part given is divided anew with the training part: data.split = "official" keeps it for testing'
-        )
-        dealt = dealt._replace(notes=(*dealt.notes, note))
-    if dataset.vocabulary is not None and (validation_share or not official):
-        of = "test" if not official else "validation"
-        note = f"windows of a text overlap: those of the {of} part share most characters with some of the training part"
-        dealt = dealt._replace(notes=(*dealt.notes, note))
-    if new:
-        note = f"clients {clients - new} to {clients - 1} are new: they never train"
-        dealt = dealt._replace(notes=(*dealt.notes, note))
+    notes = _notes(dataset, splits, partition, official, test_share, validation_share, new)
+    dealt = dealt._replace(notes=(*dealt.notes, *notes))
     record = manifest(dataset.labels, dataset.classes, dealt, splits)
     if natural and dataset.user_names is not None:
         record["users"] = [dataset.user_names[groups[part[0]]] for part in dealt.parts]
@@ -222,6 +207,33 @@ def _as_in_the_run(
         allowed = f"rows of the data that it was written for: the labels of {dataset.name} are others"
         raise ConfigError("data.partition.file", file, allowed)
     return held._replace(hash=record["hash"]), record
+
+
+def _notes(
+    dataset: Dataset,
+    splits: Sequence[Split],
+    partition: Mapping[str, Any],
+    official: bool,
+    test_share: float,
+    validation_share: float,
+    new: int,
+) -> Iterator[str]:
+    """What a reader of the numbers should know of how the rows came to be split so."""
+    kind, clients = partition["kind"], len(splits)
+    if official and kind != "natural":
+        yield from short_of_test_rows(splits, test_share)
+    if partition.get("overlap"):
+        trained = np.concatenate([rows.train for rows in splits])
+        yield f"clients overlap: together they train on {len(np.unique(trained))} different samples, of {len(trained)}"
+    if dataset.users is not None and not dataset.divided and kind not in ("natural", "indices"):
+        yield f'the users of {dataset.name} are not looked at: the partition is "{kind}", and theirs is "natural"'
+    if dataset.own and not official and dataset.train_rows not in (None, len(dataset.labels)):
+        yield 'the test part given is divided anew with the training part: data.split = "official" keeps it for testing'
+    if dataset.vocabulary is not None and (validation_share or not official):
+        of = "validation" if official else "test"
+        yield f"windows of a text overlap: those of the {of} part share most characters with some of the training part"
+    if new:
+        yield f"clients {clients - new} to {clients - 1} are new: they never train"
 
 
 def _check_divided(dataset: Dataset, clients: int, kind: str, official: bool) -> None:

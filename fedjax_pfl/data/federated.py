@@ -217,7 +217,7 @@ class Federation(NamedTuple):
     """All data of a run, on the device.
 
     Attributes:
-      x: every sample once, as stored (uint8 pixels), [samples, h, w, c], or a `Pool` of them.
+      x: every sample once, as stored, [samples, ...], or a `Pool` of them.
       y: every label once, [samples].
       train: what clients train on.
       validation: what they may select on; None without a validation share.

@@ -66,8 +66,11 @@ def as_dataset(data: Any, *, name: str = "arrays") -> Dataset:
     Raises:
       ConfigError: field ``data``, for anything else, and for arrays that do not fit.
     """
-    if isinstance(data, Dataset):
-        return data
+    return data if isinstance(data, Dataset) else _made(data, name)._replace(own=True)
+
+
+def _made(data: Any, name: str) -> Dataset:
+    """What `as_dataset` makes."""
     if isinstance(data, FederatedData):
         return _federated(data, data.name or name)
     if hugging_face.is_dict(data):
@@ -161,7 +164,13 @@ def _federated(data: FederatedData, name: str) -> Dataset:
 def _names(given: Any, name: str) -> np.ndarray:
     """Users; pandas hands out strings as objects."""
     users = _array(given, "users", name)
-    return users.astype(str) if users.dtype == object else users
+    if users.dtype != object:
+        return users
+    unknown = [row for row, user in enumerate(users.ravel()) if not isinstance(user, str | int | np.integer)]
+    if unknown:
+        found = f"row {unknown[0]} has {users.ravel()[unknown[0]]!r}"
+        raise ConfigError("data", name, f"users must be strings or integers, one for each row; {found}")
+    return users.astype(str)
 
 
 def _arrays(data: Sequence[Any], name: str, whose: str = "") -> list[np.ndarray]:

@@ -318,8 +318,19 @@ def indices(labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: 
       ConfigError: for a file that cannot be read, another number of clients, rows that the data do not have or that two
         clients have, and a `size` with lists.
     """
+    return partition_of(read(file), labels, clients, seed, size, file)
+
+
+def partition_of(
+    given: Holdings | list[Rows],
+    labels: Int[np.ndarray, " samples"],
+    clients: int,
+    seed: int,
+    size: int | None,
+    file: str,
+) -> Partition:
+    """What `indices` makes of a file's content, as `read` has it."""
     check_seed(seed)
-    given = read(file)
     if isinstance(given, Holdings):
         _check_holdings(given, len(labels), clients, file)
         note = f"the rows for training, validation and test are those of {file}"

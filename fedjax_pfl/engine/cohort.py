@@ -210,21 +210,25 @@ class Cohorts:
         ids = self._order(ids, data.train.count)
         return Group(ids, state.clients, jnp.minimum(ids, self.clients - 1))
 
+    def _cohort(self, ids: Int[Array, " K"], count: Int[Array, " K"]) -> Cohort:
+        """What the server knows about these clients, who have so many training samples."""
+        return Cohort(ids, count.astype(jnp.float32), self.clients, self.trainers)
+
     def _dispatch(
         self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, clients: PyTree, cohort: Cohort
     ) -> PyTree:
-        """The clients with what the server writes to each of them before they work."""
+        """The states of some clients with what the server writes to each of them before they work."""
         if self.method.dispatch is None:
             return clients
         now = Round(phase_key(key, "dispatch"), t)
         return clients._replace(inbox=self.method.dispatch(now, server, clients, cohort))
 
-    def _told(
+    def _dispatch_group(
         self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, count: Int[Array, " K"]
     ) -> Group:
-        """The group with what the server writes to each of its clients before they work."""
+        """`_dispatch` for a group, whose states then stand in its own order."""
         if self.method.dispatch is None:
             return group
         ids, clients, at = group
-        cohort = Cohort(ids, count.astype(jnp.float32), self.clients, self.trainers)
+        cohort = self._cohort(ids, count)
         return Group(ids, self._dispatch(key, t, server, clients if at is None else take_rows(clients, at), cohort))

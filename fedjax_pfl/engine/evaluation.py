@@ -14,9 +14,9 @@ from fedjax_pfl.engine.cohort import Cohorts, Group
 from fedjax_pfl.engine.metrics import measure
 from fedjax_pfl.engine.run import Run, round_keys
 from fedjax_pfl.engine.scoring import BATCH, Answers, Evaluation, Scored, Scores, Tally, scores_of, tally
-from fedjax_pfl.method import Cohort, Diagnostics, Personalize, Round, State, personalize_nothing
+from fedjax_pfl.method import Diagnostics, Personalize, Round, State, personalize_nothing
 from fedjax_pfl.ops.training import phase_key
-from fedjax_pfl.ops.tree import put_rows, where_rows
+from fedjax_pfl.ops.tree import keep_rows, put_rows
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Evaluator(Cohorts):
         shared = round_keys(key, t).clients, t, self.method.broadcast(server), data.x, data.y
         complete = len(group.ids) >= self.trainers
         uploads = self._map_group(one, shared, group, (group.ids, train, validation), complete=complete)
-        return where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
+        return keep_rows(present, uploads)
 
     def calibrate(
         self,
@@ -87,7 +87,7 @@ class Evaluator(Cohorts):
         calibrate = self.method.calibrate
         assert calibrate is not None
         _, train = self._gather(ids, data.train)
-        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
+        cohort = self._cohort(ids, train.count)
         now = Round(phase_key(round_keys(key, t).aggregate, "calibrate"), t)
         return calibrate.server(now, server, self.placement.gather_small(uploads), cohort)
 
@@ -129,7 +129,7 @@ class Evaluator(Cohorts):
         """POST scores of some new clients after t rounds; arguments as in `pre_of`, but no calibrated server."""
         _, (train, validation, scored) = self._gather(group.ids, (data.train, data.validation, self._scored(data)))
         keys = round_keys(key, t)
-        group = self._told(keys.aggregate, t, server, group, train.count)
+        group = self._dispatch_group(keys.aggregate, t, server, group, train.count)
 
         def one(shared: tuple, client: PyTree, row: tuple) -> Scored:
             (client_id, *own, scored), (*_, x, y) = row, shared
@@ -220,7 +220,7 @@ class Evaluator(Cohorts):
         """
         client_id, client, train, validation = row
         keys = round_keys(key, t)
-        cohort = Cohort(client_id[None], train.count.astype(jnp.float32)[None], self.clients, self.trainers)
+        cohort = self._cohort(client_id[None], train.count[None])
         told = self._dispatch(keys.aggregate, t, server, jax.tree.map(lambda leaf: leaf[None], client), cohort)
         shared = keys.clients, t, self.method.broadcast(server), x, y
         row = client_id, jax.tree.map(lambda leaf: leaf[0], told), train, validation
@@ -277,10 +277,10 @@ class Evaluator(Cohorts):
         own = measured(client_data(x, y, scored[0]))
         return Scored(test, None if validation is None else on(validation)[0], counted.hits, own)
 
-    def _of_everyone(self, scores_of: Callable[..., Scored], state: State, data: Federation) -> Scored:
-        """``scores_of(server, group, data)`` of all clients; every leaf [N]."""
+    def _of_everyone(self, score_group: Callable[..., Scored], state: State, data: Federation) -> Scored:
+        """``score_group(server, group, data)`` of all clients; every leaf [N]."""
         group = self._group(jnp.arange(self.clients), state, data)
-        scores = scores_of(state.server, group, data)
+        scores = score_group(state.server, group, data)
         nothing = jax.tree.map(lambda leaf: jnp.zeros((self.clients, *leaf.shape[1:]), leaf.dtype), scores)
         return put_rows(nothing, group.ids, scores)
 
@@ -297,7 +297,7 @@ class Evaluator(Cohorts):
     ) -> Any:
         """``what(view, client, x, y, samples)`` of each client with the pair that ``personalize`` gives."""
         _, (train, validation, scored) = self._gather(group.ids, (data.train, data.validation, self._scored(data)))
-        group = self._told(key_server, t, server, group, train.count)
+        group = self._dispatch_group(key_server, t, server, group, train.count)
 
         def one(shared: tuple, client: PyTree, row: tuple) -> Any:
             (*_, x, y), (client_id, *own, scored) = shared, row

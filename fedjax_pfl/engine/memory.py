@@ -26,9 +26,9 @@ _COMPILER_BYTES_PER_OPERATION = 150_000
 # What compilers plan for a client, of what a trace keeps alive (fitted to `benchmarks/results/accelerators.json`; a
 # CPU's is taken to be as a GPU's).
 _PLANNED = {"cpu": 1.4, "gpu": 1.4, "tpu": 1.6}
-# On a GPU whose products are faster than in float32, where patches are for several columns (`models/patches.py`).
+# The same on a GPU below float32 precision, where one patch serves several output columns (`models/patches.py`).
 _PLANNED_WIDE = 1.05
-# Operations from element to element, or to another order of them, whose result may take the place of an operand.
+# Element-wise and reordering operations: XLA may write their result over an operand that nobody reads later.
 _IN_PLACE = {"add", "add_any", "div", "integer_pow", "max", "min", "mul", "neg", "select_n", "square", "sub"}
 _IN_PLACE |= {"abs", "clamp", "exp", "log", "logistic", "pow", "rsqrt", "sign", "sqrt", "tanh"}
 _IN_PLACE |= {"expand_dims", "reshape", "squeeze", "transpose"}
@@ -56,8 +56,8 @@ def this_hardware() -> Hardware:
 class Memory(NamedTuple):
     """An estimate in bytes. XLA fuses operations, so that a running client's true need is usually lower on a CPU.
 
-    ``resident`` and ``per_client`` are what a device needs, and ``states`` a part of it; the others say what of it the
-    host of a CPU holds already, and what it needs besides. Where the devices have a memory of their own, these are 0.
+    Sizes are what a device needs; ``samples`` and ``states`` are parts of ``resident``. ``process`` and ``compiler``
+    are for a CPU, whose devices share the memory of the process; elsewhere they are 0.
 
     Attributes:
       resident: samples, index tables, the server's state and that of all clients.
@@ -258,10 +258,9 @@ def _left_in_groups(own: Path, root: Path) -> list[int]:
 def peak_bytes(jaxpr: Jaxpr) -> int:
     """The most bytes alive at once when the operations run in order, each result until its last use.
 
-    Inputs do not count: whoever gave them keeps them, a loop the samples that each of its steps reads. The result of an
-    operation from element to element, or to another order of them, takes the place of an operand of its size that
-    nobody reads later, and what a step of a loop hands on that of what it was given, as compilers have it. What a part
-    of the program results in counts once, where it is called.
+    Inputs do not count: the caller keeps them, as a loop keeps the samples that each of its steps reads. As compilers
+    have it, element-wise and reordering operations write over an operand of the same size that nobody reads later, and
+    a step of a loop over what it was given. The result of a subprogram counts once, where it is called.
     """
     return _peak_bytes(jaxpr, frozenset())
 

@@ -21,9 +21,9 @@ from fedjax_pfl.engine.run import Run, round_keys
 from fedjax_pfl.engine.scoring import Scored, Scores
 from fedjax_pfl.engine.traffic import Traffic, traffic_of
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.method import Cohort, Round, Setup, State, Update
+from fedjax_pfl.method import Round, Setup, State, Update
 from fedjax_pfl.models.norm import without_statistics
-from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
+from fedjax_pfl.ops.tree import keep_rows, put_rows, take_rows
 
 UPDATE_COSINE = "update_cosine"
 """The diagnostic that the engine adds to those of a method, where an upload has the form of what was sent down."""
@@ -173,7 +173,7 @@ class Engine(Evaluator):
         keys = round_keys(key, t)
         rows = data.train, data.validation, self._scored(data), run.post
         present, (train, validation, scored, last) = self._gather(ids, rows)
-        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
+        cohort = self._cohort(ids, train.count)
         old = self._dispatch(keys.aggregate, t, server, old, cohort)
         view = method.broadcast(server)
 
@@ -189,7 +189,7 @@ class Engine(Evaluator):
         common = keys.clients, t, view, data.x, data.y
         mapped = (ids, old, train, validation), scored, last
         update, scores = self._map(one, (score_now, common), mapped, complete=self.participation.full)
-        uploads = where_rows(present, update.upload, jax.tree.map(jnp.zeros_like, update.upload))
+        uploads = keep_rows(present, update.upload)
         uploads = self.placement.gather_small(uploads)
         now = Round(keys.aggregate, t)
         returned = method.aggregate(now, server, update.client, uploads, cohort)
@@ -236,8 +236,8 @@ class Engine(Evaluator):
         view = method.broadcast(state.server)
         shared, rows = (key_clients, t, view, data.x, data.y), (ids, train, validation)
         new, uploads = self._map_group(one, shared, group, rows, complete=True)
-        uploads = where_rows(present, uploads, jax.tree.map(jnp.zeros_like, uploads))
-        cohort = Cohort(ids, train.count.astype(jnp.float32), self.clients, self.trainers)
+        uploads = keep_rows(present, uploads)
+        cohort = self._cohort(ids, train.count)
         returned = method.aggregate(Round(key_aggregate, t), state.server, new, uploads, cohort)
         server, new = pair_of("aggregate", returned, "server", "clients")
         check_unchanged("server", server, state.server)

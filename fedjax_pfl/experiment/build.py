@@ -9,6 +9,7 @@ import typing
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Bool
 
@@ -24,7 +26,9 @@ from fedjax_pfl.data.divide import count_new
 from fedjax_pfl.data.divide import deal as deal_rows
 from fedjax_pfl.data.divide import federate as put_on_device
 from fedjax_pfl.data.federated import Federation
+from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.rows import Holdings
+from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.memory import Hardware, Memory
 from fedjax_pfl.engine.metrics import METRICS, Metric, check_metrics
 from fedjax_pfl.engine.participation import Participation
@@ -71,10 +75,25 @@ class DataShape(NamedTuple):
     real: bool = False
 
 
+def of_data(config: Config, data: Any) -> Config:
+    """The config that says where its data come from: ``arrays`` where they are given in the place of a source."""
+    elsewhere = data is None or isinstance(data, Dataset) or config.data.source == "arrays"
+    return config if elsewhere else config.replace({"data.source": "arrays"})
+
+
+def dataset_of(config: Config, data: Any) -> Dataset:
+    """What a config's clients share out: the data given, as `simulate` takes them, or else its ``data.source``."""
+    return load(config.data.source) if data is None else as_dataset(data)
+
+
 def shape_of(dataset: Dataset) -> DataShape:
     """What a model has to know of this data set."""
     real = dataset.images.dtype.kind == "f"
     return DataShape(dataset.name, dataset.images.shape[1:], dataset.classes, dataset.vocabulary, real)
+
+
+# What `jax.random` draws by: others give other numbers, and the second also other ones where clients run side by side.
+_RANDOM_NUMBERS = {"jax_default_prng_impl": "threefry2x32", "jax_threefry_partitionable": True}
 
 
 def prepare(run: RunSection) -> None:
@@ -84,10 +103,13 @@ def prepare(run: RunSection) -> None:
     clients run on the devices that there are.
 
     Raises:
-      ConfigError: ``run.compilation_cache`` is a file, or JAX is set to 64 bits.
+      ConfigError: ``run.compilation_cache`` is a file, or JAX is set to 64 bits or to other random numbers.
     """
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # which JAX adds when it starts
         raise ConfigError("jax_enable_x64", True, "False: programs are for 32 bits")
+    for setting, needed in _RANDOM_NUMBERS.items():
+        if (value := jax.config.values[setting]) != needed:
+            raise ConfigError(setting, value, f"{needed!r}: the same seed is to give the same numbers everywhere")
     if run.placement in ("auto", "shard") and jax.config.values["jax_num_cpu_devices"] == -1:
         try:
             jax.config.update("jax_num_cpu_devices", cores())
@@ -104,14 +126,29 @@ def prepare(run: RunSection) -> None:
 
 def _keep_programs(cache: str | None) -> None:
     """Keeps compiled programs on disk, so that the next run with the same shapes starts at once."""
-    folder = cache or jax.config.values["jax_compilation_cache_dir"]
-    if folder == "off":
-        return
-    if folder and Path(folder).is_file():
-        raise ConfigError("run.compilation_cache", folder, 'a folder, or "off"; it is a file')
+    now = jax.config.values["jax_compilation_cache_dir"]
+    if now != _cache.of_a_run:
+        _cache.of_the_user = now
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", folder or str(caches / "fedjax_pfl"))
+    folder = cache or _cache.of_the_user or str(caches / "fedjax_pfl")
+    if folder != "off" and Path(folder).is_file():
+        raise ConfigError("run.compilation_cache", folder, 'a folder, or "off"; it is a file')
+    _cache.of_a_run = None if folder == "off" else folder
+    if _cache.of_a_run != now:
+        jax.config.update("jax_compilation_cache_dir", _cache.of_a_run)
+        compilation_cache.reset_cache()  # JAX opens the folder once
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@dataclass
+class _CacheFolders:
+    """Where JAX keeps compiled programs: as a run has set it, and as it was set before."""
+
+    of_a_run: str | None = None
+    of_the_user: str | None = None
+
+
+_cache = _CacheFolders()
 
 
 def cores() -> int:
@@ -157,10 +194,10 @@ def attackers(config: Config) -> Bool[np.ndarray, " N"] | None:
     Raises:
       ConfigError: field ``attack.share``: it is not 0, and yet means none or all of the clients that train.
     """
-    share, clients = config.attack.share, config.data.clients
-    if config.attack.kind == "none" or share == 0:
+    share, clients = config.attack.malicious_share, config.data.clients
+    if share == 0:
         return None
-    share, trainers = 0.2 if share is None else share, clients - count_new(config.data.new_clients, clients)
+    trainers = clients - count_new(config.data.new_clients, clients)
     number = round(share * trainers)
     if not 0 < number < trainers:
         allowed = f"0, or a share that is some of the {trainers} clients that train, not all"
@@ -207,10 +244,33 @@ def make_engine(
     for field, value in inputs.items():
         section, _, key = field.partition(".")
         {"training": training, "method": options, "attack": attack, "privacy": privacy}[section][key] = value
-    name, rule = config.method["name"], config.aggregation.rule
-    if name == "feddecorr" and config.training.decorrelate:
+    if config.method["name"] == "feddecorr" and config.training.decorrelate:
         raise ConfigError("training.decorrelate", config.training.decorrelate, "0: feddecorr has the term, as beta")
-    model, train = decorrelated(model_of(config, data), config.training.decorrelate), Trainer(**training)
+    model = decorrelated(model_of(config, data), config.training.decorrelate)
+    method = _method(config, model, Trainer(**training), options)
+    method = _with_surroundings(method, config, attack, privacy, malicious)
+    if data.vocabulary is not None or data.real:
+        _check_nothing_is_augmented(config, data, method)
+    ratio = config.participation.ratio
+    low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
+    spec = config.data
+    return Engine(
+        method,
+        spec.clients,
+        Participation(low, high, config.participation.dropout, config.participation.sampling),
+        placement or Placement(),
+        new=count_new(spec.new_clients, spec.clients),
+        validate=spec.validation_share > 0 and spec.evaluate_on == "test",
+        augment=config.training.augment,
+        augment_every=config.training.augment_every,
+        features=model.features if "features" in config.run.export else None,
+        metrics=_metrics(config, data),
+    )
+
+
+def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any]) -> Method:
+    """The method that a config names, with these options, as its other sections change what it does by itself."""
+    name, rule = config.method["name"], config.aggregation.rule
     factory = METHODS[name]
     if rule != "mean":
         if "combine" not in inspect.signature(factory).parameters:
@@ -238,26 +298,7 @@ def make_engine(
         raise ConfigError("data.validation_share", config.data.validation_share, allowed)
     if method.selects and config.data.evaluate_on == "validation":
         raise ConfigError("data.evaluate_on", "validation", f'"test": {name} selects on the validation samples')
-    if config.training.copies is not None:
-        method = method._replace(copies=config.training.copies)
-    method = _with_surroundings(method, config, attack, privacy, malicious)
-    if data.vocabulary is not None or data.real:
-        _check_nothing_is_augmented(config, data, method)
-    ratio = config.participation.ratio
-    low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
-    spec = config.data
-    return Engine(
-        method,
-        spec.clients,
-        Participation(low, high, config.participation.dropout, config.participation.sampling),
-        placement or Placement(),
-        new=count_new(spec.new_clients, spec.clients),
-        validate=spec.validation_share > 0 and spec.evaluate_on == "test",
-        augment=config.training.augment,
-        augment_every=config.training.augment_every,
-        features=model.features if "features" in config.run.export else None,
-        metrics=_metrics(config, data),
-    )
+    return method if config.training.copies is None else method._replace(copies=config.training.copies)
 
 
 def _metrics(config: Config, data: DataShape) -> dict[str, Metric]:
@@ -290,7 +331,7 @@ def _with_surroundings(
         trainers = config.data.clients - count_new(config.data.new_clients, config.data.clients)
         method = private(method, **privacy, expected=staying * trainers)
     if compression.kind != "none":
-        method = compressed(method, int8() if compression.kind == "int8" else top_k(compression.share or 0.1))
+        method = compressed(method, int8() if compression.kind == "int8" else top_k(compression.kept_share))
     return method if config.participation.collaborate else alone(method)
 
 

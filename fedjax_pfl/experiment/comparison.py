@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError, one_of
-from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
+from fedjax_pfl.experiment.build import make_engine, of_data, prepare, shape_of
 from fedjax_pfl.experiment.config import Config, plain
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor
@@ -207,7 +207,8 @@ def compare(
     rows of one program, compiled once.
 
     Args:
-      config: what all runs share. The hyperparameters in its ``method`` table are those of the method it names.
+      config: what all runs share, but for ``run.out``: ``out`` says where they are recorded. The hyperparameters in
+        its ``method`` table are those of the method it names.
       methods: names in ``METHODS``, or a mapping from these to hyperparameters, which win over the config's; what is
         not given has the method's default. Fields of ``training`` may be among them, such as ``"training.lr"``: a rate
         for one method alone; ``"method.mu"`` is the same as ``"mu"``, as in what `tune` has found. A variant of a
@@ -232,6 +233,7 @@ def compare(
     """
     folder = folder_of(config, out, executor)
     check_point(point)
+    config = of_data(config, data)
     cells = _cells(config, methods, seeds, folder)
     names = list(methods)
     baseline = names[0] if baseline is None else baseline
@@ -321,6 +323,6 @@ def _method(name: Any, options: Mapping[str, Any]) -> Any:
     if not isinstance(method, str) or method not in METHODS:
         hint = '; or, of a variant, {"method": "fedprox", "mu": 1.0}' if options and "method" not in options else ""
         raise ConfigError("methods" if method is name else f"methods.{name}", method, one_of(method, METHODS) + hint)
-    if method != name and (name in METHODS or not isinstance(name, str) or not name.strip()):
-        raise ConfigError("methods", name, f"a name of its own for a variant of {method}")
+    if method != name and (name in METHODS or not isinstance(name, str) or not name.strip() or {*name} & {*"|\n"}):
+        raise ConfigError("methods", name, f'a name of its own for a variant of {method}, without "|" and line breaks')
     return method

@@ -34,7 +34,7 @@ from fedjax_pfl.data.augment import Augment, Copies
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.html import config_html
-from fedjax_pfl.experiment.protocols import lie_under, tables_of
+from fedjax_pfl.experiment.protocols import tables_of, with_defaults_of
 from fedjax_pfl.experiment.registry import load_entry_points
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
@@ -45,8 +45,11 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 _Portion = Annotated[float, Field(gt=0, le=1)]
 # Programs count in int32.
 _TOO_MANY = 2**31
-# A value of one of these brings a table of options of its own.
-_SELECTORS = ("method.name", "model.name", "data.partition.kind")
+
+SELECTORS = ("method.name", "model.name", "data.partition.kind")
+"""The fields that name a part. The options beside a name are of that part alone: another name brings others."""
+HONEST: Mapping[str, Any] = {"attack.kind": "none", "attack.share": None, "attack.scale": None}
+"""Changes to a config after which no client is malicious."""
 
 
 class _Table(BaseModel):
@@ -236,7 +239,9 @@ class Data(_Section):
 
 
 class Training(_Section):
-    """Local training, and for how many rounds. The defaults are PFLlib's.
+    """Local training, and for how many rounds. Epochs, batch size and learning rate default to PFLlib's.
+
+    ``protocol = "pfllib"`` has all of its values.
 
     Attributes:
       rounds: T, communication rounds.
@@ -398,6 +403,12 @@ class Attack(_Section):
     scale: float | None = Field(None, gt=0)
 
     @property
+    def malicious_share(self) -> float:
+        """The share, given or not; 0 where nobody is malicious."""
+        usual = 0.0 if self.kind == "none" else 0.2
+        return usual if self.share is None else self.share
+
+    @property
     def strength(self) -> float | None:
         """The scale of the kinds that have one, given or not."""
         usual = {"scaled": 10.0, "gaussian": 1.0}.get(self.kind)
@@ -425,6 +436,11 @@ class Compression(_Section):
     kind: Literal["none", "top_k", "int8"] = "none"
     share: float | None = Field(None, gt=0, lt=0.5)
 
+    @property
+    def kept_share(self) -> float:
+        """The share of ``top_k``, given or not."""
+        return 0.1 if self.share is None else self.share
+
     @model_validator(mode="after")
     def _a_share_is_kept_of_the_largest(self) -> "Compression":
         if self.kind != "top_k" and self.share is not None:
@@ -448,7 +464,7 @@ class Privacy(_Section):
     delta: float | None = Field(None, gt=0, lt=1)
 
     @property
-    def at(self) -> float:
+    def target_delta(self) -> float:
         """Delta, given or not."""
         return 1e-5 if self.delta is None else self.delta
 
@@ -615,7 +631,7 @@ class Config(_Section):
     def __init__(self, *, protocol: str | None = None, **tables: Unpack[Tables]):
         given: dict[str, Any] = plain(tables)
         if protocol is not None:
-            given = lie_under({key: _given(table) for key, table in given.items()}, tables_of(protocol))
+            given = with_defaults_of({key: _given(table) for key, table in given.items()}, tables_of(protocol))
         try:
             super().__init__(**given)
         except ValidationError as error:
@@ -650,7 +666,7 @@ class Config(_Section):
         if (protocol := changes.pop("protocol", None)) is not None:
             for section, values in tables_of(protocol).items():
                 tables[section] = values if section == "model" else tables[section] | values
-        for field in sorted(changes, key=lambda field: field not in _SELECTORS):  # these first: they bring defaults
+        for field in sorted(changes, key=lambda field: field not in SELECTORS):  # these first: they bring defaults
             *sections, key = field.split(".")
             if not sections:
                 raise ConfigError(field, changes[field], "a dotted field such as training.lr, or protocol")
@@ -660,7 +676,7 @@ class Config(_Section):
                     allowed = f"a field of the config; {section} is none of its tables"
                     raise ConfigError(field, changes[field], allowed)
                 table = table[section]
-            if field in _SELECTORS and table[key] != changes[field]:
+            if field in SELECTORS and table[key] != changes[field]:
                 table.clear()
             table[key] = changes[field]
         return Config(**tables)
@@ -748,7 +764,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), ove
         if not isinstance(given, list | tuple) or not all(isinstance(override, str) for override in given):
             raise ConfigError("overrides", given, 'a list of strings, e.g. ["training.lr=0.01"]')
         # A protocol first, then these, as in Config.replace: they bring defaults.
-        first = ("protocol", *_SELECTORS)
+        first = ("protocol", *SELECTORS)
         fields = {override: override.partition("=")[0].strip() for override in given}
         for override in sorted(given, key=lambda of: first.index(fields[of]) if fields[of] in first else len(first)):
             _override(tables, override)
@@ -788,7 +804,7 @@ def _override(tables: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError("override", override, f"{section} is a value, not a table")
     value = parse_value(text)
-    if dotted.strip() in _SELECTORS and table.get(key, under.get(key, value)) != value:
+    if dotted.strip() in SELECTORS and table.get(key, under.get(key, value)) != value:
         table.clear()
     table[key] = value
 

@@ -13,6 +13,7 @@ from fedjax_pfl.experiment.callbacks import Callback, Running
 from fedjax_pfl.experiment.checkpoint import Best, Saved
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.kept import Kept
+from fedjax_pfl.experiment.parts import parts_of
 from fedjax_pfl.experiment.privacy import spent
 from fedjax_pfl.experiment.programs import Program
 from fedjax_pfl.experiment.result import Result
@@ -76,6 +77,12 @@ class Course:
         self._client_rows = [place.client_history]
         self._best = place.best
 
+    def end_soon(self) -> None:
+        """Ends it with the newest round if that was evaluated, else with the next one: the last is an evaluated one."""
+        t = self.live.round
+        evaluated = bool(self.lines) and self.lines[-1]["round"] == t
+        self.end = min(self.end, t if evaluated else t + 1)
+
     def tell(self, name: str, *arguments: Any) -> None:
         """Calls this function of its callbacks."""
         for callback in self._callbacks:
@@ -133,7 +140,8 @@ class Course:
         if self._best is not None:
             kept = Kept(int(self._best.round), program.data, self._best.state)
         history, client_history = history_of(self.lines), stacked(self._client_rows)
-        return Result(summary, history, clients, labels, manifest, exported, kept, config, client_history, data)
+        numbers = summary, history, clients, labels, manifest, exported
+        return Result(*numbers, kept, config, client_history, data, parts_of([config]))
 
     def finish(self, result: Result) -> None:
         """Records the end, but of a run that was interrupted."""

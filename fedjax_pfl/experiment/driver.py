@@ -10,6 +10,7 @@ loss on a batch.
 """
 
 import functools
+import math
 import os
 import signal
 import sys
@@ -22,12 +23,10 @@ import jax
 import numpy as np
 
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.intake import as_dataset
-from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.metrics import Metric
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import prepare
+from fedjax_pfl.experiment.build import dataset_of, of_data, prepare
 from fedjax_pfl.experiment.callbacks import Callback, check_callbacks
 from fedjax_pfl.experiment.checkpoint import Saved, Stop, stop_on_signals
 from fedjax_pfl.experiment.config import Config, check_config
@@ -35,7 +34,7 @@ from fedjax_pfl.experiment.course import INTERRUPTED, Course
 from fedjax_pfl.experiment.distributed import agree
 from fedjax_pfl.experiment.parts import with_parts
 from fedjax_pfl.experiment.programs import Program, lay_out
-from fedjax_pfl.experiment.progress import Progress, reporting
+from fedjax_pfl.experiment.progress import Progress, in_notebook, reporting
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.resume import RunPlace, versions
 from fedjax_pfl.experiment.summary import mean_line
@@ -79,8 +78,8 @@ def simulate(
         machine and with the same packages and placement, bit for bit where it would have ended. The config must be the
         same, except that clients may be placed otherwise, and ``training.rounds`` may grow; output goes to this
         directory.
-      progress: called before and after compilation, with round 0, and after each block of rounds; ``"auto"`` shows a
-        bar on a terminal and in a notebook.
+      progress: called before and after compilation, with the rounds done so far, and after each block of rounds;
+        ``"auto"`` shows a bar on a terminal and a line in a notebook.
       interrupt: what the first SIGINT does: ``"return"`` evaluates the next round at the latest, ends the run there and
         returns the result so far; ``"raise"`` raises at once; ``"auto"`` is ``"return"`` at a prompt or in a notebook,
         else ``"raise"``. With ``run.out`` it leaves a checkpoint to resume from.
@@ -99,9 +98,11 @@ def simulate(
     check_callbacks(callbacks, config)
     if interrupt not in ("auto", "raise", "return"):
         raise ConfigError("interrupt", interrupt, '"auto", "raise" or "return"')
-    config = with_parts(config, model=model, features=features, method=method, metrics=metrics)
+    config = with_parts(of_data(config, data), model=model, features=features, method=method, metrics=metrics)
+    if resume is not None:
+        config = config.replace({"run.out": os.fspath(resume)})
     prepare(config.run)
-    dataset = load(config.data.source) if data is None else as_dataset(data)
+    dataset = dataset_of(config, data)
     place = RunPlace(config, resume=resume, overwrite=overwrite)
     returns = interrupt == "return" or (interrupt == "auto" and is_interactive())
     with reporting(config, progress) as report:
@@ -112,7 +113,7 @@ def simulate(
 
 def is_interactive() -> bool:
     """Whether a person is at a prompt or a notebook."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    return hasattr(sys, "ps1") or in_notebook()
 
 
 def drive(
@@ -145,10 +146,10 @@ def drive(
     rounds, every = first.training.rounds, first.run.checkpoint_every or first.training.rounds
     program = lay_out(configs, dataset, room=room)
     done, held = _begin(program, places)
-    nan = float("nan")
-    report(Progress(done[0].round, rounds, nan, None, nan, program.bytes(), runs, compiled=False))
+    at_start = Progress(done[0].round, rounds, math.nan, None, math.nan, program.bytes(), runs)
+    report(at_start._replace(compiled=False))
     program.compile()
-    report(Progress(done[0].round, rounds, nan, None, nan, program.bytes(), runs))
+    report(at_start)
     states = program.init() if held is None else program.put(held)
 
     def state_of(run: int) -> State:
@@ -169,12 +170,12 @@ def drive(
         for course in courses:
             course.tell("on_start")
         if any(course.live.stopped for course in courses):
-            for course in courses:  # the last round is an evaluated one
-                course.end = t if course.lines and course.lines[-1]["round"] == t else t + 1
+            for course in courses:
+                course.end_soon()
         while going := [course for course in courses if course.end > t]:
-            next_evaluation = min(*(of.end for of in going), (t // first.run.eval_every + 1) * first.run.eval_every)
-            stop = min(t + (1 if one_by_one else block), next_evaluation, (t // every + 1) * every)
-            started, evaluated = time.perf_counter(), stop == next_evaluation
+            ends = [course.end for course in going]
+            stop, evaluated = _next_block(t, 1 if one_by_one else block, ends, first.run.eval_every, every)
+            started = time.perf_counter()
             states = program.rounds(states, t, stop, evaluate=evaluated)
             losses = [float(loss) for loss in program.each([state.loss for state in states])]  # waits for the devices
             round_seconds += (time.perf_counter() - started) / runs
@@ -199,7 +200,7 @@ def drive(
                     course.live.stop(INTERRUPTED)
             for course in going:
                 if stopped if room is None else course.live.stopped:
-                    course.end = min(course.end, t if evaluated else t + 1)  # the last round is an evaluated one
+                    course.end_soon()
                     program.end(course.run, course.end)
             end = max(course.end for course in courses)
             due = first.run.checkpoint_every and (t % every == 0 or t == end)
@@ -216,6 +217,39 @@ def drive(
             left = (time.perf_counter() - started_running) / (t - done[0].round) * (end - t)
             last = mean_line([course.lines[-1] for course in courses]) if courses[0].lines else None
             report(Progress(t, rounds, float(np.mean(losses)), last, left, program.bytes(), runs))
+    results = _results(program, courses, states, t, began, round_seconds, dataset.name, data)
+    if stopping.signal and not (returns and stopping.signal == signal.SIGINT):
+        stopping.leave()  # it came when these runs had nothing left to do, and was not for them alone
+    return results
+
+
+def _next_block(t: int, most: int, ends: Sequence[int], eval_every: int, checkpoint_every: int) -> tuple[int, bool]:
+    """Where the block of rounds that begins after round t ends, and whether with an evaluation.
+
+    Args:
+      t: rounds done.
+      most: rounds of a block.
+      ends: the last rounds of the runs that go on, which are evaluated whatever ``eval_every`` is.
+      eval_every: rounds between evaluations.
+      checkpoint_every: rounds between checkpoints.
+    """
+    evaluation = min(*ends, (t // eval_every + 1) * eval_every)
+    stop = min(t + most, evaluation, (t // checkpoint_every + 1) * checkpoint_every)
+    return stop, stop == evaluation
+
+
+def _results(
+    program: Program,
+    courses: Sequence[Course],
+    states: list[Run],
+    t: int,
+    began: float,
+    round_seconds: float,
+    dataset: str,
+    data: Any,
+) -> list[Result]:
+    """What the runs leave after t rounds, recorded and told of."""
+    runs = len(courses)
     if courses[0].scores is None:  # the checkpoint was that of the last round
         for course, scored in zip(courses, program.score(states, t), strict=True):
             course.scores = scored
@@ -228,15 +262,13 @@ def drive(
     ended = program.each(states)
     exports = program.export(ended, t)
     results = [
-        course.result(state, exported, timing, dataset.name, data)
+        course.result(state, exported, timing, dataset, data)
         for course, state, exported in zip(courses, ended, exports, strict=True)
     ]
     for course, result in zip(courses, results, strict=True):
         course.finish(result)
     for course, result in zip(courses, results, strict=True):
         course.tell("on_end", result)
-    if stopping.signal and not (returns and stopping.signal == signal.SIGINT):
-        stopping.leave()  # it came when these runs had nothing left to do, and was not for them alone
     return results
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.build import dataset_of
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.jobs import check_jobs, run_as_jobs
 from fedjax_pfl.experiment.progress import duration
-from fedjax_pfl.experiment.worker import Outcome, Report, dataset_of, run_elsewhere, run_program, surroundings
+from fedjax_pfl.experiment.worker import Outcome, Report, run_elsewhere, run_program, surroundings
 
 Executor = str | Mapping[str, Any]
 """A name, or a table with a name and options: ``{"name": "submitit", "slurm_partition": "gpu"}``."""

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.config import SELECTORS, Config
 from fedjax_pfl.experiment.record import FREE, Begun, read_begun, run_directories
 from fedjax_pfl.experiment.summary import flat
 from fedjax_pfl.experiment.tables import Cell, show, without_seed
 
-OPTIONS_OF = ("method.name", "model.name", "data.partition.kind")
-"""The fields that name a part, whose options stand beside the name."""
 WITHOUT_EFFECT = tuple(field for field in FREE if field != "training.rounds")
 """The fields that no number depends on."""
 
@@ -108,9 +106,7 @@ def _fields(config: Config) -> dict[str, Any]:
 
 def _differs(field: str, tables: Sequence[dict[str, Any]]) -> bool:
     """Whether runs have several values of a field; of an option, runs whose part is the same one."""
-    name = next(
-        (name for name in OPTIONS_OF if field != name and field.startswith(name.rpartition(".")[0] + ".")), None
-    )
+    name = next((name for name in SELECTORS if field != name and field.startswith(name.rpartition(".")[0] + ".")), None)
     first: dict[Any, Any] = {}
     held = [table for table in tables if field in table]
     return any(first.setdefault(table.get(name) if name else None, table[field]) != table[field] for table in held)

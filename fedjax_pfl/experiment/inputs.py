@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, UInt32
 
-from fedjax_pfl.data.federated import Clients, Samples
+from fedjax_pfl.data.federated import Clients, Federation, Samples
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.method import State
@@ -26,6 +26,10 @@ class Row(NamedTuple):
     clients: tuple[Clients, Clients | None, Clients, Clients]
     malicious: Bool[Array, "*runs N"] | None = None
     limit: Any = None  # int32 [*runs]
+
+    def federation(self, x: Samples, y: Array) -> Federation:
+        """All data of a run, with the samples and labels that its program holds once."""
+        return Federation(x, y, *self.clients)
 
 
 class Shared(NamedTuple):

@@ -248,7 +248,7 @@ class Offloaded:
         self, part: Callable, shared: Shared, row: Row, state: State, first: int, end: int
     ) -> tuple[Int[np.ndarray, " rows"], PyTree]:
         """What a part makes of the clients first ... end - 1: their ids, N where a row is absent, and the results."""
-        groups = list(self._groups(np.asarray(row.clients[0].count), first, end))
+        groups = list(self._groups(np.asarray(row.federation(shared.x, shared.y).train.count), first, end))
         found: list[PyTree] = []
         for ids in groups:
             if len(found) > 1:  # one group works while the next one's states are on their way, and no more

@@ -1,13 +1,14 @@
-"""Parts that are given to ``simulate`` from Python: they take the place of those that its config names."""
+"""Parts that are not the package's: what `simulate` is given in the place of its config's, and what a config names."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fedjax_pfl.engine.metrics import Metric
+from fedjax_pfl.data.sources import SOURCES
+from fedjax_pfl.engine.metrics import METRICS, Metric
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.registry import NAME, register_method, register_metric, register_model
+from fedjax_pfl.experiment.registry import NAME, OwnParts, own_parts, register_method, register_metric, register_model
 from fedjax_pfl.method import Method
 
 
@@ -47,6 +48,19 @@ def with_parts(
             register_metric(name)(metric)
         changes["run.metrics"] = list(dict.fromkeys([*config.run.metrics, *metrics]))
     return config.replace(changes) if changes else config
+
+
+def parts_of(configs: Sequence[Config]) -> OwnParts:
+    """The methods, models ... that configs name and that are not the package's."""
+    return own_parts(
+        {
+            "method": {config.method["name"] for config in configs},
+            "model": {config.model["name"] for config in configs},
+            "dataset": {config.data.source.partition(":")[0] for config in configs} & SOURCES.keys(),
+            "partition": {config.data.partition["kind"] for config in configs},
+            "metric": {metric for config in configs for metric in config.run.metrics} & METRICS.keys(),
+        }
+    )
 
 
 def _own_name(part: Any) -> str:

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.config import HONEST, Config
 from fedjax_pfl.method import Cohort, Method, Round
 from fedjax_pfl.models.norm import is_statistic
 
@@ -19,8 +19,7 @@ from fedjax_pfl.models.norm import is_statistic
 def without_privacy(config: Config) -> Config:
     """The same run, in which nobody compresses, lies, or hides anything."""
     plain = {f"privacy.{field}": None for field in ("clip", "noise", "delta")}
-    plain |= {"compression.share": None, "attack.share": None, "attack.scale": None}
-    return config.replace({**plain, "compression.kind": "none", "attack.kind": "none"})
+    return config.replace({**plain, **HONEST, "compression.kind": "none", "compression.share": None})
 
 
 def check_accountant(config: Config) -> None:
@@ -105,10 +104,10 @@ def spent(config: Config) -> dict[str, Any]:
     """
     privacy, ratio = config.privacy, config.participation.ratio
     assert isinstance(ratio, float)
-    bound = epsilon(privacy.noise, ratio, config.training.rounds, privacy.at) if privacy.noise else None
+    bound = epsilon(privacy.noise, ratio, config.training.rounds, privacy.target_delta) if privacy.noise else None
     return {
         "epsilon": bound,
-        "delta": privacy.at,
+        "delta": privacy.target_delta,
         "noise": privacy.noise,
         "clip": privacy.clip,
         "adjacency": "replace_special",

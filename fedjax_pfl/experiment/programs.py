@@ -64,7 +64,7 @@ _PRECISION = {"cpu": "float32", "gpu": "tensorfloat32", "tpu": "bfloat16"}
 _UNLIMITED = np.int32(2**31 - 1)
 # Compiled programs that a process keeps, for the next run with the same shapes.
 _KEPT = 8
-# What no program depends on, but through shapes: samples, number of rounds and seed are inputs.
+# Fields that change a program through the shapes of arrays alone, or not at all: samples, rounds and seed are inputs.
 _NOT_COMPILED = {
     "training": ("rounds",),
     "attack": ("share",),
@@ -76,6 +76,7 @@ _NOT_COMPILED = {
         "test_classes",
         "test_part_share",
         "test_share",
+        "stratified",
         "samples_per_client",
         "seed",
     ),
@@ -248,7 +249,7 @@ class Program:
             found = [program(*of_run, x, y) for of_run in zip(rows, servers, exported, strict=True)]
         return [
             # Each process has computed all of them.
-            export_of(jax.device_get(answers), row.clients[2], y, who, what)
+            export_of(jax.device_get(answers), row.federation(x, y).test, y, who, what)
             for answers, row in zip(found, rows, strict=True)
         ]
 
@@ -273,7 +274,7 @@ class Program:
         """The engine of one run, the key of its rounds, and its data, on one device."""
         _, key = jax.random.wrap_key_data(row.keys)
         engine = make_engine(self.configs[0], self.data, row.inputs, malicious=row.malicious)
-        return engine, key, Federation(x, y, *row.clients)
+        return engine, key, row.federation(x, y)
 
     def each(self, groups: list[PyTree]) -> list[Any]:
         """States, or parts of them, as a list with one entry for each run, on the host."""
@@ -336,33 +337,13 @@ def lay_out(
     first, data = configs[0], shape_of(dataset)
     hardware = hardware or this_hardware()
     federations, manifests, holdings = map(list, zip(*_divisions(configs, dataset), strict=True))
-    numbers = [program_inputs(config) for config in configs]
-    # A coefficient that is 0 in all runs is none of the inputs: methods leave out a term that is off (rule R12).
-    fields = [field for field in numbers[0] if any(found[field] != 0 for found in numbers)]
-    rows = [
-        Row(
-            jax.random.key_data(jax.random.split(jax.random.key(config.run.seed))),
-            jax.device_put({field: np.float32(found[field]) for field in fields}),
-            federation[2:],
-            jax.device_put(attackers(config)),
-        )
-        for config, found, federation in zip(configs, numbers, federations, strict=True)
-    ]
-    samples = federations[0][:2]
+    rows = _rows(configs, federations)
     engine = make_engine(first, data)
-    if first.training.drop_last:
-        _check_whole_batches(first, engine, federations)
-    for config in configs:
-        check_accountant(config)
-    if first.privacy.clip is not None:
-        plain = make_engine(without_privacy(first), data)
-        check_privacy(first, plain.method, survey(plain, jax.random.key(0), federations[0])[1])
-    on_host = first.run.client_state == "host"
-    if on_host:
-        _check_offloaded(engine)
+    _check(configs, data, engine, federations)
     # As it is compiled: a coefficient that is 0 in some of the runs has its term, with what that says, in all of them.
     surveyed = make_engine(first, data, rows[0].inputs)
     precision = precision_of(first, hardware.backend)
+    on_host = first.run.client_state == "host"
     memory, exchange = survey(
         surveyed, jax.random.key(0), federations[0], hardware.backend, precision=precision, on_host=on_host
     )
@@ -373,34 +354,78 @@ def lay_out(
     tables = [federation.train for federation in federations]
     full = len({table.index.shape for table in tables}) == 1 and all(map(_is_full, tables))
     engine = replace(engine, diagnostics=names, equal=full and hardware.backend != "cpu")
-    runs = max(len(configs), room or 0)
-    over, runs_on, engine = _place(first, runs, memory, engine, hardware)
-    order = np.arange(len(configs))
-    if over == "runs":
-        layout, padded = _rows_sharding(runs_on), runs_on.padded(runs)
-        order = np.arange(padded) * len(configs) // padded  # what is to do is spread evenly over the devices
-        rows = [rows[run] for run in order]
-        stacked = Row(
-            _stack([row.keys for row in rows]),
-            _stack([row.inputs for row in rows]),
-            _stack_tables([row.clients for row in rows]),
-            _stack([row.malicious for row in rows]),
+    over, runs_on, engine = _place(first, max(len(configs), room or 0), memory, engine, hardware)
+    samples = federations[0].x, federations[0].y
+    rows, samples, order = _spread(rows, samples, over, runs_on, engine.placement, room)
+    return Program(
+        configs, data, engine, over, runs_on, manifests, holdings, memory, exchange, samples, rows, order, precision
+    )
+
+
+def _rows(configs: Sequence[Config], federations: Sequence[Federation]) -> list[Row]:
+    """What tells the runs apart, each by itself."""
+    numbers = [program_inputs(config) for config in configs]
+    # A coefficient that is 0 in all runs is none of the inputs: methods leave out a term that is off (rule R12).
+    fields = [field for field in numbers[0] if any(found[field] != 0 for found in numbers)]
+    return [
+        Row(
+            jax.random.key_data(jax.random.split(jax.random.key(config.run.seed))),
+            jax.device_put({field: np.float32(found[field]) for field in fields}),
+            (held.train, held.validation, held.test, held.pooled),
+            jax.device_put(attackers(config)),
         )
-        if room is not None and runs_on.chunk == 1:
-            counts = np.append(True, order[1:] != order[:-1])
-            stacked = stacked._replace(limit=np.where(counts, _UNLIMITED, np.int32(0)))
-        rows = [jax.device_put(stacked, layout)]
-        samples = _replicate(samples, runs_on)
-    else:
-        if len(rows) > 1:  # one program for all: index tables of the same width
+        for config, found, held in zip(configs, numbers, federations, strict=True)
+    ]
+
+
+def _check(configs: Sequence[Config], data: DataShape, engine: Engine, federations: Sequence[Federation]) -> None:
+    """Checks what neither config nor engine can by itself.
+
+    Raises:
+      ConfigError: nobody has a whole batch, or the method cannot be private, or not have its states on the host.
+    """
+    first = configs[0]
+    if first.training.drop_last:
+        _check_whole_batches(first, engine, federations)
+    for config in configs:
+        check_accountant(config)
+    if first.privacy.clip is not None:
+        plain = make_engine(without_privacy(first), data)
+        check_privacy(first, plain.method, survey(plain, jax.random.key(0), federations[0])[1])
+    if first.run.client_state == "host":
+        _check_offloaded(engine)
+
+
+def _spread(
+    rows: list[Row],
+    samples: tuple[Samples, Array],
+    over: Over,
+    runs_on: Placement,
+    clients_on: Placement,
+    room: int | None,
+) -> tuple[list[Row], tuple[Samples, Array], Int[np.ndarray, " rows"]]:
+    """Rows and samples on the devices, and the order of the rows, as `Program` has the three."""
+    runs = len(rows)
+    if over == "clients":
+        if runs > 1:  # one program for all: index tables of the same width
             tables = _stack_tables([row.clients for row in rows])
             rows = [
                 row._replace(clients=jax.tree.map(lambda leaf, at=at: leaf[at], tables)) for at, row in enumerate(rows)
             ]
-        rows, samples = _replicate((rows, samples), engine.placement)
-    return Program(
-        configs, data, engine, over, runs_on, manifests, holdings, memory, exchange, samples, rows, order, precision
+        return *_replicate((rows, samples), clients_on), np.arange(runs)
+    padded = runs_on.padded(max(runs, room or 0))
+    order = np.arange(padded) * runs // padded  # what is to do is spread evenly over the devices
+    rows = [rows[run] for run in order]
+    stacked = Row(
+        _stack([row.keys for row in rows]),
+        _stack([row.inputs for row in rows]),
+        _stack_tables([row.clients for row in rows]),
+        _stack([row.malicious for row in rows]),
     )
+    if room is not None and runs_on.chunk == 1:
+        counts = np.append(True, order[1:] != order[:-1])
+        stacked = stacked._replace(limit=np.where(counts, _UNLIMITED, np.int32(0)))
+    return [jax.device_put(stacked, _rows_sharding(runs_on))], _replicate(samples, runs_on), order
 
 
 def _check_offloaded(engine: Engine) -> None:
@@ -448,7 +473,7 @@ def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any,
 
     def of(row: Row, shared: Shared) -> tuple[Engine, Array, Array, Federation]:
         key_init, key_rounds = jax.random.wrap_key_data(row.keys)
-        federation = Federation(shared.x, shared.y, *row.clients)
+        federation = row.federation(shared.x, shared.y)
         engine = make_engine(config, data, row.inputs, clients_on, row.malicious)
         engine = replace(engine, diagnostics=program.engine.diagnostics, equal=program.engine.equal)
         return engine, key_init, key_rounds, federation
@@ -537,7 +562,7 @@ def _compile(program: Program) -> _Compiled | Offloaded:
     # While XLA compiles one, the next is traced; on few cores, no more at once than fit their memory.
     with ThreadPoolExecutor(max_workers=min(3, cores())) as pool:
         # The longest first.
-        options = {"init": drawn_once()}
+        options = dict.fromkeys(("init", "start"), drawn_once())
         found = {
             part: pool.submit(jitted.lower(*arguments).compile, options.get(part, {}))
             for part, (jitted, arguments) in traced(program).items()

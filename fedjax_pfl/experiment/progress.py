@@ -11,8 +11,9 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.summary import Line
 
-# A log gets a line this often at most; a notebook's line changes this often.
-_SECONDS_PER_LINE = 5.0
+SECONDS_PER_LINE = 5.0
+"""A log gets a line this often at most."""
+# A notebook's line changes this often at most.
 _SECONDS_PER_CHANGE = 0.2
 
 
@@ -71,7 +72,7 @@ def reporting(config: Config, progress: Report | Literal["auto"] | None) -> Iter
 
 def lines(config: Config) -> Report:
     """A function that prints a line at the beginning, every few seconds, and at the end, as a log wants them."""
-    return _at_most_every(_SECONDS_PER_LINE, lambda now: print(_line(config, now), flush=True))
+    return _at_most_every(SECONDS_PER_LINE, lambda now: print(_line(config, now), flush=True))
 
 
 def in_notebook() -> bool:

@@ -112,18 +112,19 @@ def tables_of(protocol: Any) -> Tables:
     return copy.deepcopy(PROTOCOLS[protocol])
 
 
-def lie_under(given: Any, table: Mapping[str, Any]) -> Any:
-    """A table with all that is given, and below it the values of another where nothing is given.
+def with_defaults_of(given: Any, table: Mapping[str, Any]) -> Any:
+    """A table with all that is given, and the values of another where nothing is given.
 
     A model or a kind of partition other than the other table's takes none of its options.
 
     Args:
       given: a table, perhaps with tables in it; returned as it is if it is none, for the config's checks to refuse.
-      table: the values that lie under it.
+      table: the other.
     """
     if not isinstance(given, Mapping) or any(
         given.get(key, table[key]) != table[key] for key in {"name", "kind"} & {*table}
     ):
         return given
-    inner = {key: lie_under(given.get(key, {}), value) for key, value in table.items() if isinstance(value, Mapping)}
+    below = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    inner = {key: with_defaults_of(given.get(key, {}), value) for key, value in below.items()}
     return {**table, **given, **inner}

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedjax_pfl.data.rows import Holdings, save
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.config import Config, load_config, read_toml
+from fedjax_pfl.experiment.config import SELECTORS, Config, load_config, read_toml
 from fedjax_pfl.experiment.kept import STATE, Kept, write_state
 from fedjax_pfl.experiment.summary import POINTS, Line, flat, history_of, without_nan
 
@@ -429,7 +429,7 @@ def _config_in(folder: Path) -> Config:
     try:
         return load_config(folder / "config.toml")
     except ConfigError as error:
-        if error.field in ("method.name", "model.name", "data.partition.kind"):
+        if error.field in SELECTORS:
             allowed = f"registered in this process; register yours (register_method, ...) before you load {folder}"
             raise ConfigError(error.field, error.value, allowed) from None
         raise

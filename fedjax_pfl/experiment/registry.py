@@ -9,12 +9,13 @@ are looked for when a config names something that no table has:
 The groups are ``fedjax_pfl.methods``, ``.models``, ``.datasets``, ``.partitions`` and ``.metrics``.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,6 +32,8 @@ from fedjax_pfl.models import MODELS
 from fedjax_pfl.models.own import own_model
 
 Part = TypeVar("Part", bound=Callable[..., Any])
+OwnParts = Mapping[str, Mapping[str, Any]]
+"""Kind -> name -> part."""
 
 
 class _Kind(NamedTuple):
@@ -127,7 +130,8 @@ def register_partition(name: str) -> Callable[[Part], Part]:
 
     ``@register_partition("mine")`` stands above a function ``(labels, clients, seed, size, *, options) -> rows``: of
     int labels [samples], the row numbers of each client, of whom each has two or more. ``size`` is the number of
-    samples that each client shall have, or None. The keyword-only arguments are its options in a config.
+    samples that each client shall have, or None; where a config asks for it, a function that gives other numbers is
+    refused. The keyword-only arguments are its options in a config.
 
     Args:
       name: as in `register_method`.
@@ -139,7 +143,11 @@ def register_partition(name: str) -> Callable[[Part], Part]:
     def register(given: Part) -> Part:
         @functools.wraps(given)
         def partition(labels: np.ndarray, clients: int, seed: int, size: int | None, **options: Any) -> Partition:
-            return _checked_rows(name, given(labels, clients, seed, size, **options), len(labels), clients)
+            made = _checked_rows(name, given(labels, clients, seed, size, **options), len(labels), clients)
+            if size is not None and any(len(rows) != size for rows in made.parts):
+                asked = f"{size} with those to test on"
+                raise ConfigError("data.samples_per_client", asked, f"nothing: {name} gives clients other numbers")
+            return made
 
         _check("partition", name, given)
         PARTITIONS[name] = partition
@@ -189,7 +197,7 @@ def load_entry_points() -> None:
             decorator(point.name)(part)
 
 
-def own_parts(names: Mapping[str, Iterable[str]]) -> dict[str, dict[str, Any]]:
+def own_parts(names: Mapping[str, Iterable[str]]) -> OwnParts:
     """Those of the parts of these names that are not the package's.
 
     Args:
@@ -201,10 +209,26 @@ def own_parts(names: Mapping[str, Iterable[str]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def add_parts(parts: Mapping[str, Mapping[str, Any]]) -> None:
+def add_parts(parts: OwnParts) -> None:
     """Registers what `own_parts` has given in another process."""
     for kind, own in parts.items():
         _KINDS[kind].table.update(own)
+
+
+@contextlib.contextmanager
+def with_own_parts(parts: OwnParts) -> Iterator[None]:
+    """Under their names are these parts for a while, whatever has been registered there since `own_parts` gave them."""
+    now = {kind: {name: _KINDS[kind].table.get(name) for name in own} for kind, own in parts.items()}
+    add_parts(parts)
+    try:
+        yield
+    finally:
+        for kind, own in now.items():
+            for name, part in own.items():
+                if part is None:
+                    del _KINDS[kind].table[name]
+                else:
+                    _KINDS[kind].table[name] = part
 
 
 def _register(kind: str, name: str, part: Part) -> Part:

@@ -17,9 +17,8 @@ import numpy as np
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment import headline
-from fedjax_pfl.experiment.config import Config, without_fields
+from fedjax_pfl.experiment.config import SELECTORS, Config, without_fields
 from fedjax_pfl.experiment.gathered import (
-    OPTIONS_OF,
     WITHOUT_EFFECT,
     cells_of,
     differences,
@@ -178,13 +177,13 @@ def _runs(runs: _Runs) -> str:
         return notes_html([_state(runs.begun[0])]) + _config(first, ["run.out"])
     fields = dict.fromkeys(itertools.chain(*runs.values))
     # What a part has options for is its own affair.
-    apart = [name.rpartition(".")[0] for name in OPTIONS_OF if name in fields]
+    apart = [name.rpartition(".")[0] for name in SELECTORS if name in fields]
     rows, options = [], []
     for run, values in zip(runs.begun, runs.values, strict=True):
         config = flat(run.config.model_dump(mode="json"))
         own = [field for field in config if field.startswith(tuple(f"{part}." for part in apart))]
         said = "; ".join(f"{field} = {json.dumps(config[field])}" for field in own if field not in fields)
-        options += [f"**{', '.join(config[name] for name in OPTIONS_OF if name in fields)}**: {said}"] if said else []
+        options += [f"**{', '.join(config[name] for name in SELECTORS if name in fields)}**: {said}"] if said else []
         known = [*(_value(values.get(field)) for field in fields), *(_percent(run, point) for point in POINTS)]
         rows.append(cells_html(map(escape, [*known, _state(run), str(run.path)]), numbers=False))
     headings = [*fields, *(f"{point.upper()} %" for point in POINTS), "state", "directory"]

@@ -1,7 +1,7 @@
 """What a run leaves: its numbers, its models, and what can be asked of them afterwards."""
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,20 +11,19 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Float, Int, PyTree
 
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.intake import as_dataset
-from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment import headline
-from fedjax_pfl.experiment.build import deal, make_engine, prepare
+from fedjax_pfl.experiment.build import dataset_of, deal, make_engine, prepare
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.frames import frame
 from fedjax_pfl.experiment.html import result_html
 from fedjax_pfl.experiment.kept import STATE, Kept, fitted, named, read_state, write_arrays
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.record import RunDirectory, read_run
+from fedjax_pfl.experiment.registry import OwnParts
 from fedjax_pfl.experiment.summary import first_reached
 from fedjax_pfl.experiment.tables import Cell
-from fedjax_pfl.experiment.trained import Trained, TrainedModel, state_like
+from fedjax_pfl.experiment.trained import Trained, TrainedModel, check_partition, state_like
 from fedjax_pfl.method import State
 
 if TYPE_CHECKING:
@@ -49,6 +48,8 @@ class Result:
       client_history: column -> array, as in ``client_history.csv``: a row per evaluated round and client, with the
         scores of ``clients``; nothing unless ``run.client_history`` asks for it.
       data: what `simulate` was given instead of ``data.source``; None for nothing.
+      parts: kind -> name -> part: methods, models ... of the config that are not the package's, as they were in the
+        run; nothing in a result that was loaded or unpickled, which takes those of its process.
     """
 
     summary: dict[str, Any]
@@ -61,6 +62,7 @@ class Result:
     config: Config
     client_history: dict[str, np.ndarray]
     data: Any = None
+    parts: OwnParts = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return headline.run_in_short(self.summary)
@@ -157,11 +159,13 @@ class Result:
 
         Raises:
           ConfigError: the directory holds something, or cannot be written; the data of the run, whose rows are
-            written, is not there.
+            written, is not there, or is other data.
         """
-        record = RunDirectory(directory, overwrite=overwrite)
+        record, dataset = RunDirectory(directory, overwrite=overwrite), self._dataset()
+        holdings, manifest = deal(self.config, dataset)
+        check_partition(dataset, manifest, self.partition)
         record.take()
-        record.begin(self.config.to_toml(), self.partition, deal(self.config, self._dataset())[0])
+        record.begin(self.config.to_toml(), self.partition, holdings)
         of_rounds = self.client_history.get("round", np.zeros(0, int))
         for at, round in enumerate(self.history["round"].tolist()):
             line = {name: column[at].item() for name, column in self.history.items()}
@@ -267,20 +271,18 @@ class Result:
 
     @cached_property
     def _trained(self) -> Trained:
-        return Trained(self.config, self._found, self.partition, self._dataset)
+        return Trained(self.config, self._found, self.partition, self._dataset, self.parts)
 
     def _model(self, client: int | None) -> TrainedModel:
         return self._trained.of_all() if client is None else self._trained.of_client(client)
 
     def _dataset(self) -> Dataset:
         """The data of the run, read again."""
-        if self.data is not None:
-            return as_dataset(self.data)
-        if self.config.data.source == "arrays":
+        if self.data is None and self.config.data.source == "arrays":
             allowed = "the data that simulate was given: Result.load(directory, data=...)"
             raise ConfigError("data", None, allowed)
-        return load(self.config.data.source)
+        return dataset_of(self.config, self.data)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is compiled, which no pickle can hold."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Without what is compiled, and functions, which may be none that a pickle can hold."""
+        return {column.name: getattr(self, column.name) for column in fields(self)} | {"parts": {}}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-# Below so many seeds, an effect of one standard deviation is missed more often than it is found (power 40 % with five).
+# Of effects of one standard deviation, the paired t-test finds 40 % with five seeds, 18 % with three.
 ENOUGH_SEEDS = 5
 _RESAMPLES = 2000
 
@@ -16,9 +16,9 @@ class Difference(NamedTuple):
 
     Attributes:
       mean: over the seeds that both have.
-      low: lower end of the 95 % interval; NaN with fewer than two seeds.
-      high: upper end.
-      p: of the two-sided paired t-test; NaN with fewer than two seeds, and where all differences are the same.
+      low: lower end of the 95 % interval; NaN with fewer than two seeds, and where all differences are the same.
+      high: upper end; NaN likewise.
+      p: of the two-sided paired t-test; NaN likewise.
       seeds: how many seeds both have.
     """
 

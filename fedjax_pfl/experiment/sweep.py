@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedjax_pfl.data.dataset import fingerprint
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
+from fedjax_pfl.experiment.build import dataset_of, deal, make_engine, of_data, prepare, shape_of
 from fedjax_pfl.experiment.callbacks import check_tensorboard
 from fedjax_pfl.experiment.config import Config, check_config, load_config, plain, read_toml
 from fedjax_pfl.experiment.distributed import is_first
@@ -32,9 +32,10 @@ from fedjax_pfl.experiment.record import (
     writable,
     write_atomically,
 )
+from fedjax_pfl.experiment.resume import RunPlace
 from fedjax_pfl.experiment.summary import POINTS, flat
 from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of, show, without_seed
-from fedjax_pfl.experiment.worker import Outcome, dataset_of
+from fedjax_pfl.experiment.worker import Outcome
 from fedjax_pfl.methods import METHODS
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ def sweep(
     give on its own, up to float rounding. Other fields make programs of their own.
 
     Args:
-      config: what all runs share.
+      config: what all runs share, but for ``run.out``: ``out`` says where they are recorded.
       grid: dotted field -> values, e.g. ``{"training.lr": [0.01, 0.1], "run.seed": [0, 1, 2]}``. A hyperparameter of
         one of several methods goes by the method's name, and is combined with that method's runs only:
         ``{"method.name": ["fedavg", "fedprox"], "fedprox.mu": [0.01, 0.1]}`` are three runs.
@@ -266,7 +267,10 @@ def sweep(
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
     """
     out = folder_of(config, out, executor)
+    config = of_data(config, data)
     cells = [Cell(values, _configure(config, values, out)) for values in _combinations(config, plain(grid))]
+    if data is not None and "data.source" in grid:
+        raise ConfigError("grid.data.source", grid["data.source"], "nothing: data are given in its place")
     chosen = _baseline(cells, baseline)
     check_point(point)
 
@@ -348,7 +352,10 @@ def _check_not_all_are_refused(configs: Sequence[Config], data: Any) -> None:
     for config in {alike(config): config for config in configs}.values():
         try:
             prepare(config.run)
-            make_engine(config, shape_of(dataset_of(config, data)))
+            dataset = dataset_of(config, data)
+            RunPlace(config, go_on=True)
+            deal(config, dataset)
+            make_engine(config, shape_of(dataset))
         except ConfigError as error:
             refused[str(error)] = error
         else:
@@ -400,6 +407,9 @@ def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Exec
     if config.run.tensorboard:
         check_tensorboard(out)
     if out is None:
+        for field, asked in (("export", config.run.export), ("client_history", config.run.client_history)):
+            if asked:
+                raise ConfigError(f"run.{field}", asked, "nothing without out, a folder for what each run leaves")
         return None
     RunDirectory(out, overwrite=True)  # raises where it is a file
     # Elsewhere, the working directory may be another one.

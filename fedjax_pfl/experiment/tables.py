@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
@@ -118,12 +119,12 @@ _LATEX = str.maketrans(
 _LEGEND = (
     "Accuracy in % on {samples} samples, mean over seeds ± sample standard deviation. PRE: after aggregation, POST: "
     "after local training, after the last round, unweighted mean over clients; *: what the method is judged by. "
-    "Difference: {point} minus that of {baseline}, mean of the paired differences with a 95 % interval over seeds; "
-    "over clients: 95 % interval when clients are drawn anew, each with its scores of all seeds. p: paired t-test over "
-    "seeds, after Holm's correction for the number of rows{within}; intervals are not corrected. Of what the method is "
-    "judged by: best (of the evaluated rounds, selected on the samples that are scored), best weighted (by the "
-    "clients' samples: PFLlib's number), {validation}std of clients, worst 10 %. Global: the shared model on the "
-    "pooled samples. MB: all clients, up and down. s per round: without evaluation and compilation. **Bold**: the "
+    "Difference: {point} minus that of {baseline}, mean of the paired differences{honest} with a 95 % interval over "
+    "seeds; over clients: 95 % interval when clients are drawn anew, each with its scores of all seeds. p: paired "
+    "t-test over seeds, after Holm's correction for the number of rows{within}; intervals are not corrected. Of what "
+    "the method is judged by: best (of the evaluated rounds, selected on the samples that are scored), best weighted "
+    "(by the clients' samples: PFLlib's number), {validation}std of clients, worst 10 %. Global: the shared model on "
+    "the pooled samples. MB: all clients, up and down. s per round: without evaluation and compilation. **Bold**: the "
     "highest mean {point}{within}."
 )
 
@@ -165,6 +166,9 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
         samples=cells[0].config.data.evaluate_on,
         point=point.upper(),
         baseline=show(baseline) or "all",
+        honest=" between clients that are honest in both"
+        if any(cell.config.attack.kind != "none" for cell in cells)
+        else "",
         validation="".join(
             f"{name} ({text}), "
             for name, text in {
@@ -329,15 +333,21 @@ def _difference(group: Group, base: Group | None, point: str) -> tuple[Differenc
     if found is None:
         return None, None
     column = f"{point}_accuracy"
-    pairs = [(cell.clients, base.cells[seed].clients) for seed, cell in group.cells.items() if seed in base.cells]
+    pairs = {seed: (cell.clients, base.cells[seed].clients) for seed, cell in group.cells.items() if seed in base.cells}
     # Of other clients, as with another number of them, nothing can be paired.
-    same = [(a, b) for a, b in pairs if a and b and len(a[column]) == len(b[column])]
-    gaps = [_of_judged(a, column) - _of_judged(b, column) for a, b in same]
-    return found, bootstrap_over_clients(gaps) if len(same) == len(pairs) else None
+    same = {seed: (a, b) for seed, (a, b) in pairs.items() if a and b and len(a[column]) == len(b[column])}
+    if len(same) < len(pairs):
+        return found, None
+    gaps = {seed: of_judged(a, column) - of_judged(b, column) for seed, (a, b) in same.items()}
+    if any("attacker" in clients for pair in same.values() for clients in pair):
+        # Each mean is of its run's honest clients: between others, their difference would not be that of the runs.
+        means = {seed: float(np.nanmean(gap)) for seed, gap in gaps.items()}
+        found = paired_difference(means, dict.fromkeys(means, 0.0))
+    return found, bootstrap_over_clients(list(gaps.values()))
 
 
-def _of_judged(clients: Mapping[str, np.ndarray], column: str) -> np.ndarray:
-    """A column of a client table; NaN for clients that no mean is over: those that are malicious, and new ones."""
+def of_judged(clients: Mapping[str, np.ndarray], column: str) -> Float[np.ndarray, " clients"]:
+    """A column of a client table; NaN for clients that reported numbers leave out: malicious ones, and new ones."""
     apart = [clients[name] == 1 for name in ("attacker", "new") if name in clients]
     return np.where(np.any(apart, axis=0), np.nan, clients[column]) if apart else clients[column]
 

@@ -16,10 +16,31 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.scoring import BATCH
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import DataShape, divide, make_engine, model_of
-from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.config import HONEST, Config
 from fedjax_pfl.experiment.kept import Kept, fitted, named
 from fedjax_pfl.experiment.programs import precision_of
+from fedjax_pfl.experiment.registry import OwnParts, with_own_parts
 from fedjax_pfl.method import State, personalize_nothing
+
+
+def check_partition(dataset: Dataset, found: Mapping[str, Any], partition: Mapping[str, Any]) -> None:
+    """Checks that the data read again is that of the run.
+
+    Args:
+      dataset: what was read.
+      found: the manifest of its partition.
+      partition: that of the run, its ``partition.json``; version 0.1 kept no fingerprint of the samples in it.
+
+    Raises:
+      ConfigError: it is other data.
+    """
+    differs = [
+        what
+        for what, key in (("another partition came out of these", "hash"), ("these are other samples", "data"))
+        if found[key] != partition.get(key, found[key])
+    ]
+    if differs:
+        raise ConfigError("data", dataset.name, f"the data that the run was made on: {differs[0]}")
 
 
 @dataclass(frozen=True)
@@ -73,7 +94,14 @@ class TrainedModel:
 class Trained:
     """The models of a run that has ended."""
 
-    def __init__(self, config: Config, kept: Kept, partition: Mapping[str, Any], load: Callable[[], Dataset]):
+    def __init__(
+        self,
+        config: Config,
+        kept: Kept,
+        partition: Mapping[str, Any],
+        load: Callable[[], Dataset],
+        parts: OwnParts,
+    ):
         """Builds the engine; compiles nothing.
 
         Args:
@@ -81,12 +109,14 @@ class Trained:
           kept: its state.
           partition: the content of ``partition.json``.
           load: gives the data set, which is read only if a model takes samples to be made.
+          parts: those of the config that are not the package's, if others may be called so by now.
 
         Raises:
           ConfigError: the state is none of such a config.
         """
-        self._config, self._kept, self._partition, self._load = config, kept, partition, load
-        self._engine = make_engine(config, kept.data)
+        self._config, self._kept, self._partition, self._load, self._parts = config, kept, partition, load, parts
+        with with_own_parts(parts):
+            self._engine = make_engine(config, kept.data)
         fitted(named(kept.state), state_like(self._engine), "this result")
         self._precision = precision_of(config, jax.default_backend())
         method = self._engine.method
@@ -127,7 +157,8 @@ class Trained:
           ConfigError: as in `of_all`; it is more than an extractor with a head.
         """
         shared, data = self.of_all(), self._kept.data
-        model = model_of(self._config, data)
+        with with_own_parts(self._parts):
+            model = model_of(self._config, data)
         apply, like = self._compiled(model.apply), named(jax.eval_shape(model.init, jax.random.key(0)))
 
         def is_model(node: PyTree) -> bool:
@@ -161,9 +192,9 @@ class Trained:
         if not _is_whole(client) or not 0 <= client < 2**31:
             raise ConfigError("client", client, "a whole number, 0 or more")
         if epochs not in self._newcomers:
-            honest = {"attack.kind": "none", "attack.share": None, "attack.scale": None}
-            config = self._config.replace({"training.epochs": epochs, **honest})
-            self._newcomers[epochs] = self._compiled(make_engine(config, data).newcomer)
+            with with_own_parts(self._parts):
+                config = self._config.replace({"training.epochs": epochs, **HONEST})
+                self._newcomers[epochs] = self._compiled(make_engine(config, data).newcomer)
         # Padding changes no number, up to rounding; with powers of two, most newcomers find a program that is compiled.
         capacity = 1 << (len(x) - 1).bit_length()
         more = capacity - len(x)
@@ -208,11 +239,10 @@ class Trained:
     @cached_property
     def _federation(self) -> Federation:
         """The data of the run, on the host."""
-        dataset = self._load()
-        federation, manifest = divide(self._config, dataset)
-        if manifest["hash"] != self._partition["hash"]:
-            allowed = "the data that the run was made on: another partition came out of these"
-            raise ConfigError("data", dataset.name, allowed)
+        with with_own_parts(self._parts):
+            dataset = self._load()
+            federation, manifest = divide(self._config, dataset)
+        check_partition(dataset, manifest, self._partition)
         return jax.device_get(federation)
 
     def _samples(self, client: int) -> tuple[np.ndarray, np.ndarray, tuple[Clients, Clients | None]]:
@@ -248,22 +278,27 @@ def state_like(engine: Engine) -> State:
 
 
 def checked_samples(x: Any, data: DataShape) -> Shaped[np.ndarray, "n ..."]:
-    """Samples that a model can read; images of one channel may come without its axis.
+    """Samples that a model can read; images of one channel may come without its axis, and flat where they are square.
 
     Raises:
-      ConfigError: they have another shape or dtype than those of the run.
+      ConfigError: they have another shape or dtype than those of the run, or hold what is no finite number.
     """
     x = np.asarray(x)
     found, sample = f"{x.dtype}{list(x.shape)}", data.sample
-    if len(sample) == 3 and sample[-1] == 1 and x.shape[1:] == sample[:-1]:
-        x = x[..., None]
+    if len(sample) == 3 and sample[-1] == 1 and not data.real:
+        height, width, _ = sample
+        if x.shape[1:] == (height, width) or (height == width and x.shape[1:] == (height * width,)):
+            x = x.reshape(len(x), *sample)
     fits = np.issubdtype(x.dtype, np.floating) if data.real else x.dtype == np.uint8
     if x.ndim == 0 or x.shape[1:] != sample or not fits:
         kind = "float32" if data.real else "uint8"
         raise ConfigError("x", found, f"samples like those of {data.name}: {kind}[n, {', '.join(map(str, sample))}]")
     if data.vocabulary is not None and x.size and x.max() >= data.vocabulary:
         raise ConfigError("x", f"a symbol {x.max()}", f"text like that of {data.name}: 0 to {data.vocabulary - 1}")
-    return x.astype(_dtype(data), copy=False)
+    x = x.astype(_dtype(data), copy=False)
+    if data.real and not np.isfinite(x).all():
+        raise ConfigError("x", found, f"finite numbers; {np.count_nonzero(~np.isfinite(x))} of {x.size} are not")
+    return x
 
 
 def _dtype(data: DataShape) -> type:

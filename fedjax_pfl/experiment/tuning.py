@@ -19,10 +19,8 @@ import jax
 import numpy as np
 
 from fedjax_pfl.data.dataset import Dataset, fingerprint
-from fedjax_pfl.data.intake import as_dataset
-from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import make_engine, prepare, shape_of
+from fedjax_pfl.experiment.build import dataset_of, make_engine, of_data, prepare, shape_of
 from fedjax_pfl.experiment.callbacks import Callback, Running
 from fedjax_pfl.experiment.config import Config, load_config, read_toml
 from fedjax_pfl.experiment.driver import drive
@@ -159,11 +157,11 @@ def tune(
             raise ConfigError(name, number, "a whole number, 1 or more")
     if config.data.validation_share == 0:
         raise ConfigError("data.validation_share", 0.0, "above 0, such as 0.2: trials are judged on validation samples")
-    config = config.replace(_NOT_RECORDED)
+    config = of_data(config, data).replace(_NOT_RECORDED)
     prepare(config.run)
     if jax.process_count() > 1:
         raise ConfigError("tune", f"{jax.process_count()} processes", "one process with devices of its own")
-    dataset = load(config.data.source) if data is None else as_dataset(data)
+    dataset = dataset_of(config, data)
     _check(config, space, dataset)
     study = _study(storage, study_name, pruner, sampler, _DIRECTIONS[metric])
     _go_on(study, config, distributions, [metric, point], fingerprint(dataset))
@@ -306,9 +304,9 @@ def _reporter(progress: Callable[[str], None] | None, trials: str) -> Callable[[
 
     def report(now: Progress) -> None:
         nonlocal last
-        if now.round == 0:
+        if not now.compiled:
             say(f"{trials}: about {now.memory / 1e9:.2g} GB of memory")
-        elif time.perf_counter() - last > _SECONDS_PER_LINE:
+        elif now.round > 0 and time.perf_counter() - last > _SECONDS_PER_LINE:
             last = time.perf_counter()
             say(f"{trials}: round {now.round}/{now.rounds}, loss {now.loss:.4f}")
 

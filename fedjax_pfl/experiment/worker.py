@@ -9,14 +9,13 @@ import jax
 import numpy as np
 
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.intake import as_dataset
-from fedjax_pfl.data.sources import SOURCES, load
-from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import prepare
+from fedjax_pfl.experiment.build import dataset_of, prepare
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.driver import Progress, drive
-from fedjax_pfl.experiment.registry import add_parts, own_parts
+from fedjax_pfl.experiment.driver import drive
+from fedjax_pfl.experiment.parts import parts_of
+from fedjax_pfl.experiment.progress import SECONDS_PER_LINE, Progress
+from fedjax_pfl.experiment.registry import OwnParts, add_parts
 from fedjax_pfl.experiment.resume import RunPlace
 
 
@@ -40,8 +39,6 @@ Report = Callable[[int, str], None]
 """Program, line of text -> None."""
 
 _log = logging.getLogger(__name__)
-# A line about a program that goes on comes this often.
-_SECONDS_PER_LINE = 5.0
 
 
 class Surroundings(NamedTuple):
@@ -53,25 +50,13 @@ class Surroundings(NamedTuple):
     """
 
     settings: dict[str, Any]
-    parts: dict[str, dict[str, Any]]
+    parts: OwnParts
 
 
 def surroundings(programs: Sequence[Sequence[Config]]) -> Surroundings:
     """Those of this process, for these programs."""
     configs = [config for configs in programs for config in configs]
-    names = {
-        "method": {config.method["name"] for config in configs},
-        "model": {config.model["name"] for config in configs},
-        "dataset": {config.data.source.partition(":")[0] for config in configs} & SOURCES.keys(),
-        "partition": {config.data.partition["kind"] for config in configs},
-        "metric": {metric for config in configs for metric in config.run.metrics} & METRICS.keys(),
-    }
-    return Surroundings(dict(jax.config.values), own_parts(names))
-
-
-def dataset_of(config: Config, data: Any) -> Dataset:
-    """What a config's clients share out."""
-    return load(config.data.source) if data is None else as_dataset(data)
+    return Surroundings(dict(jax.config.values), parts_of(configs))
 
 
 def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: Callable[[str], None]) -> Outcome:
@@ -95,7 +80,7 @@ def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: 
 
     def report(now: Progress) -> None:
         nonlocal last
-        if now.last is not None and (now.round == now.rounds or time.perf_counter() - last > _SECONDS_PER_LINE):
+        if now.last is not None and (now.round == now.rounds or time.perf_counter() - last > SECONDS_PER_LINE):
             last = time.perf_counter()
             scores = ", ".join(f"{point} {100 * now.last[point]['accuracy']:.2f} %" for point in ("pre", "post"))
             tell(f"round {now.round}/{now.rounds}, loss {now.loss:.4f}, {scores}, {last - began:.0f} s")

@@ -34,8 +34,9 @@ class Projection(NamedTuple):
 class Model(NamedTuple):
     """An extractor and a head as pure functions; params are ``{"extractor": theta, "head": phi}``.
 
-    Inputs x are raw samples, as stored, uint8: images [batch, h, w, c] or tokens [batch, length]. The model normalises
-    images itself, so that pixels stay one byte each until the mini-batch is in hand; tokens stay as they are.
+    Inputs x are raw samples, as stored: uint8 images [batch, h, w, c], uint8 tokens [batch, length] or float32 [batch,
+    ...]. The model normalises images itself, so that pixels stay one byte each until the mini-batch is in hand; all
+    else is read as it is.
 
     A mask (``Batch.mask``: 1 for a sample, 0 for padding) says that this is a training pass over that batch; without
     one the model is evaluated. Every training loss passes it to the extractor that it trains, and nothing else does.

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from fedjax_pfl.analysis.work import Work, _walk, client_work
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.engine.work import Work, _walk, client_work
 from fedjax_pfl.methods import METHODS
 from tests.conftest import CLASSES, TRAIN_SIZES
 

@@ -66,7 +66,7 @@ def test_users_that_a_partition_does_not_look_at_are_noted():
 
 
 def test_a_test_part_from_python_that_is_divided_anew_is_noted():
-    given = PARTS._replace(name="arrays")
+    given = PARTS._replace(own=True)
     (note,) = divided(given)[1]["notes"]
     assert note.startswith("the test part given is divided anew")
     assert divided(given, split="official")[1]["notes"] == divided(PARTS)[1]["notes"] == []

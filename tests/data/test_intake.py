@@ -121,6 +121,19 @@ def test_users_come_with_the_data():
     assert (made.name, made.train_rows) == ("mine", 6)
 
 
+def test_data_from_python_are_somebodys_own_whatever_they_are_called():
+    parts = NUMBERS, Y, TEST_NUMBERS, TEST_Y
+    assert all(as_dataset(given).own for given in (parts, FederatedData(*parts, name="mine"), [(NUMBERS, Y)] * 2))
+    assert not load("digits").own
+
+
+@pytest.mark.parametrize("unknown", [None, float("nan"), 1.5])
+def test_a_row_without_a_user_is_refused(unknown):
+    users = np.array(["b", "a", unknown, "c", "a", "c"], object)
+    with pytest.raises(ConfigError, match=rf"users must be strings or integers, .*; row 2 has {unknown}"):
+        as_dataset(FederatedData(NUMBERS, Y, users=users))
+
+
 def held(table):
     return [sorted(np.asarray(index)[:count].tolist()) for index, count in zip(table.index, table.count, strict=True)]
 

@@ -81,11 +81,11 @@ def test_images_without_a_channel_axis_get_one():
     assert both.name == "mixed"
 
 
-def test_another_label_or_last_sample_is_other_data():
-    """With more samples than are looked at: the labels are, all of them."""
-    x, y = RNG.normal(size=(600, 4)), np.arange(600) % 3
+@pytest.mark.parametrize("row", [0, 1, 4095, 4096, 4998])
+def test_any_other_sample_or_label_is_other_data(row):
+    x, y = RNG.normal(size=(5000, 4)), np.arange(5000) % 3
     relabelled, changed = y.copy(), x.copy()
-    relabelled[1], changed[-1] = 0, 0.0
+    relabelled[row], changed[row, 3] = (y[row] + 1) % 3, 0.0
     data = (x, y), (x, relabelled), (changed, y), (x[:-1], y[:-1])
     assert len({fingerprint(from_arrays(*of)) for of in data}) == len(data)
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import model_of
 from fedjax_pfl.experiment.plots.style import COLUMN, drawing
+from fedjax_pfl.experiment.registry import with_own_parts
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.trained import checked_labels, checked_samples
 from fedjax_pfl.models import Model
@@ -55,7 +56,8 @@ def plot_attention(
     if result.kept is None:
         raise ConfigError("result", "no state", 'of a run with run.keep = "final" or "best"')
     data, config = result.kept.data, result.config
-    model = model_of(config, data)
+    with with_own_parts(result.parts):
+        model = model_of(config, data)
     if not model.maps:
         allowed = "a model with feature maps: cnn2, resnet18, ..., or one of your own, x, mask -> (z, maps)"
         raise ConfigError("model.name", config.model["name"], allowed)

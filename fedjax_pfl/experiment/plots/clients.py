@@ -10,7 +10,7 @@ from fedjax_pfl.experiment.comparison import Comparison
 from fedjax_pfl.experiment.plots.style import drawing, line_style
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.sweep import Sweep, check_point
-from fedjax_pfl.experiment.tables import Cell, Group, grouped, show
+from fedjax_pfl.experiment.tables import Cell, Group, grouped, of_judged, show
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -82,10 +82,8 @@ def _scored(group: Group, point: str) -> Float[np.ndarray, " clients"]:
     found = [np.zeros(0)]
     for cell in group.cells.values():
         if cell.clients is not None:
-            values = cell.clients[f"{point}_accuracy"]
-            nobody = np.zeros(len(values))
-            left_out = cell.clients.get("attacker", nobody) + cell.clients.get("new", nobody) > 0
-            found.append(100 * values[~left_out & ~np.isnan(values)])
+            values = of_judged(cell.clients, f"{point}_accuracy")
+            found.append(100 * values[~np.isnan(values)])
     return np.concatenate(found)
 
 
