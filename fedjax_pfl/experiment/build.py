@@ -54,6 +54,8 @@ from fedjax_pfl.ops.training import Trainer
 # The share of a device that a chunk is chosen to fill: a compiler has planned 1.2 times an estimate, a TPU's for Ditto
 # (`benchmarks/results/accelerators.json`).
 _FILLED = 0.85
+# What `jax.random` draws by: others give other numbers, and the second also other ones where clients run side by side.
+_RANDOM_NUMBERS = {"jax_default_prng_impl": "threefry2x32", "jax_threefry_partitionable": True}
 _TRAINING_NUMBERS = ("lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
 
 
@@ -92,10 +94,6 @@ def shape_of(dataset: Dataset) -> DataShape:
     return DataShape(dataset.name, dataset.images.shape[1:], dataset.classes, dataset.vocabulary, real)
 
 
-# What `jax.random` draws by: others give other numbers, and the second also other ones where clients run side by side.
-_RANDOM_NUMBERS = {"jax_default_prng_impl": "threefry2x32", "jax_threefry_partitionable": True}
-
-
 def prepare(run: RunSection) -> None:
     """Gets this process ready: every core of a CPU becomes a device, and compiled programs are kept on disk.
 
@@ -108,7 +106,7 @@ def prepare(run: RunSection) -> None:
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # which JAX adds when it starts
         raise ConfigError("jax_enable_x64", True, "False: programs are for 32 bits")
     for setting, needed in _RANDOM_NUMBERS.items():
-        if (value := jax.config.values[setting]) != needed:
+        if (value := jax.config.values.get(setting, needed)) != needed:
             raise ConfigError(setting, value, f"{needed!r}: the same seed is to give the same numbers everywhere")
     if run.placement in ("auto", "shard") and jax.config.values["jax_num_cpu_devices"] == -1:
         try:
