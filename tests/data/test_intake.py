@@ -13,7 +13,8 @@ from fedjax_pfl.data.divide import divide
 from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.memory import survey
-from fedjax_pfl.experiment.build import make_engine, shape_of
+from fedjax_pfl.experiment.build import DataShape, make_engine, shape_of
+from fedjax_pfl.experiment.trained import checked_samples
 
 RNG = np.random.default_rng(5)
 PIXELS, TEST_PIXELS = (RNG.integers(0, 256, (n, 4, 5, 3), np.uint8) for n in (6, 2))
@@ -307,6 +308,14 @@ def test_data_that_do_not_fit_the_config_are_one_line_before_anything_is_compile
     with pytest.raises(ConfigError, match=message) as caught:
         simulate(config(**sections), data)
     assert caught.value.field == field
+
+
+def test_what_is_no_number_is_no_sample_for_a_trained_model():
+    shape, x = DataShape("arrays", (3,), 2, None, real=True), np.ones((4, 3))
+    np.testing.assert_array_equal(checked_samples(x, shape), x.astype(np.float32))
+    x[1, 2], x[3] = np.nan, np.inf
+    with pytest.raises(ConfigError, match=r"x = 'float64\[4, 3\]' is not usable: finite numbers; 4 of 12 are not"):
+        checked_samples(x, shape)
 
 
 def test_the_memory_of_floats_is_four_bytes_each():
