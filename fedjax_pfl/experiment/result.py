@@ -20,7 +20,7 @@ from fedjax_pfl.experiment.html import result_html
 from fedjax_pfl.experiment.kept import STATE, Kept, fitted, named, read_state, write_arrays
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.record import RunDirectory, read_run
-from fedjax_pfl.experiment.registry import OwnParts
+from fedjax_pfl.experiment.registry import OwnParts, with_own_parts
 from fedjax_pfl.experiment.summary import first_reached
 from fedjax_pfl.experiment.tables import Cell
 from fedjax_pfl.experiment.trained import Trained, TrainedModel, check_partition, state_like
@@ -161,8 +161,10 @@ class Result:
           ConfigError: the directory holds something, or cannot be written; the data of the run, whose rows are
             written, is not there, or is other data.
         """
-        record, dataset = RunDirectory(directory, overwrite=overwrite), self._dataset()
-        holdings, manifest = deal(self.config, dataset)
+        record = RunDirectory(directory, overwrite=overwrite)
+        with with_own_parts(self.parts):
+            dataset = self._dataset()
+            holdings, manifest = deal(self.config, dataset)
         check_partition(dataset, manifest, self.partition)
         record.take()
         record.begin(self.config.to_toml(), self.partition, holdings)

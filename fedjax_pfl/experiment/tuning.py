@@ -25,7 +25,7 @@ from fedjax_pfl.experiment.callbacks import Callback, Running
 from fedjax_pfl.experiment.config import Config, load_config, read_toml
 from fedjax_pfl.experiment.driver import drive
 from fedjax_pfl.experiment.programs import alike
-from fedjax_pfl.experiment.progress import Progress
+from fedjax_pfl.experiment.progress import SECONDS_PER_LINE, Progress
 from fedjax_pfl.experiment.resume import RunPlace
 from fedjax_pfl.experiment.summary import Line, flat
 from fedjax_pfl.experiment.sweep import check_point
@@ -53,7 +53,6 @@ _NOT_RECORDED: dict[str, Any] = {
 }
 # The user attribute of a study that says what it searches.
 _SEARCH = "search"
-_SECONDS_PER_LINE = 5.0
 
 
 @dataclass(frozen=True)
@@ -306,7 +305,7 @@ def _reporter(progress: Callable[[str], None] | None, trials: str) -> Callable[[
         nonlocal last
         if not now.compiled:
             say(f"{trials}: about {now.memory / 1e9:.2g} GB of memory")
-        elif now.round > 0 and time.perf_counter() - last > _SECONDS_PER_LINE:
+        elif now.round > 0 and time.perf_counter() - last > SECONDS_PER_LINE:
             last = time.perf_counter()
             say(f"{trials}: round {now.round}/{now.rounds}, loss {now.loss:.4f}")
 
