@@ -43,7 +43,7 @@ def cohorts(participation, placement=None, most_sorted=100):
     """Who is drawn over many rounds, as it is done of few clients or of many."""
     engine = Engine(Method(None, None, None, None, None), len(SIZES), participation, placement or Placement())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedjax_pfl.engine.cohort._MOST_SORTED", most_sorted)
+        patch.setattr("fedjax_pfl.engine.participation._MOST_SORTED", most_sorted)
         return drawn(engine, KEY, SIZES, T)
 
 
@@ -789,7 +789,7 @@ def test_the_worst_tenth_of_few_clients_is_one_client():
 
 @pytest.mark.parametrize(("sampling", "most_sorted"), [("fixed", 100), ("fixed", 1), ("poisson", 100)])
 def test_new_clients_are_never_drawn(sampling, most_sorted, monkeypatch):
-    monkeypatch.setattr("fedjax_pfl.engine.cohort._MOST_SORTED", most_sorted)
+    monkeypatch.setattr("fedjax_pfl.engine.participation._MOST_SORTED", most_sorted)
     engine = Engine(Method(*[None] * 5), len(SIZES), Participation(0.4, 0.4, sampling=sampling), new=4)
     ids, _ = drawn(engine, KEY, SIZES, T)
     assert set(np.unique(ids[ids < len(SIZES)])) == set(range(6))

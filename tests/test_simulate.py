@@ -27,6 +27,7 @@ from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.experiment.summary import flat
 from fedjax_pfl.method import Cohort
 from tests.reference import MLP, held, now, to_numpy
+from tests.toys import witness
 
 SOME = {"ratio": [0.3, 0.7], "dropout": 0.3}
 CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
@@ -347,6 +348,17 @@ def test_dropout_and_partial_participation_run_end_to_end(tested):
     clients = traffic["megabytes_total"] * 1e6 / 4 / traffic["floats_up_per_client_round"]
     assert 8 <= clients < 4 * 2 * 5
     assert np.isfinite(result.history["train_loss"]).all()
+
+
+@pytest.mark.parametrize(
+    "participation", [SOME, {"ratio": 0.4, "sampling": "poisson"}, {}], ids=["some", "poisson", "everybody"]
+)
+def test_the_table_says_how_often_each_client_took_part(participation):
+    # The witness's clients count for themselves; one of them is new, and never trains.
+    result = simulate(config(data={"new_clients": 0.2}, participation=participation), method=witness)
+    visits = result.state.clients["visits"]
+    assert visits[-1] == 0 < visits.sum()
+    np.testing.assert_array_equal(result.clients["rounds_participated"], visits)
 
 
 def test_hyperparameters_can_be_chosen_on_validation_samples(tested, validated):

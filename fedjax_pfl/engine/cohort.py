@@ -21,9 +21,6 @@ from fedjax_pfl.method import Cohort, Method, Round, State, Update
 from fedjax_pfl.ops.training import phase_key
 from fedjax_pfl.ops.tree import take_rows
 
-# Up to so many clients, a cohort is the head of a random permutation: two sorts, about 2 microseconds per client.
-_MOST_SORTED = 20_000
-
 
 class Group(NamedTuple):
     """Some clients with their states.
@@ -87,27 +84,7 @@ class Cohorts:
         self, key: Key[Array, ""], t: Int[Array, ""], count: Int[Array, " N"]
     ) -> tuple[Int[Array, " K"], Int[Array, ""]]:
         """Draws the cohort of round t: its ids (N where absent), and how many were selected before any dropped out."""
-        who, size, keys = self.participation, self.cohort_size, round_keys(key, t)
-        key_order, key_ratio = jax.random.split(keys.select)
-        ratio: Any = who.high
-        if who.low < who.high:
-            ratio = jax.random.uniform(key_ratio, minval=who.low, maxval=who.high)
-        if who.low == 1.0:
-            ids = jnp.arange(size)
-        elif who.sampling == "poisson":
-            draws, ids = lax.top_k(-jax.random.uniform(key_order, (self.trainers,)), size)
-            ids = jnp.where(-draws < ratio, ids, self.clients)
-        elif self.trainers <= _MOST_SORTED:
-            ids = jax.random.permutation(key_order, self.trainers)[:size]
-        else:
-            ids = lax.top_k(jax.random.uniform(key_order, (self.trainers,)), size)[1]
-        if who.low < who.high and who.sampling == "fixed":
-            drawn = jnp.maximum(1, jnp.round(ratio * self.trainers).astype(jnp.int32))
-            ids = jnp.where(jnp.arange(size) < drawn, ids, self.clients)
-        selected = jnp.sum(ids < self.clients)
-        if who.dropout > 0.0:
-            luck = jax.vmap(lambda client_id: jax.random.uniform(jax.random.fold_in(keys.dropout, client_id)))(ids)
-            ids = jnp.where(luck >= who.dropout, ids, self.clients)
+        ids, selected = self.participation.draw(round_keys(key, t), self.trainers, self.clients)
         return self._order(ids, count), selected
 
     def local(self, shared: tuple, row: tuple) -> Update:

@@ -1,13 +1,22 @@
 """Who takes part in a round."""
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jaxtyping import Array, Int, Key
 from scipy.special import bdtrc
+
+from fedjax_pfl.engine.run import RoundKeys, round_keys
 
 # How likely a round may be to draw more clients than it has rows for, of which those with the luckiest draws stay.
 _OVERFLOW = 1e-15
+# Up to so many clients, a cohort is the head of a random permutation: two sorts, about 2 microseconds per client.
+_MOST_SORTED = 20_000
 
 
 @dataclass(frozen=True)
@@ -43,3 +52,56 @@ class Participation:
             more = bdtrc(np.arange(clients + 1), clients, self.high)
             return max(1, int(np.argmax(more < _OVERFLOW)))
         return max(1, round(self.high * clients))
+
+    def draw(self, keys: RoundKeys, clients: int, absent: int) -> tuple[Int[Array, " K"], Int[Array, ""]]:
+        """Draws the cohort of a round.
+
+        Args:
+          keys: of the round.
+          clients: how many may take part, the first ones.
+          absent: what stands in the place of an id where nobody is drawn, or one drops out; `clients` or more.
+
+        Returns:
+          The ids, and how many were selected before any dropped out.
+        """
+        size, (key_order, key_ratio) = self.cohort_size(clients), jax.random.split(keys.select)
+        ratio: Any = self.high
+        if self.low < self.high:
+            ratio = jax.random.uniform(key_ratio, minval=self.low, maxval=self.high)
+        if self.low == 1.0:
+            ids = jnp.arange(size)
+        elif self.sampling == "poisson":
+            draws, ids = lax.top_k(-jax.random.uniform(key_order, (clients,)), size)
+            ids = jnp.where(-draws < ratio, ids, absent)
+        elif clients <= _MOST_SORTED:
+            ids = jax.random.permutation(key_order, clients)[:size]
+        else:
+            ids = lax.top_k(jax.random.uniform(key_order, (clients,)), size)[1]
+        if self.low < self.high and self.sampling == "fixed":
+            drawn = jnp.maximum(1, jnp.round(ratio * clients).astype(jnp.int32))
+            ids = jnp.where(jnp.arange(size) < drawn, ids, absent)
+        selected = jnp.sum(ids < absent)
+        if self.dropout > 0.0:
+            luck = jax.vmap(lambda client_id: jax.random.uniform(jax.random.fold_in(keys.dropout, client_id)))(ids)
+            ids = jnp.where(luck >= self.dropout, ids, absent)
+        return ids, selected
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def rounds_participated(
+    participation: Participation, clients: int, key: Key[Array, ""], rounds: Int[Array, ""]
+) -> Int[Array, " clients"]:
+    """In how many of the first rounds each client takes part: who does depends on nothing but the key and the round.
+
+    Args:
+      participation: who takes part in a round.
+      clients: how many may.
+      key: of all rounds of the run.
+      rounds: how many rounds, from the first one on.
+    """
+
+    def one(t: Int[Array, ""], counts: Int[Array, " clients"]) -> Int[Array, " clients"]:
+        ids, _ = participation.draw(round_keys(key, t), clients, clients)
+        return counts.at[ids].add(1, mode="drop")
+
+    return lax.fori_loop(0, rounds, one, jnp.zeros((clients,), jnp.int32))

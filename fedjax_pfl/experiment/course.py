@@ -135,7 +135,8 @@ class Course:
         summary = _summary(program, config, dataset, manifest, self.lines, labels, ended.traffic, timing)
         if self.end < config.training.rounds:
             summary |= {"rounds": self.end, "stopped": self.live.stopped}
-        clients = client_table(manifest, on, self.scores, program.engine.new)
+        participated = program.rounds_participated(self.run, self.end)
+        clients = client_table(manifest, on, self.scores, program.engine.new, participated)
         kept = Kept(self.end, program.data, ended.state)
         if self._best is not None:
             kept = Kept(int(self._best.round), program.data, self._best.state)

@@ -21,13 +21,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int, Key, PyTree
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation, Samples
 from fedjax_pfl.data.rows import Holdings
 from fedjax_pfl.engine.memory import Hardware, Memory, release_freed, survey, this_hardware
 from fedjax_pfl.engine.metrics import METRICS
+from fedjax_pfl.engine.participation import rounds_participated
 from fedjax_pfl.engine.placement import Placement, map_clients
 from fedjax_pfl.engine.round import UPDATE_COSINE, Engine
 from fedjax_pfl.engine.run import Run
@@ -223,6 +224,15 @@ class Program:
         found = [self._ready.score(shared, row, state) for row, state in zip(self.rows, states, strict=True)]
         return self.each(found)
 
+    def rounds_participated(self, run: int, t: int) -> Int[np.ndarray, " N"]:
+        """In how many of the first t rounds each client of a run took part: 0 for new ones."""
+        engine, keys = self.engine, _keys(self.configs[run])
+        if engine.participation.full:
+            counts = np.full(engine.trainers, t, np.int32)
+        else:
+            counts = np.asarray(rounds_participated(engine.participation, engine.trainers, keys[1], jnp.int32(t)))
+        return np.pad(counts, (0, engine.new))
+
     def export(self, states: Sequence[Run], t: int) -> list[dict[str, np.ndarray]]:
         """What ``run.export`` asks for after t rounds, of each run; nothing where it asks for nothing.
 
@@ -362,6 +372,11 @@ def lay_out(
     )
 
 
+def _keys(config: Config) -> Key[Array, "2"]:
+    """The keys of a run's initial state and of its rounds."""
+    return jax.random.split(jax.random.key(config.run.seed))
+
+
 def _rows(configs: Sequence[Config], federations: Sequence[Federation]) -> list[Row]:
     """What tells the runs apart, each by itself."""
     numbers = [program_inputs(config) for config in configs]
@@ -369,7 +384,7 @@ def _rows(configs: Sequence[Config], federations: Sequence[Federation]) -> list[
     fields = [field for field in numbers[0] if any(found[field] != 0 for found in numbers)]
     return [
         Row(
-            jax.random.key_data(jax.random.split(jax.random.key(config.run.seed))),
+            jax.random.key_data(_keys(config)),
             jax.device_put({field: np.float32(found[field]) for field in fields}),
             (held.train, held.validation, held.test, held.pooled),
             jax.device_put(attackers(config)),

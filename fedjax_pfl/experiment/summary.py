@@ -265,12 +265,17 @@ def _headline(
 
 
 def client_table(
-    manifest: Mapping[str, Any], evaluated_on: str, scores: Evaluation, new: int
+    manifest: Mapping[str, Any],
+    evaluated_on: str,
+    scores: Evaluation,
+    new: int,
+    rounds_participated: Int[np.ndarray, " N"],
 ) -> dict[str, Float[np.ndarray, " N"] | Int[np.ndarray, " N"]]:
     """One row per client, as in ``clients.csv``; the scores of a client without samples to be scored on are NaN."""
     samples = np.asarray(manifest[f"n_{evaluated_on}"])
     client = np.arange(len(samples))
     table = {"client": client, "n_train": np.asarray(manifest["n_train"]), "n_test": samples}
+    table["rounds_participated"] = rounds_participated
     if new:
         table["new"] = (client >= len(samples) - new).astype(int)
     if "attackers" in manifest:
