@@ -35,11 +35,11 @@ def apfl(
 ) -> Method:
     """APFL: participants train w_i as FedAvg does, and v_i on the loss of the mix alpha v_i + (1 - alpha) w_i.
 
-    Shared: w. Personal: v_i, and alpha_i if adaptive. Headline: PRE, the mix with the newest w; POST is with w_i. Both
-    models take their step on the same batch, from where they stood before it. The parameters are mixed, as in the
-    paper; the authors' later FedTorch mixes logits, and adds a decay to the approximate gradient of alpha_i that it
-    takes, which here is exact. alpha = 0 scores as FedAvg does, and alpha = 1 as Local. Running statistics of v_i go
-    towards those of the batches under the mix.
+    Shared: w. Personal: v_i, and alpha_i if adaptive. Headline: PRE, the mix with the newest w; POST, which the
+    authors' FedTorch and PFLlib score, is with w_i. Both models take their step on the same batch, from where they
+    stood before it. The parameters are mixed, as in the paper; the authors' later FedTorch mixes logits, and adds a
+    decay to the approximate gradient of alpha_i that it takes, which here is exact. alpha = 0 scores as FedAvg does,
+    and alpha = 1 as Local. Running statistics of v_i go towards those of the batches under the mix.
 
     Args:
       model: extractor and head.

@@ -26,7 +26,8 @@ def ditto(
 
     Shared: w. Personal: v_i. Headline: POST (equal to the next round's PRE). The anchor is the model that was received,
     in both branches; both see the same batches (the official code alternates single steps of the two). Participants are
-    sampled uniformly and averaged by n_i, as in FedAvg. Stable for lr * lam < 2; lam = 0 trains v_i as Local does.
+    sampled uniformly and averaged by n_i, as in FedAvg (official code: all alike). Stable for lr * lam < 2; lam = 0
+    trains v_i as Local does.
 
     Args:
       model: extractor and head.

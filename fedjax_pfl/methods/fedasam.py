@@ -45,7 +45,8 @@ def fedasam(
     of the captured models is what is scored, PRE and as the global model; w itself goes on being trained and sent.
     ``training.lr_decay`` comes on top. The official code starts its average with a copy that it then discards, counts
     its cycles from round 0 and captures a round after each has ended; here cycles begin with ``swa_start``, and each
-    ends with a capture, the first of which is the first of the average. rho = 0 without SWA is FedAvg, bit for bit.
+    ends with a capture, unless nobody takes part in its last round; the first is the first of the average. rho = 0
+    without SWA is FedAvg, bit for bit.
 
     Args:
       model: extractor and head.
@@ -69,7 +70,10 @@ def fedasam(
 
 
 def asam_loss(model: Model, rho: Scalar = 0.7, eta: Scalar = 0.2, adaptive: bool = True) -> BaseLoss:
-    """The loss at w + e, e = rho s^2 g / ||s g||, with s = |w| + eta for weights and 1 for biases; 1 for all in SAM."""
+    """The loss at w, with the gradient at w + e.
+
+    e = rho s^2 g / ||s g||, with s = |w| + eta for weights and 1 for biases; 1 for all in SAM.
+    """
     del model
     if is_off(rho):
         return BaseLoss()
@@ -77,7 +81,7 @@ def asam_loss(model: Model, rho: Scalar = 0.7, eta: Scalar = 0.2, adaptive: bool
     def around(loss: Loss[Params]) -> Loss[Params]:
         def worst(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             # Taken at constants: a convolution's derivative has no derivative of its own (docs/decisions/0003).
-            gradient = jax.grad(loss)(lax.stop_gradient(params), batch, key)
+            value, gradient = jax.value_and_grad(loss)(lax.stop_gradient(params), batch, key)
 
             def scale(path: tuple, w: Array) -> Array:
                 if is_statistic(path):
@@ -91,7 +95,9 @@ def asam_loss(model: Model, rho: Scalar = 0.7, eta: Scalar = 0.2, adaptive: bool
             there = jax.tree.map(
                 lambda w, s, g: w + lax.stop_gradient(rho * s**2 * g / length), params, scales, gradient
             )
-            return loss(there, batch, key)
+            highest = loss(there, batch, key)
+            # Reported is the loss at w, as for every method; the gradient is that at w + e.
+            return value + (highest - lax.stop_gradient(highest))
 
         return worst
 

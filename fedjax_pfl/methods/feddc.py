@@ -59,8 +59,11 @@ def feddc(
     Shared: w, c. Personal: h_i, c_i. Headline: PRE, the global model: the mean of the participants' w_i, plus that of
     the h_i over all clients that may take part. Participants count alike, whatever their size. The variates are those
     of SCAFFOLD, with each client's own number of steps (the official code takes that of the average client) and the
-    rate of the round. The server finds h_i and w_i from w_i - w, so that 2 |w| go down and up. Running statistics are
-    averaged, and have neither drift nor variate. Stable for lr * alpha < 2.
+    rate of the round (the official code: of round 0, and steps with ``training.clip_norm = 10``). The server finds h_i
+    and w_i from w_i - w, so that 2 |w| go down and up. Running statistics are averaged, and have neither drift nor
+    variate. As in SCAFFOLD, a participant that took no step counts as one that has not moved, and with another rule
+    than the mean, or altered uploads, the server's drift and c are its own estimates of the means. Stable for lr *
+    alpha < 2.
 
     Args:
       model: extractor and head.

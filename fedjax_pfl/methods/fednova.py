@@ -30,7 +30,7 @@ def fednova(model: Model, train: Trainer, combine: Combine = weighted_mean) -> M
     with momentum the weight that this gives to all its gradients together; weight decay and clipping are part of the
     gradient. A client with more batches pulls no harder than its n_i says; with as many steps each it is FedAvg. One
     that took no step, with ``training.drop_last`` and less than a batch, is in neither mean. Running statistics are
-    averaged as they are.
+    averaged as they are. With another rule than the mean, A_eff stays the mean weighted by n_i.
 
     Args:
       model: extractor and head.

@@ -35,10 +35,10 @@ def fedproto(
     """FedProto: clients train on CE + lam MSE(z, P_y) and send class means of their features, but no parameters.
 
     Shared: P. Personal: w_i. Headline: PRE, the client's model as it is and the newest P, which is what PFLlib
-    evaluates; with ``reading = "head"`` that is the model of its last POST. Prototypes come from a pass over the
-    samples with the trained model; official code and PFLlib collect features while the model still changes. All classes
-    with a prototype are candidates; the official test routine considers only those that a client holds. lam = 0 is
-    Local, bit for bit.
+    evaluates; with ``reading = "head"`` that is the model of its last POST. The pull is on each feature, as in all
+    public code, where the paper's is on a client's class means. Prototypes come from a pass over the samples with the
+    trained model; official code and PFLlib collect features while the model still changes. All classes with a prototype
+    are candidates; the official test routine considers only those that a client holds. lam = 0 is Local, bit for bit.
 
     Args:
       model: extractor and head; all clients start from the same parameters.
@@ -46,8 +46,8 @@ def fedproto(
       lam: lambda, weight of the pull to P; the paper's is 1 on MNIST and FEMNIST, 0.1 on CIFAR-10.
       reading: who decides: each client's own ``"head"``, as in methods that share weights, or the nearest
         ``"prototype"``, as in the paper; before there is any, that is class 0.
-      weighting: P_c as mean over all ``"samples"``, as the paper has it, or of the clients' means, all alike, as all
-        public code has it.
+      weighting: P_c as mean over all ``"samples"``, as the paper's weights |D_ij| / N_j have it but for a further 1 /
+        |N_j|, which would shrink P_c, or of the clients' means, all alike, as all public code has it.
 
     Reference:
       Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang. FedProto: Federated Prototype Learning across

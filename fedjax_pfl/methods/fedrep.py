@@ -27,7 +27,8 @@ def fedrep(
 
     Shared: theta, averaged by n_i, where the paper's clients count alike. Personal: phi_i. Headline: PRE.
     ``training.epochs`` is E_b, the extractor's. The head phase runs on features that are computed once per round, since
-    the extractor stands still.
+    the extractor stands still: base augmentation is drawn once for all epochs of the head, and anew in each of the
+    extractor's.
 
     Args:
       model: extractor and head.

@@ -30,8 +30,8 @@ def moon(
     Shared: w. Personal: the last local model, which the contrast needs. Headline: PRE. The contrast is on the features
     z that the head reads, so that all methods share one architecture; the official code puts a projection head of two
     layers between them, whose output the classifier reads, too. In its first participation a client takes the received
-    model for its last one: the term is then constant, where the official code draws a random model. mu = 0 is FedAvg,
-    bit for bit.
+    model for its last one: the term is then constant, as it is in round 0 of the official code, which compares with a
+    random model where a client takes part for the first time later on. mu = 0 is FedAvg, bit for bit.
 
     Args:
       model: extractor and head.

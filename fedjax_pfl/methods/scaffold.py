@@ -33,7 +33,9 @@ def scaffold(
     is the mean of the c_i over all clients that may take part; 2 |w| go down and up. c_i is the mean gradient on the
     client's way, (w - w_i) / (tau_i eta) with the rate of the round; with momentum, tau_i is the weight that it gives
     to all gradients together (FedNova, arXiv:2007.07481, section 4). Weight decay and clipping are part of the
-    gradient. Running statistics are averaged, without control variates.
+    gradient. Running statistics are averaged, without control variates. A participant that took no step, with
+    ``training.drop_last`` and less than a batch, counts as one that has not moved. With another rule than the mean, or
+    altered uploads, c is the server's own estimate of the mean.
 
     Args:
       model: extractor and head.

@@ -276,6 +276,14 @@ def test_fedasam_looks_around_without_touching_running_statistics(model_with_nor
     assert all(jax.tree.leaves(moved))
 
 
+def test_fedasam_reports_the_loss_at_the_model_that_it_steps_from(model, trainer, federation):
+    one_step = replace(trainer, epochs=1, batch_size=32)
+    methods = fedasam(model, one_step, rho=RHO, eta=ETA), fedavg(model, one_step)
+    found, expected = (update_of(method, federation, 4) for method in methods)
+    assert float(found.info.loss) == pytest.approx(float(expected.info.loss), rel=1e-6)
+    assert not np.allclose(found.upload["head"]["bias"], expected.upload["head"]["bias"], rtol=1e-3)
+
+
 def test_at_a_minimum_fedasam_stays(model):
     w = model.init(KEY)
     around = asam_loss(model, RHO, ETA).around(lambda params, batch, key: proximal(params, w, 1.0))

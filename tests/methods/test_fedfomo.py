@@ -86,7 +86,7 @@ def test_rounds_and_scores_before_training_are_numpys(model, trainer, federation
         for i, (begin, others, a) in begun.items():
             reference[i] = begin
             own[i], _ = mlp.train(begin, client_key(KEY, t, i), t, rows[i], trainer)
-            preference[i, others] += a[1:]
+            preference[i, others] += np.where(np.isin(others, list(known)), a[1:], 0.0)
             post[i] = own[i]
         known |= set(cohort)
     for i in range(N):
@@ -180,6 +180,15 @@ def test_where_none_is_better_the_reference_comes_back(mixtures, descent):
     jax.tree.map(np.testing.assert_array_equal, found.params, descent(0.4))
 
 
+@pytest.mark.parametrize("diverged", [np.nan, np.inf, 1e25], ids=["nan", "inf", "finite, with a loss that is not"])
+def test_a_diverged_candidate_has_no_part_in_the_mix(mixtures, descent, diverged):
+    broken = jax.tree.map(lambda w: jnp.full_like(w, diverged), descent(0.0))
+    found = mixtures(descent(0.0), descent(0.3), rows_of(broken, descent(0.6)))
+    expected = mixtures(descent(0.0), descent(0.3), rows_of(descent(0.0), descent(0.6)))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert found.gains[0] == 0 < found.gains[1]
+
+
 def test_alone_a_client_keeps_its_model_whenever_it_has_improved(model, trainer, federation, descent):
     method = fedfomo(model, trainer, candidates=1)
     data = client_data(
@@ -200,15 +209,15 @@ def test_alone_a_client_keeps_its_model_whenever_it_has_improved(model, trainer,
 def test_only_who_has_trained_becomes_known_and_nobodys_row_says_nothing(model, trainer):
     """Client 5 has no samples, and the last row is nobody's."""
     method, w = fedfomo(model, trainer, candidates=3), {"w": jnp.zeros((3, 1))}
-    server = Server({"w": jnp.zeros((N, 1))}, jnp.zeros(N, bool), jnp.zeros((N, N)))
+    server = Server({"w": jnp.zeros((N, 1))}, jnp.arange(N) < 1, jnp.zeros((N, N)))
     ids = jnp.array([[0, 1], [2, 3], [4, 5]])
     clients = Client(w, w, Candidates({"w": jnp.zeros((3, 2, 1))}, ids))
     cohort = Cohort(jnp.array([2, 5, N]), jnp.array([4.0, 0.0, 0.0]), N, N)
     sent = Upload({"w": jnp.ones((3, 1))}, jnp.array([[1.0, -2.0], [0.0, 0.0], [7.0, 7.0]]))
     after, _ = method.aggregate(now(KEY, 0), server, clients, sent, cohort)
-    assert np.flatnonzero(after.known).tolist() == [2]
+    assert np.flatnonzero(after.known).tolist() == [0, 2]
     expected = np.zeros((N, N))
-    expected[2, :2] = 1, -2
+    expected[2, 0] = 1  # what client 2 got as client 1's was the initial model
     np.testing.assert_array_equal(after.preference, expected)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.method import PerClass
@@ -139,10 +140,12 @@ class Reference:
                 head, dz = linear_gradient(z, d), d @ w["head"]["kernel"].T
                 if t > 0 and number < hyper.guided_steps:
                     key_y, key_noise = jax.random.split(key_step)
-                    drawn = np.asarray(jax.random.randint(key_y, (hyper.generated,), 0, CLASSES))
+                    among = jnp.where(jnp.asarray(store.valid), 0.0, -jnp.inf)
+                    drawn = np.asarray(jax.random.categorical(key_y, among, shape=(hyper.generated,)))
                     noise = np.asarray(jax.random.uniform(key_noise, (hyper.generated, hyper.noise)))
                     made = Generated(g, noise, drawn, training=False).z
                     d_made = a * hyper.generated / size * softmax_loss(linear(w["head"], made), drawn)[1]
+                    d_made = d_made * store.valid[drawn][:, None]
                     head = jax.tree.map(np.add, head, linear_gradient(made, d_made))
                     dz = dz + b * 2 * (z - store.mean[y]) * store.valid[y][:, None] / z.size
                 return {"extractor": self.mlp.extract_gradient(w["extractor"], batch, dz), "head": head}
@@ -234,6 +237,23 @@ def test_the_weights_fall_no_further_than_to_a_share(model, trainer, federation)
     jax.tree.map(near, found, late(4.0, 3.0, 1.0))
     for without in ((0.0, 3.0), (4.0, 0.0)):
         assert not np.allclose(found["head"]["kernel"], late(*without, 1.0)["head"]["kernel"], atol=1e-3)
+
+
+@pytest.mark.parametrize("valid", [(True, False, True), (False, False, False)], ids=["two classes", "none"])
+def test_no_features_are_generated_of_a_class_without_a_prototype(valid, model, trainer, federation):
+    """After round 0, where nobody that took part held some class, or nobody did."""
+    method, mlp = fedpa(model, trainer, **HYPER), MLP(federation.x, federation.y)
+    server, own = method.init(KEY, N)
+    means = np.random.default_rng(3).normal(0, 1, (CLASSES, model.dim))
+    store = Store(np.where(np.array(valid)[:, None], means, 0.0), np.array(valid))
+    view = method.broadcast(server)._replace(prototypes=PerClass(*map(jnp.asarray, (valid, store.mean))))
+    data = client_data(federation.x, federation.y, client(federation.train, 4))
+    update = jax.jit(method.local)(now(KEY, 1), view, own, data)
+    start = to_numpy((view.params, view.generator))
+    expected, *_ = Reference(mlp, SimpleNamespace(**HYPER), trainer).local(
+        KEY, 1, *start, store, held(federation.train, 4)
+    )
+    jax.tree.map(near, update.upload.params, expected)
 
 
 def test_unless_given_as_many_features_are_generated_as_a_batch_has_samples(model, trainer, federation):

@@ -60,6 +60,8 @@ def choose(
 def mix(model: Model, reference: Params, own: Params, others: Params | None, validation: ClientData) -> Mix:
     """ref + sum_j a_j (w_j - ref) / sum_j a_j over the a_j > 0, or ref where there is none.
 
+    A model whose loss or distance is no finite number has a_j = 0.
+
     Args:
       model: extractor and head.
       reference: ref, what the client's model was trained from.
@@ -76,9 +78,10 @@ def mix(model: Model, reference: Params, own: Params, others: Params | None, val
         distance = jnp.sqrt(proximal(params, reference, 2.0))
         # By the distance, since the loss of one and the same model may be rounded in two ways.
         gain = jnp.where(distance > 0, (at_reference - loss(params)) / (distance + 1e-5), 0.0)
-        weight = jnp.maximum(gain, 0.0)
-        step = jax.tree.map(lambda w, ref: weight * (w - ref), params, reference)
-        return jax.tree.map(jnp.add, sums, (weight, step)), gain
+        gain = jnp.where(jnp.isfinite(gain), gain, 0.0)
+        # Not multiplied by 0: a model that has diverged would be a part of the mix.
+        step = jax.tree.map(lambda w, ref: jnp.where(gain > 0, gain * (w - ref), 0.0), params, reference)
+        return jax.tree.map(jnp.add, sums, (jnp.maximum(gain, 0.0), step)), gain
 
     at_reference = loss(reference)
     of_own, _ = weigh((jnp.zeros(()), jax.tree.map(jnp.zeros_like, reference)), own)

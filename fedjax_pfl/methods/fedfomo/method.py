@@ -54,9 +54,9 @@ def fedfomo(
     candidate is better the client goes back to ref_i; without validation samples it keeps w_i, as Local does. The
     candidates are w_i and the models of M - 1 others: each of any other with probability max(0, exploration -
     exploration_decay t), else of the one with the largest sum of a_j so far. Ties are broken at random, and those who
-    have not taken part yet come last. The norm is the paper's, L2, over all parameters but running statistics (the
-    official code's is L1 by default, and it adds up a_j divided by |sum_j a_j|, so that rounds count alike). Server and
-    clients hold N (M + 2) models.
+    have not taken part yet come last, with the initial model, whose a_j is not added up. The norm is the paper's, L2,
+    over all parameters but running statistics (the official code's is L1 by default, and it adds up a_j divided by
+    |sum_j a_j|, so that rounds count alike). Server and clients hold N (M + 2) models.
 
     Args:
       model: extractor and head.
@@ -116,7 +116,9 @@ def fedfomo(
         models, known = put_rows((server.models, server.known), cohort.ids, sent)
         preference = server.preference
         if clients.inbox:
-            preference = preference.at[cohort.ids[:, None], clients.inbox.ids].add(uploads.gains, mode="drop")
+            # Before that, what was sent in the place of one's model was the initial one.
+            gains = jnp.where(server.known[clients.inbox.ids], uploads.gains, 0.0)
+            preference = preference.at[cohort.ids[:, None], clients.inbox.ids].add(gains, mode="drop")
         return Server(models, known, preference), clients
 
     def personalize(now: Round, view: tuple[()], client: Client, data: ClientData) -> tuple[tuple[()], Client]:

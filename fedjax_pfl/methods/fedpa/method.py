@@ -45,8 +45,9 @@ def fedpa(
     models report POST. The first round is FedAvg's. The generator learns from the heads before they are averaged.
     Gradients are large at first: ``training.clip_norm = 10`` helps where rounds diverge. The source is the public code,
     not the journal's text. Unlike there, prototypes are weighted by the samples of the round's steps, not of the data
-    set; classes that nobody has keep theirs, and zeros are no prototype; a head's loss on a generated feature is
-    weighted by that feature's class; and the generator's hidden layer has no bias under its normalisation.
+    set; classes that nobody has keep theirs, and zeros are no prototype; features are generated of classes that have a
+    prototype, there of all that the training data hold; a head's loss on a generated feature is weighted by that
+    feature's class; and the generator's hidden layer has no bias under its normalisation.
 
     Args:
       model: extractor and head.
@@ -95,9 +96,11 @@ def fedpa(
             total = jnp.zeros(())
             if not is_off(alpha):
                 key_y, key_noise = jax.random.split(key)
-                y = jax.random.randint(key_y, (number,), 0, classes)
+                # Of classes that somebody has trained on (rule R8): the generator learns no other.
+                y = jax.random.categorical(key_y, jnp.where(prototypes.valid, 0.0, -jnp.inf), shape=(number,))
                 features = teach.generate(view.generator, teach.draw(key_noise, y), y)
-                losses = cross_entropy(model.classify(params["head"], features), y, jnp.ones(number))
+                known = prototypes.valid[y].astype(jnp.float32)  # all or none
+                losses = cross_entropy(model.classify(params["head"], features), y, known)
                 total += number / train.batch_size * a * losses
             if not is_off(beta):
                 total += b * centre_loss(z, batch.y, batch.mask, prototypes)
