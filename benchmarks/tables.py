@@ -49,6 +49,8 @@ HEADLINES = {
     "last": "of the last round",
     "best": "of the round with the highest {title}, which is chosen on the samples that are scored",
 }
+# Sections of a config whose fields the paper's figures are of.
+EXPERIMENT = ("data", "model", "training", "participation")
 POINT = "at the point that the paper reports: PRE, after aggregation, or POST, after local training"
 SEEDS = "mean over seeds ± sample standard deviation"
 LEGEND = (
@@ -197,6 +199,8 @@ def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
         cells.update(done)
         write_atomically(path, to_json(table, cells))
 
+    if moved := moved_by(options.set):
+        print(f"note: --set moves {moved}: the paper's figures are of another setting", file=sys.stderr)
     missing = fill(table, cells, options, command, save)
     text = markdown(table, cells, missing, reference)
     write_atomically(path.with_suffix(".md"), text)
@@ -583,7 +587,7 @@ def comparison(table: Table, setting: Setting, lines: Sequence[Line], reference:
     shown = [
         name
         for name in rows[0]
-        if name not in ("passes", "behind", "over clients") or any(row[name] != NONE for row in rows)
+        if name not in ("by samples", "passes", "behind", "over clients") or any(row[name] != NONE for row in rows)
     ]
     parts = [
         grid(shown, [[row[name] for name in shown] for row in rows]),
@@ -715,9 +719,17 @@ def runs(lines: Sequence[Line]) -> list[str]:
         for (rounds, *changes), seeds in together(cells).items():
             labelled.append(("; ".join([f"{rounds} rounds", f"seed {', '.join(seeds)}", *changes]), line.row.label))
     groups = together(labelled)
+    moved = moved_by(change for line in lines for cell in line.cells.values() for change in cell["set"])
+    noted = [f"**Not the paper's setting**: `--set` moves {moved}."] if moved else []
     if len(groups) == 1:
-        return [f"All rows: {what}." for what in groups]
-    return [f"**Not alike**, {', '.join(labels)}: {what}." for what, labels in groups.items()]
+        return [*(f"All rows: {what}." for what in groups), *noted]
+    return [*(f"**Not alike**, {', '.join(labels)}: {what}." for what, labels in groups.items()), *noted]
+
+
+def moved_by(changes: Iterable[str]) -> str:
+    """What of the experiment ``--set`` changes; but not the source, which is told otherwise where it is other data."""
+    names = dict.fromkeys(change.partition("=")[0] for change in changes)
+    return ", ".join(name for name in names if name.partition(".")[0] in EXPERIMENT and name != "data.source")
 
 
 def together(pairs: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from fedjax_pfl.data.augment import Copies
@@ -87,6 +88,14 @@ class PerClass(NamedTuple):
 
     held: Shaped[Array, "*clients C"]
     rows: PyTree
+
+    def if_used(self, *coefficients: float | Float[Array, ""]) -> "PerClass":
+        """The part where a coefficient is not 0, else without a row: a term that is off sends nothing.
+
+        By value, so that this costs the same alone and beside other coefficients in one program.
+        """
+        used = jnp.any(jnp.stack([jnp.asarray(weight, jnp.float32) for weight in coefficients]) != 0)
+        return self._replace(held=jnp.where(used, self.held, jnp.zeros_like(self.held)))
 
 
 class SentIf(NamedTuple):

@@ -355,11 +355,14 @@ def digest(data):
     return jnp.sum(jnp.where(data.valid > 0, jnp.sum(x, axis=(1, 2, 3)), 0))
 
 
-def test_a_client_that_takes_no_step_has_no_part_in_the_mean_loss(federation):
-    """As where short batches are dropped."""
+@pytest.mark.parametrize(("batch", "counted"), [(8, [n for n in TRAIN_SIZES if n >= 8]), (99, [])])
+def test_a_client_that_takes_no_step_has_no_part_in_mean_loss_and_diagnostics(batch, counted, federation):
+    """As where short batches are dropped; where nobody takes one, the loss stays that of the round before."""
 
     def local(now, view, client, data):
-        return Update((), (), TrainInfo(data.count.astype(jnp.float32), data.count // 8), post=(view, client))
+        steps = data.count // batch
+        info = TrainInfo(jnp.where(steps > 0, data.count.astype(jnp.float32), 0.0), steps)
+        return Update((), (), info, post=(view, client), diagnostics={"twice": 2 * info.loss})
 
     method = Method(
         init=lambda key, clients: (jnp.int32(0), ()),
@@ -368,9 +371,11 @@ def test_a_client_that_takes_no_step_has_no_part_in_the_mean_loss(federation):
         personal=lambda view, client: view,
         predict=one_answer,
     )
-    run = jax.jit(Engine(method, len(TRAIN_SIZES)).init)(KEY, federation)
-    run = jax.jit(Engine(method, len(TRAIN_SIZES)).round)(KEY, at(0), run, jnp.array(True), federation)
-    assert float(run.loss) == pytest.approx(np.mean([n for n in TRAIN_SIZES if n >= 8]))
+    engine = Engine(method, len(TRAIN_SIZES), diagnostics=("twice",))
+    run = jax.jit(engine.init)(KEY, federation)._replace(loss=jnp.array(5.0))
+    run = jax.jit(engine.round)(KEY, at(0), run, jnp.array(True), federation)
+    assert float(run.loss) == pytest.approx(np.mean(counted) if counted else 5.0)
+    assert float(run.diagnostics["twice"]) == pytest.approx(2 * np.mean(counted) if counted else 0.0)
 
 
 def test_the_mean_cosine_of_two_updates_is_that_of_all_pairs():

@@ -15,6 +15,7 @@ from fedjax_pfl.data.federated import Federation, pack
 from fedjax_pfl.engine.memory import Memory, _left_in_groups, peak_bytes, resident_set, survey
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.methods import METHODS
+from tests.conftest import CLASSES
 
 LINUX = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only Linux says what a process holds")
 
@@ -92,6 +93,16 @@ def test_only_where_devices_share_the_hosts_memory_does_the_process_count(model,
     assert on_gpu.resident == on_cpu.resident
     assert (on_gpu.process, on_gpu.compiler) == (0, 0) != (on_cpu.process, on_cpu.compiler)
     assert on_gpu.total(chunk=5) == on_gpu.resident + 5 * on_gpu.per_client + on_gpu.exchanged
+
+
+def test_what_clients_upload_for_a_calibration_is_announced(model, trainer, federation):
+    """Of each class a mean, a covariance and a count, twice of each of seven clients."""
+    engines = (Engine(METHODS[name](model, trainer), 7) for name in ("fedavg", "ccvr"))
+    plain, calibrated = (survey(engine, jax.random.key(0), federation, "gpu")[0] for engine in engines)
+    numbers = CLASSES * (model.dim + model.dim * (model.dim + 1) // 2 + 1)
+    assert plain.scored == 0
+    assert calibrated.scored == 2 * 7 * 4 * numbers
+    assert calibrated.per_client >= plain.per_client
 
 
 def test_patches_for_several_columns_are_announced_smaller(model, trainer, federation):

@@ -235,6 +235,15 @@ def test_the_recorded_command_does_not_say_where_runs_were_kept():
     assert tables.without_folder(given.split()) == ["table1", "--seeds", "0,1", "--rounds", "2", "--name", "mine"]
 
 
+def test_a_setting_that_is_moved_is_named_beside_the_papers_figures(paper, fake, capsys):
+    """But for a part of the same data set, and what is not of the experiment."""
+    call(paper, "table1 --settings three --methods local --set run.eval_every=5")
+    assert "Not the paper's setting" not in markdown()
+    call(paper, "table1 --settings three --methods local --set training.lr=0.2 run.eval_every=5 data.clients=4")
+    assert "**Not the paper's setting**: `--set` moves training.lr, data.clients." in markdown()
+    assert "note: --set moves training.lr, data.clients: the paper's" in capsys.readouterr().err
+
+
 def test_figures_agree_with_those_computed_by_hand(paper, fake, capsys):
     call(paper, "table1 --settings three --seeds 0,1,2")
     text = markdown()

@@ -16,6 +16,7 @@ from fedjax_pfl.data.federated import Clients, Federation, Samples, client_data
 from fedjax_pfl.engine.round import Engine, pair_of
 from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange, size
+from fedjax_pfl.method import Round
 
 # The most that XLA and LLVM take while they compile for a CPU. Measured with JAX 0.10, two programs at a time, on two
 # cores, for six pairs of method and model of 178 to 2,860 operations: each took this much within 13 %.
@@ -64,7 +65,7 @@ class Memory(NamedTuple):
       per_client: what one running client needs on top: gradients, activations of a batch, optimiser state.
       participants: K, the largest number of clients in a round.
       exchanged: the participants' old and new states, and their uploads before and after absent ones are zeroed.
-      scored: the copies of clients' states that an evaluation makes.
+      scored: the copies of clients' states that an evaluation makes, or what all of them upload for a calibration.
       samples: the part of ``resident`` that is samples and tables, which runs share.
       states: the part of ``resident`` that is the state of all clients, once; 0 where the host holds it.
       process: what the process holds now, with the samples.
@@ -163,16 +164,26 @@ def survey(
         return scores_of(tally(lambda images: method.predict(params, images), held), held.class_counts)
 
     scoring = peak_bytes(jax.make_jaxpr(scores)(*update.trained, data.x, data.y, test).jaxpr)
+    calibrating, calibration = 0, 0
+    if (calibrate := method.calibrate) is not None:
+
+        def upload(shared: tuple, row: tuple) -> PyTree:
+            (key, t, view, x, y), (client_id, client, train, validation) = shared, row
+            return calibrate.local(Round(key, t), view, client, client_data(x, y, train, client_id, validation))
+
+        of_client, sent = jax.make_jaxpr(upload, return_shape=True)(shared, row)
+        # All uploads, before and after absent ones are zeroed.
+        calibrating, calibration = peak_bytes(of_client.jaxpr), 2 * engine.trainers * size(sent)
     exchanged = engine.cohort_size * 2 * (size(client) + size(update.upload))
     states, samples = engine.clients * size(client), size(data)
     # Scoring reads states in place, or copies all where the server dispatches; from the host, it holds two groups.
     mailed = states if method.dispatch is not None else 0
-    scored = 2 * engine.cohort_size * size(client) if on_host else mailed
+    scored = max(2 * engine.cohort_size * size(client) if on_host else mailed, calibration)
     held = 0 if on_host and backend != "cpu" else states
     planned = _PLANNED_WIDE if backend == "gpu" and precision != "float32" else _PLANNED.get(backend, 1.0)
     memory = Memory(
         resident=samples + size(server) + held,
-        per_client=round(planned * max(training, scoring + size(client))),
+        per_client=round(planned * max(training, calibrating, scoring + size(client))),
         participants=engine.cohort_size,
         exchanged=exchanged,
         scored=scored,

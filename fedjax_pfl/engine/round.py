@@ -208,9 +208,11 @@ class Engine(Evaluator):
         def mean(values: Float[Array, " K"], of: Bool[Array, " K"]) -> Float[Array, ""]:
             return jnp.sum(jnp.where(of, values, 0.0)) / jnp.maximum(jnp.sum(of), 1).astype(jnp.float32)
 
-        loss = jnp.where(count > 0, mean(update.info.loss, trained), run.loss)
+        # Where nobody has trained, there is no loss; a method that counts no steps may still report one.
+        reported = jnp.any(present & ((update.info.steps > 0) | (update.info.loss != 0)))
+        loss = jnp.where(reported, mean(update.info.loss, trained), run.loss)
         of_clients = update.diagnostics or {}
-        diagnostics = {name: mean(of_clients[name], present) for name in self.diagnostics if name in of_clients}
+        diagnostics = {name: mean(of_clients[name], trained) for name in self.diagnostics if name in of_clients}
         if UPDATE_COSINE in self.diagnostics:
             updates = uploads if method.sends_change else jax.tree.map(jnp.subtract, uploads, view)
             diagnostics[UPDATE_COSINE] = mean_cosine(updates, present)

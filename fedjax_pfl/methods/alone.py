@@ -91,6 +91,7 @@ def alone(method: Method) -> Method:
         headline=method.headline,
         copies=method.copies,
         setup=own_setup,
+        selects=method.selects,
         batches_per_step=method.batches_per_step,
     )
 

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Key
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.method import Cohort, Method, Round, Update
 from fedjax_pfl.models.base import Model, Params
+from fedjax_pfl.models.norm import STATISTICS
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.training import Trainer
@@ -59,11 +60,11 @@ def fedbn(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Met
 def _split(params: Params) -> tuple[Params, Params]:
     """(layers, normalisation): two trees like the params, each with None for the leaves of the other.
 
-    A layer that has a ``scale`` is normalisation: Flax gives this name to the factor of all of its own, as ``norm.py``
-    does.
+    A layer that has a ``scale`` or running statistics is normalisation: Flax gives the first name to the factor of all
+    of its own, as ``norm.py`` does.
     """
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
-    normalisation = {path[:-1] for path in paths if getattr(path[-1], "key", None) == "scale"}
+    normalisation = {path[:-1] for path in paths if getattr(path[-1], "key", None) in ("scale", *STATISTICS)}
 
     def part(*, normalising: bool) -> Params:
         return jax.tree.map_with_path(

@@ -63,7 +63,8 @@ def fedfcd(
       lam: lambda, weight of the pull to the GFR (Eq. 6); the paper's is 1 on Fashion-MNIST and 5 on CIFAR.
       fusion: whether the logits of both heads are added up (Eqs. 7, 8), or the personal head decides alone.
       hierarchical: train extractor and head in turns (Eqs. 9, 10), or in one pass.
-      train_extractor_on: logits in the extractor's loss: both heads' sum, or the personal head's, which Eq. 9 prints.
+      train_extractor_on: logits in the extractor's loss: both heads' sum, or the personal head's, which Eq. 9 prints;
+        in one pass they are the head's, too.
       server_lr: lr_g of phi_g.
       server_epochs: passes of the server over the class means of a round.
       server_batch_size: class means per step of the server.
@@ -81,9 +82,7 @@ def fedfcd(
         return Server(params["head"], Prototypes.none(model.classes, model.dim)), params
 
     def broadcast(server: Server) -> View:
-        means, valid = server.representations
-        # By its value, so that lambda = 0 costs the same alone and beside other lambdas in one program.
-        return View(server.head if fusion else None, PerClass(valid & (jnp.asarray(lam) > 0), means))
+        return View(server.head if fusion else None, server.representations.as_sent().if_used(lam))
 
     def decide(shared: Params | None, head: Params, z: Float[Array, "batch K"]) -> Logits:
         own = model.classify(head, z)

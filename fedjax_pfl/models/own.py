@@ -197,6 +197,8 @@ def _options(given: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
         hints = typing.get_type_hints(source, include_extras=True)
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError("model", name, f"something whose signature can be read: {error}") from None
+    if of_nnx:
+        parameters.pop(next(iter(parameters)), None)  # self, whatever it is called
     takes_rngs = parameters.pop("rngs", None) is not None
     for flax in ("self", "parent", "name") if of_class else ():
         parameters.pop(flax, None)

@@ -179,6 +179,11 @@ def test_a_config_asks_for_it():
     assert apart.global_predict is None
 
 
+def test_a_method_that_selects_does_so_alone_too(model, trainer):
+    assert alone(METHODS["fedfomo"](model, trainer)).selects
+    assert not alone(METHODS["fedavg"](model, trainer)).selects
+
+
 def test_a_step_takes_as_many_batches_as_with_others(model, trainer):
     method = METHODS["perfedavg"](model, trainer)
     assert alone(method).batches_per_step == method.batches_per_step > 1

@@ -124,6 +124,20 @@ def test_every_normalisation_of_a_resnet_is_personal(norm, per_channel, trainer)
     assert shared == 11_168_832 - 2 * channels + 512 * CLASSES + CLASSES
 
 
+def test_running_statistics_stay_without_a_scale_beside_them_too(model_with_norm, trainer):
+    """As of Flax's ``BatchNorm(use_scale=False)``."""
+    norm = dict.fromkeys(("bias", "running_mean", "running_var"), jnp.zeros(WIDTH))
+
+    def init(key):
+        params = model_with_norm.init(key)
+        return {**params, "extractor": {**params["extractor"], "norm": norm}}
+
+    server, own = fedbn(model_with_norm._replace(init=init), trainer).init(KEY, N)
+    assert server["extractor"]["norm"] == dict.fromkeys(norm)
+    assert own["extractor"]["norm"] == norm
+    assert jax.tree.leaves(own["extractor"]["hidden_layer"]) == []
+
+
 def test_a_model_without_normalisation_is_refused(model, trainer):
     with pytest.raises(ValueError, match="normalisation"):
         fedbn(model, trainer)

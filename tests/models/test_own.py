@@ -320,6 +320,16 @@ class NNXDropping(nnx.Module):
         return self.head(self.dropout(self.wide(x.reshape(len(x), -1))))
 
 
+class NNXTerse(nnx.Module):
+    """Its first argument is not called self."""
+
+    def __init__(net, rngs):  # noqa: N805  # as some write it
+        net.inner, net.out = nnx.Linear(16, 4, rngs=rngs), nnx.Linear(4, CLASSES, rngs=rngs)
+
+    def __call__(net, x):  # noqa: N805
+        return net.out(nnx.relu(net.inner(x.reshape(len(x), -1))))
+
+
 @pytest.fixture(scope="module", params=[Dropping(), NNXDropping], ids=["linen", "nnx"])
 def dropping(request):
     """The model, its parameters, and (client, round) -> the head's gradient in each of two steps of one sample."""
@@ -407,6 +417,10 @@ def test_its_head_can_be_a_tree_too():
     assert (theta.keys(), phi.keys()) == ({"a"}, {"b", "c"})
     logits = dense(relu(dense(np.tanh(dense(PIXELS, theta["a"])), phi["b"])), phi["c"])
     np.testing.assert_allclose(computed(model.apply, params, X), logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_nnx_class_may_call_itself_anything():
+    assert fitted(NNXTerse).dim == 4
 
 
 def test_its_statistics_move_as_those_of_linen(nnx_model):

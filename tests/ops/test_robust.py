@@ -143,6 +143,14 @@ def test_a_few_senseless_rows_do_no_harm(rule, nonsense):
         assert (leaf <= honest.max(axis=0)).all()
 
 
+@pytest.mark.parametrize("rule", [krum, multi_krum])
+def test_a_row_that_is_no_number_is_not_chosen_even_where_it_is_one_of_two(rule):
+    for first in (1.0, np.nan):  # where all are no number, what comes out is none either
+        rows = {"w": np.array([[first, 2.0], [np.nan, 3.0]])}
+        found = called(rule, rows, np.ones(2, bool))["w"]
+        np.testing.assert_array_equal(found, [1.0, 2.0] if first == 1.0 else [np.nan, 2.5])
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_the_order_of_the_rows_does_not_matter(rule):
     present, order = PRESENT[2], RNG.permutation(ROWS)

@@ -132,7 +132,7 @@ def fedecouple(
         terms = {} if is_off(mu) else {"anchors": part(1)}
         said |= train.gradient_ratios(now, part(0), terms, extractor, data)
         personal = {"extractor": extractor, "head": head}
-        return Update(Client(personal, jnp.array(True)), personal, info, diagnostics=said)
+        return Update(Client(personal, client.seen | (info.steps > 0)), personal, info, diagnostics=said)
 
     def aggregate(
         now: Round, server: Params, clients: Client, uploads: Params, cohort: Cohort

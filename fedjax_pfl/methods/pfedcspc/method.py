@@ -48,7 +48,8 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
 
     def broadcast(server: Server) -> View:
         params, u = server.params, server.prototypes
-        sent = None if client_loss.align is None or u is None else u.as_sent()
+        align = client_loss.align
+        sent = None if align is None or u is None else u.as_sent().if_used(align.weight)
         return View(with_encoder(params, None) if starts_personal else params, sent, server.scored)
 
     def dispatch(now: Round, server: Server, clients: PyTree, cohort: Cohort) -> Params:
@@ -100,9 +101,10 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         if calibrate is not None:
             params, of_calibration = calibrate(now, model, params, sent.u, sent.valid, cohort.ids)
             said = said | of_calibration
-        z = project(model, params["extractor"]["projection"], sent.u)
         u_g = update_prototypes(u_g, mean_over_clients(sent.u, sent.valid))
-        e = update_prototypes(e, mean_over_clients(z, sent.valid))
+        newest = partial(project, model, params["extractor"]["projection"])
+        # A class that nobody holds in this round keeps u_g, of which the newest H makes another exemplar.
+        e = update_prototypes(Prototypes(newest(u_g.mean), u_g.valid), mean_over_clients(newest(sent.u), sent.valid))
         return Server(params, u_g, e, known, said), clients
 
     def personalize(now: Round, view: View, client: Client, data: ClientData) -> tuple[View, Client]:

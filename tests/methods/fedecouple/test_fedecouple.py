@@ -409,6 +409,20 @@ def test_before_its_first_participation_a_client_has_what_it_receives(model, tra
     jax.tree.map(np.testing.assert_array_equal, play(other, jnp.array(True), "initial"), own)
 
 
+def test_without_a_step_a_client_goes_on_with_the_head_that_it_receives(model, trainer, federation):
+    """Where short batches are left out, and it has no whole one; so, too, where it has no samples."""
+    received, other = jax.jit(lambda: (model.init(KEY), model.init(OTHER_KEY)))()
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    no_batch = replace(trainer, batch_size=64, drop_last=True)
+    empty = data._replace(count=jnp.int32(0), class_counts=jnp.zeros(CLASSES))
+    for without, samples in ((no_batch, data), (trainer, empty)):
+        method = fedecouple(model, without)
+        update = jax.jit(method.local)(now(KEY, 0), received, Client(other, jnp.array(False)), samples)
+        jax.tree.map(np.testing.assert_array_equal, update.upload, received)
+        newer = model.init(jax.random.key(5))
+        jax.tree.map(np.testing.assert_array_equal, method.personal(newer, update.client), newer)
+
+
 # --- What is recorded of the terms -----------------------------------------------------------------------------------
 
 

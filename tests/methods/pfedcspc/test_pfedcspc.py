@@ -575,7 +575,10 @@ def test_the_global_model_is_the_calibrated_mean(both):
 
 
 def test_prototypes_and_exemplars_are_means_over_the_holders(both):
-    """Exemplars in the space of the calibrated projection, which is not that of the averaged one."""
+    """Exemplars in the space of the calibrated projection, which is not that of the averaged one.
+
+    That of a class that nobody holds is where this projection has the prototype that the class keeps.
+    """
     for each in both.rounds:
         old, new = each.before.state.server, each.after.state.server
         of_clients = [u for _, u in each.uploads.values()]
@@ -586,7 +589,7 @@ def test_prototypes_and_exemplars_are_means_over_the_holders(both):
             (each.averaged["extractor"], not both.case.hyper.calibrate),
         ):
             projected = [{c: project(np, theta, points) for c, points in u.items()} for u in of_clients]
-            expected, _ = mean_over_holders(*old.exemplars, projected)
+            expected, _ = mean_over_holders(project(np, theta, mean), valid, projected)
             assert np.allclose(new.exemplars.mean, expected, rtol=2e-4, atol=1e-5) == agrees
         same(new.prototypes.valid, valid)
         same(new.exemplars.valid, valid)
@@ -876,13 +879,15 @@ def test_clients_that_never_took_part_have_the_averaged_encoder(aggregate, uploa
     assert not server.known.valid[others].any()
 
 
-def test_a_class_that_nobody_holds_keeps_its_prototype_and_nothing_else_is_read(aggregate, uploaded):
+def test_a_class_that_nobody_holds_keeps_its_prototype_and_nothing_else_is_read(aggregate, uploaded, model):
     held = EXISTS.any(axis=2)
     _, server = aggregate(uploaded, EXISTS, held)
     same(server.prototypes.mean[1], 5)
     same(server.prototypes.valid, True)
-    same(server.exemplars.valid, [True, False, True])
-    same(server.exemplars.mean[1], 0)
+    same(server.exemplars.valid, True)
+    near(
+        server.exemplars.mean[1], project(np, to_numpy(server.params)["extractor"], np.full(model.projection.dim, 5.0))
+    )
     near(server.prototypes.mean[2], np.mean([uploaded[0, 2, 0].mean(axis=0), uploaded[3, 2].mean(axis=(0, 1))], axis=0))
     # Rows that are not sent, and groups without samples.
     junk = np.where(EXISTS[..., None, None], uploaded, 50.0)
