@@ -15,6 +15,7 @@ from fedjax_pfl.cli import printing
 from fedjax_pfl.cli.commands import app, main
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
+from fedjax_pfl.experiment.record import Listed
 from fedjax_pfl.models import MODELS
 
 QUICK = """
@@ -124,6 +125,96 @@ simulation.simulate = simulate"""
         f"goes on with fedjax-pfl run --resume {tmp_path / 'out'}" if saved else "there is no checkpoint to go on from"
     )
     assert done.stderr == f"interrupted; {how}\n"
+
+
+def test_how_to_go_on_in_a_folder_whose_name_has_a_space(quick, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedjax_pfl.experiment.driver.simulate", interrupted)
+    monkeypatch.setattr("fedjax_pfl.experiment.comparison.compare", interrupted)
+    out = tmp_path / "of mine"
+    (out / "checkpoints" / "3").mkdir(parents=True)
+    one, many = invoke("run", quick, "--out", out), invoke("compare", quick, "--out", out)
+    assert one.stderr == f"interrupted; goes on with fedjax-pfl run --resume '{out}'\n"
+    assert many.stderr == f"interrupted; the same command with --out '{out}' goes on\n"
+    assert (one.exit_code, many.exit_code) == (130, 130)
+
+
+def test_resume_takes_an_override_with_a_path(quick, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr("fedjax_pfl.experiment.driver.simulate", lambda config, **_: given.append(config) or 1 / 0)
+    folder = tmp_path / "lr=1"
+    folder.mkdir()
+    quick.rename(folder / "config.toml")
+    cache = tmp_path / "cache"
+    invoke("run", "--resume", folder, f"run.compilation_cache={cache}", "training.rounds=3")
+    invoke("run", "--resume", folder, folder / "config.toml", f"run.compilation_cache={cache}")  # "=" in a file's name
+    assert [config.run.compilation_cache for config in given] == [str(cache)] * 2
+    assert [config.training.rounds for config in given] == [3, 2]
+
+
+def test_a_variants_name_may_have_a_dot_and_begin_as_anothers(quick, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        "fedjax_pfl.experiment.comparison.compare", lambda config, methods, **_: given.append(methods) or 1 / 0
+    )
+    variants = "v1=fedprox,v1.5=fedprox"
+    own = ["v1.mu=0.5", "v1.5.mu=1", "v1.5.training.lr=0.1", "fedavg.training.lr=0.2"]
+    invoke("compare", quick, "--methods", f"fedavg,{variants}", *(part for of in own for part in ("--set", of)))
+    assert given == [
+        {
+            "fedavg": {"training.lr": 0.2},
+            "v1": {"method": "fedprox", "mu": 0.5},
+            "v1.5": {"method": "fedprox", "mu": 1, "training.lr": 0.1},
+        }
+    ]
+    for wrong, message in {
+        "v2.mu=1": "one of the methods compared: fedavg, v1, v1.5",
+        "v1.5.=1": "expected method.key",
+    }.items():
+        refused = invoke("compare", quick, "--methods", f"fedavg,{variants}", "--set", wrong).exception
+        assert str(refused).startswith(f"--set = '{wrong}' is not usable: {message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("compare", "run.seed=7", "--seeds instead"),
+        ("compare", "run.out=/tmp/x", "--out instead"),
+        ("sweep", "run.out=/tmp/x", "--out instead"),
+        ("tune", "run.out=/tmp/x", "leave it out: trials are recorded in their study, which --storage keeps"),
+    ],
+)
+def test_an_override_that_a_command_would_not_read_is_refused(name, override, message, quick):
+    refused = invoke(name, quick, "training.lr=0.1", override).exception
+    assert str(refused) == f"override = '{override}' is not usable: {message}"
+
+
+NAMES = ["[old] lr=0.1", "a[/b]", "<b>x</b>", "*x*", "__y__", "`z`", "~~w~~", "&lt;", ":smile:", "\\[c]"]
+
+
+def test_names_are_printed_as_they_are(tmp_path, capsys):
+    """They are no markup: neither that of rich nor Markdown."""
+    table = "\n".join(f"| {row} |" for row in ("method | PRE", "--- | ---:", *(f"{name} | 1.00" for name in NAMES)))
+    printing.print_markdown(f"# [t]\n\n{table}\n\n**Failed**: {', '.join(NAMES)}: _no_ and *no*.")
+    said = capsys.readouterr().out
+    assert f"\nFailed: {', '.join(NAMES)}: _no_ and *no*. " in said
+    assert [name for name in NAMES if f"\n {name} " not in said] == []
+    assert "[t]" in said
+    counts = {"class_counts": [[1, 2]] * len(NAMES), "users": NAMES, "notes": NAMES, "hash": "[a]"}
+    printing.print_partition({**counts, **dict.fromkeys(("sizes", "n_train", "n_test"), [3] * len(NAMES))})
+    said = capsys.readouterr().out
+    assert [name for name in NAMES if f" {name} " not in said or f"note: {name}\n" not in said] == []
+    assert "hash [a]" in said
+    named = {"method": {"name": "fedavg"}, "data": {"source": "npz:[a].npz"}}
+    config = {**named, "run": {"seed": 0}, "training": {"rounds": 2}}
+    listed = [Listed(tmp_path / name, config, 2, True, {"pre": None, "post": 0.5}) for name in NAMES]
+    printing.print_runs(listed, tmp_path)
+    said = capsys.readouterr().out
+    assert [name for name in NAMES if f"│ {name} " not in said] == []
+    assert said.count("npz:[a].npz") == len(NAMES)
+    assert said.count(" 2/2 │   — │ 50.00 ") == len(NAMES)  # PRE: no client was scored
 
 
 def test_quiet_prints_nothing(quick, tmp_path):

@@ -26,6 +26,7 @@ from fedjax_pfl.experiment.tables import Cell
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
+from matplotlib.cbook import is_math_text  # noqa: E402
 from matplotlib.colors import to_hex  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
@@ -166,6 +167,24 @@ def test_a_curve_that_there_is_not_is_one_line_and_no_empty_figure(arguments, me
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         compared().plot(**arguments)
     assert pyplot.get_fignums() == []
+
+
+def test_names_are_shown_as_they_are():
+    """matplotlib takes dollars for a formula, and hides what begins with an underscore."""
+    names = ["_fast", "a$b$c", "plain"]
+
+    def named(name, **others):
+        return Cell({"method.name": name, **others}, CONFIG, summary(0.5), OTHERS, history(0.2, 0.4))
+
+    cells = [named(name) for name in names]
+    swept = [named(name, **{"training.lr": lr}) for name in names for lr in (0.1, 0.2)]
+    curves = Comparison(CONFIG, cells, "plain").plot()
+    for ax in (curves, plot_sensitivity(Sweep(swept, SETTINGS), "training.lr")):
+        texts = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert texts == [" _fast", r"a\$b\$c", "plain"]
+        assert not any(map(is_math_text, texts))  # the text is then shown without the backslashes
+    rows = [text.get_text() for text in plot_clients(Comparison(CONFIG, cells, "plain")).get_yticklabels()]
+    assert rows == texts
 
 
 def test_nothing_has_ended():

@@ -292,6 +292,10 @@ def untyped(model, train, *, mu=0.1):
 MISTAKES = {
     "name of the package": (lambda: register_method("fedavg")(mine), r"register_method = 'fedavg' .* another name"),
     "model's name": (lambda: register_model("mlp")(MLP), r"register_model = 'mlp' .* the package's own model"),
+    "what data from Python are called": (
+        lambda: register_dataset("arrays")(digits),
+        r"register_dataset = 'arrays' .* another name",
+    ),
     "no name": (lambda: register_method("my method")(mine), r"a name of letters, digits and underscores"),
     "no function": (lambda: register_method("mine4")(3), r"register_method = 3 is not usable: a function: def mine\("),
     "arguments": (lambda: register_method("mine4")(bad_factory), r"other arguments than def mine\(model, train"),

@@ -14,7 +14,18 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 from typer.testing import CliRunner
 
-from fedjax_pfl import Choice, Config, ConfigError, IntUniform, LogUniform, Uniform, load_tune, simulate, tune
+from fedjax_pfl import (
+    Choice,
+    Config,
+    ConfigError,
+    IntUniform,
+    LogUniform,
+    Uniform,
+    load_config,
+    load_tune,
+    simulate,
+    tune,
+)
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment import programs, tuning
@@ -285,6 +296,36 @@ LINE = {
 }
 
 
+def test_the_best_fields_are_overrides_even_where_one_is_empty(file):
+    path = file('config = "base.toml"\n[space]\ntraining.clip_norm = [1.0]\n')
+    best = {"training.clip_norm": None, "training.lr": 1e-5, "model.init": "torch"}
+    drawn = {field: optuna.distributions.CategoricalDistribution([value]) for field, value in best.items()}
+    found = optuna.create_study()
+    found.add_trial(optuna.create_trial(params=best, distributions=drawn, value=0.5))
+    said = tuning.in_short(found)
+    assert said.startswith("0 pruned, best 0.5000: ")
+    usual = load_config(path.parent / "base.toml", ["training.clip_norm=1.0"])
+    overrides = said.partition("0.5000: ")[2].split()
+    assert load_config(path.parent / "base.toml", ["training.clip_norm=1.0"], overrides) == usual.replace(best)
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        (["--storage", "sqlite:///x.db"], "the same command goes on"),
+        ([], "the study is lost: --storage keeps one"),
+    ],
+)
+def test_an_interruption_says_what_becomes_of_the_study(options, how, file, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "tune", interrupted)
+    path = file('config = "base.toml"\n[space]\ntraining.lr = [0.1]\n')
+    done = CliRunner().invoke(app, ["tune", str(path), *options])
+    assert (done.exit_code, done.stdout, done.stderr) == (130, "", f"interrupted; {how}\n")
+
+
 @pytest.mark.parametrize(
     ("evaluate_on", "point", "metric", "value"),
     [
@@ -382,6 +423,9 @@ def test_a_file_says_what_is_drawn_from_what(file):
         "training.epochs": IntUniform(1, 3),
         "training.batch_size": Choice([10, 50]),
     }
+    decides = re.escape(f"override = 'training.lr=0.7' is not usable: a field that is not searched: [space] of {path}")
+    with pytest.raises(ConfigError, match=f"^{decides} has training.lr$"):
+        load_tune(path, ["training.rounds=5", "training.lr=0.7"])
 
 
 @pytest.mark.parametrize(

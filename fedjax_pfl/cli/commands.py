@@ -6,10 +6,11 @@ Heavy modules are imported inside the commands, so that ``--help`` answers at on
 import importlib.metadata
 import json
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,7 +98,7 @@ def run(
     if resume is not None:
         if out is not None:
             raise ConfigError("--out", out, f"leave it out: the run in {resume} goes on there")
-        if config is not None and "=" in config.name:  # no config, but an override
+        if config is not None and "=" in str(config) and not os.path.exists(config):  # no config, but an override
             config, overrides = None, [str(config), *(overrides or [])]
         if config is None and not (resume / "config.toml").exists():
             raise ConfigError("--resume", str(resume), "a run directory: it holds config.toml and checkpoints")
@@ -122,7 +123,7 @@ def run(
     except (KeyboardInterrupt, SystemExit) as interrupt:
         how = "there is no checkpoint to go on from"
         if any(Path(str(loaded.run.out), "checkpoints").glob("*")):
-            how = f"goes on with fedjax-pfl run --resume {loaded.run.out}"
+            how = f"goes on with fedjax-pfl run --resume {shlex.quote(str(loaded.run.out))}"
         print(f"interrupted; {how}", file=sys.stderr)
         sys.exit(interrupt.code if isinstance(interrupt, SystemExit) else _INTERRUPTED)
     if not quiet:
@@ -161,6 +162,7 @@ def compare(
 
     A call with the same --out goes on where the last one stopped.
     """
+    _check_in_use(overrides, {"run.seed": "--seeds instead", "run.out": "--out instead"})
     loaded = _load(config, overrides, None)
     out = out or str(Path("runs") / f"compare-{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
@@ -185,7 +187,7 @@ def compare(
         method, key, value = _setting(given, names)
         options[method][key] = value
     report = None if quiet else _say
-    with _interruptible(out):
+    with _interruptible(_goes_on_in(out)):
         if methods == "all":
             # A method with a hyperparameter of its own is meant to run.
             for name, why in refusals(loaded, [name for name in names if not options[name]]).items():
@@ -222,10 +224,11 @@ def sweep(
     """
     from fedjax_pfl.experiment.sweep import load_sweep, sweep
 
+    _check_in_use(overrides, {"run.out": "--out instead"})
     config, grid, baseline = load_sweep(file, overrides or [])
     out = out or str(Path("runs") / f"sweep-{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     where = _executor(executor, job)
-    with _interruptible(out):
+    with _interruptible(_goes_on_in(out)):
         report = None if quiet else _say
         found = sweep(config, grid, baseline=baseline, point=point, out=out, progress=report, executor=where)
     _show_runs(found, out)
@@ -251,19 +254,21 @@ def tune(
     """Search for hyperparameters that fare well on validation samples; test samples are never looked at."""
     from fedjax_pfl.experiment.tuning import in_short, load_tune, tune
 
+    _check_in_use(overrides, {"run.out": "leave it out: trials are recorded in their study, which --storage keeps"})
     config, space = load_tune(file, overrides or [])
-    study = tune(
-        config,
-        space,
-        n_trials=trials,
-        batch=batch,
-        seed=seed,
-        metric=metric,
-        point=point,
-        storage=storage,
-        study_name=name or file.stem,
-        progress=None if quiet else _say,
-    )
+    with _interruptible("the same command goes on" if storage else "the study is lost: --storage keeps one"):
+        study = tune(
+            config,
+            space,
+            n_trials=trials,
+            batch=batch,
+            seed=seed,
+            metric=metric,
+            point=point,
+            storage=storage,
+            study_name=name or file.stem,
+            progress=None if quiet else _say,
+        )
     print(f"{metric} on validation samples: {in_short(study)}")
 
 
@@ -463,15 +468,33 @@ def _with_out(config: "Config", out: str) -> "Config":
     return config.replace({"run.out": out})
 
 
+def _check_in_use(overrides: list[str] | None, instead: Mapping[str, str]) -> None:
+    """Checks that no override is of a field that this command does not read.
+
+    Args:
+      overrides: ``section.key=value`` strings.
+      instead: field -> what is to be given in its place.
+
+    Raises:
+      ConfigError: one is.
+    """
+    for override in overrides or ():
+        if (field := override.partition("=")[0].strip()) in instead:
+            raise ConfigError("override", override, instead[field])
+
+
 def _setting(given: str, methods: list[str]) -> tuple[str, str, Any]:
     """Method, hyperparameter and value of ``method.key=value``."""
     from fedjax_pfl.experiment.config import parse_value
 
     field, equals, text = given.partition("=")
-    method, dot, key = field.strip().partition(".")
-    if not (equals and dot and key):
+    field = field.strip()
+    # The longest one: a variant's name may have a dot, and begin as another's does.
+    method = max((name for name in methods if field.startswith(f"{name}.")), key=len, default=None)
+    key = field.partition(".")[2] if method is None else field.removeprefix(f"{method}.")
+    if not (equals and key):
         raise ConfigError("--set", given, "expected method.key=value, e.g. fedprox.mu=0.1")
-    if method not in methods:
+    if method is None:
         raise ConfigError("--set", given, f"one of the methods compared: {', '.join(methods)}")
     return method, key, parse_value(text)
 
@@ -495,13 +518,17 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
+def _goes_on_in(out: str) -> str:
+    return f"the same command with --out {shlex.quote(out)} goes on"
+
+
 @contextmanager
-def _interruptible(out: str) -> Iterator[None]:
+def _interruptible(how: str) -> Iterator[None]:
     """Says on an interrupt how to go on."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as interrupt:
-        print(f"interrupted; the same command with --out {out} goes on", file=sys.stderr)
+        print(f"interrupted; {how}", file=sys.stderr)
         sys.exit(interrupt.code if isinstance(interrupt, SystemExit) else _INTERRUPTED)
 
 

@@ -1,24 +1,33 @@
 """What the command line prints. Heavy modules are imported inside the functions, so that ``--help`` answers at once."""
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fedjax_pfl.experiment.record import Listed
 
 
 def print_markdown(text: str) -> None:
-    """Prints a table and what stands around it."""
-    from rich.console import Console
+    """Prints a table and what stands around it: headings, tables and ``**bold**``; all else is plain text."""
     from rich.markdown import Markdown
 
-    # Not cut to the width of a terminal where there is none.
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    parts = text.split("\n\n")
-    console.print(Markdown("\n\n".join(_side_by_side(part, console.width) for part in parts)))
+    console, parts = _console(200), text.split("\n\n")
+    shown = "\n\n".join(_side_by_side(part, console.width) for part in parts)
+    # Names and messages may have any letters.
+    console.print(Markdown(re.sub(r"(?<!\*)\*(?!\*)|[\\`_~<\[&]", r"\\\g<0>", shown)))
+
+
+def _console(width: int) -> "Console":
+    """A console that prints names as they are, and does not cut to the width of a terminal where there is none."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)
 
 
 def _side_by_side(part: str, width: int) -> str:
@@ -40,7 +49,6 @@ def _side_by_side(part: str, width: int) -> str:
 
 def print_summary(summary: dict[str, Any]) -> None:
     """Prints what a run came to."""
-    from rich.console import Console
     from rich.table import Table
 
     from fedjax_pfl.experiment import headline
@@ -56,7 +64,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         table.add_column(heading, justify="right" if heading else "left")
     for row in rows:
         table.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = _console(120)
     console.print(table)
     for remark in headline.remarks(summary):
         console.print(remark, highlight=False)
@@ -65,7 +73,6 @@ def print_summary(summary: dict[str, Any]) -> None:
 def print_partition(manifest: dict[str, Any]) -> None:
     """Prints who holds what."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title="samples per client and class", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -77,7 +84,7 @@ def print_partition(manifest: dict[str, Any]) -> None:
     for client, (size, n_train, n_test, counts) in enumerate(rows):
         who = [users[client]] if users else []
         table.add_row(str(client), *who, str(size), str(n_train), str(n_test), *(str(n) if n else "·" for n in counts))
-    console = Console(width=None if sys.stdout.isatty() else 40 + 8 * classes)
+    console = _console(40 + 8 * classes)
     console.print(table)
     for note in manifest["notes"]:
         console.print(f"note: {note}", highlight=False)
@@ -92,7 +99,6 @@ def print_table(table: dict[str, Callable[..., Any]]) -> None:
 
 def print_runs(runs: "Sequence[Listed]", folder: Path) -> None:
     """Prints a line per run in a folder: how far it is, and what it came to."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"in {folder}", title_justify="left")
@@ -104,9 +110,9 @@ def print_runs(runs: "Sequence[Listed]", folder: Path) -> None:
     for run in runs:
         config = run.config
         done = f"{run.round}/{config['training']['rounds']}"
-        scores = [f"{100 * run.accuracy[point]:.2f}" if point in run.accuracy else "—" for point in ("pre", "post")]
+        found = [run.accuracy.get(point) for point in ("pre", "post")]
+        scores = ["—" if value is None else f"{100 * value:.2f}" for value in found]  # None: no client was scored
         of = [config["method"]["name"], config["data"]["source"], str(config["run"]["seed"])]
         path = run.path.relative_to(folder)
         table.add_row(str(path if path.parts else run.path), *of, done, *scores, "" if run.ended else "not ended")
-    # Not cut to the width of a terminal where there is none.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    _console(200).print(table)

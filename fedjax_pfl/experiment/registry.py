@@ -55,7 +55,10 @@ class _Kind(NamedTuple):
 _KINDS = {
     "method": _Kind(METHODS, frozenset(METHODS), "def mine(model, train, *, mu: float = 0.1) -> Method", (2,)),
     "model": _Kind(MODELS, frozenset(MODELS), "def mine(*, hidden: int = 64, init: str) -> flax.linen.Module", (0,)),
-    "dataset": _Kind(SOURCES, frozenset(SOURCES), "def mine(argument) -> data, as simulate takes it", (1,)),
+    # "arrays" is what a config calls data from Python.
+    "dataset": _Kind(
+        SOURCES, frozenset({*SOURCES, "arrays"}), "def mine(argument) -> data, as simulate takes it", (1,)
+    ),
     "partition": _Kind(
         PARTITIONS, frozenset(PARTITIONS), "def mine(labels, clients, seed, size, *, share: float = 0.5) -> rows", (4,)
     ),

@@ -197,7 +197,8 @@ def in_short(study: "optuna.Study") -> str:
     pruned = len(study.get_trials(deepcopy=False, states=(TrialState.PRUNED,)))
     if not study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         return f"{pruned} pruned, none complete"
-    fields = " ".join(f"{field}={json.dumps(value)}" for field, value in study.best_params.items())
+    best = {field: "none" if value is None else json.dumps(value) for field, value in study.best_params.items()}
+    fields = " ".join(f"{field}={value}" for field, value in best.items())
     return f"{pruned} pruned, best {study.best_value:.4f}: {fields}"
 
 
@@ -209,13 +210,14 @@ def load_tune(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tu
 
     Args:
       path: the file.
-      overrides: ``SECTION.KEY=VALUE`` on top of the file's.
+      overrides: ``SECTION.KEY=VALUE`` on top of the file's; of fields that are not searched.
 
     Returns:
       Config and space, as `tune` takes them.
 
     Raises:
-      ConfigError: the file is missing or no TOML, or what it says cannot be used.
+      ConfigError: the file is missing or no TOML, what it says cannot be used, or an override is of a field that is
+        searched.
     """
     tables = read_toml(path, "tune file")
     unknown = sorted(tables.keys() - {"config", "overrides", "space"})
@@ -223,7 +225,11 @@ def load_tune(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tu
         allowed = f"config (a path), [space]; optional: overrides; it has {', '.join(unknown or tables)}"
         raise ConfigError("tune file", str(path), allowed)
     config = load_config(Path(path).parent / tables["config"], tables.get("overrides", []), overrides)
-    return config, dict(_fields(tables["space"]))
+    space = dict(_fields(tables["space"]))
+    for override in overrides:
+        if (field := override.partition("=")[0].strip()) in space:
+            raise ConfigError("override", override, f"a field that is not searched: [space] of {path} has {field}")
+    return config, space
 
 
 class _Watch(Callback):

@@ -14,7 +14,7 @@ from fedjax_pfl.experiment.build import dataset_of, prepare
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.driver import drive
 from fedjax_pfl.experiment.parts import parts_of
-from fedjax_pfl.experiment.progress import SECONDS_PER_LINE, Progress
+from fedjax_pfl.experiment.progress import SECONDS_PER_LINE, Progress, duration
 from fedjax_pfl.experiment.registry import OwnParts, add_parts
 from fedjax_pfl.experiment.resume import RunPlace
 
@@ -80,12 +80,17 @@ def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: 
 
     def report(now: Progress) -> None:
         nonlocal last
-        if now.last is not None and (now.round == now.rounds or time.perf_counter() - last > SECONDS_PER_LINE):
-            last = time.perf_counter()
-            scores = ", ".join(f"{point} {100 * now.last[point]['accuracy']:.2f} %" for point in ("pre", "post"))
-            tell(f"round {now.round}/{now.rounds}, loss {now.loss:.4f}, {scores}, {last - began:.0f} s")
-        elif now.last is None and np.isnan(now.loss):
+        if np.isnan(now.seconds_left):
             tell("compiled" if now.compiled else f"about {now.memory / 1e9:.2g} GB of memory; compiling")
+        elif now.round == now.rounds or time.perf_counter() - last > SECONDS_PER_LINE:
+            last = time.perf_counter()
+            said = [f"round {now.round}/{now.rounds}", f"loss {now.loss:.4f}"]
+            if now.last is not None:
+                said += [f"{point} {100 * now.last[point]['accuracy']:.2f} %" for point in ("pre", "post")]
+            said.append(f"{last - began:.0f} s")
+            if now.round < now.rounds:
+                said.append(f"{duration(now.seconds_left)} left")
+            tell(", ".join(said))
 
     try:
         prepare(configs[0].run)

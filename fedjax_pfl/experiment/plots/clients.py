@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.comparison import Comparison
-from fedjax_pfl.experiment.plots.style import drawing, line_style
+from fedjax_pfl.experiment.plots.style import as_label, drawing, line_style
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.sweep import Sweep, check_point
 from fedjax_pfl.experiment.tables import Cell, Group, grouped, of_judged, show
@@ -52,7 +52,7 @@ def plot_clients(
         cells = [Cell.alone(runs.config, runs.summary, runs.clients, runs.history)]
     else:
         cells = runs.cells
-    found = {show(group.values) or "all": _scored(group, point) for group in grouped(cells)}
+    found = {as_label(show(group.values) or "all"): _scored(group, point) for group in grouped(cells)}
     drawn = {name: values for name, values in found.items() if len(values)}
     if not drawn:
         raise ConfigError("runs", [], "one run or more that has ended, with clients that are scored")

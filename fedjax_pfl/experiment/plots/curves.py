@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.plots.style import drawing, legend_above, line_style, quantity, whole_numbers
+from fedjax_pfl.experiment.plots.style import as_label, drawing, legend_above, line_style, quantity, whole_numbers
 from fedjax_pfl.experiment.tables import Cell, Group, grouped, show
 
 if TYPE_CHECKING:
@@ -105,5 +105,5 @@ def _curve(group: Group, metric: str, x: str, errorbar: str | None, scale: float
     def at_these(name: str) -> Float[np.ndarray, "seeds rounds"]:
         return np.stack([history[name][np.isin(history["round"], rounds)] for history in held])
 
-    values, label = scale * at_these(metric), show(group.values) or "all"
+    values, label = scale * at_these(metric), as_label(show(group.values) or "all")
     return _Curve(label, at_these(x).mean(axis=0), values.mean(axis=0), half_width(values, errorbar))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.plots.style import drawing, legend_above, line_style, quantity
+from fedjax_pfl.experiment.plots.style import as_label, drawing, legend_above, line_style, quantity
 from fedjax_pfl.experiment.summary import FIGURES
 from fedjax_pfl.experiment.sweep import Sweep
 from fedjax_pfl.experiment.tables import SEED, fields_of, grouped, show
@@ -62,7 +62,7 @@ def plot_sensitivity(
             rest = {name: value for name, value in group.values.items() if name != field}
             spread = float(found.std(ddof=1)) if len(found) > 1 else 0.0
             at = float(group.values.get(field, np.nan))
-            lines.setdefault(show(rest) or "all", []).append((at, float(found.mean()), spread))
+            lines.setdefault(as_label(show(rest) or "all"), []).append((at, float(found.mean()), spread))
     if not lines:
         raise ConfigError("metric", metric, "one that a run has; none of these has a value of it")
     with drawing(ax) as ax:

@@ -136,6 +136,12 @@ def line_style(number: int) -> dict[str, Any]:
     }
 
 
+def as_label(name: str) -> str:
+    """A name for matplotlib to show as it is: it takes dollars for a formula, and a legend leaves out ``_name``."""
+    shown = name.replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
 def quantity(metric: str) -> tuple[float, str]:
     """How a metric or figure is drawn: what it is multiplied by, and the label of its axis."""
     if metric in _SHARES:
