@@ -276,6 +276,60 @@ def test_p_values_are_corrected_and_other_clients_have_no_interval():
     assert not np.isnan(found.loc["ditto", "clients_low"])
 
 
+def test_a_difference_says_on_how_many_seeds_it_stands():
+    """Six seeds each, of which one is the same."""
+    one = {cell.method: cell for cell in synthetic().cells if cell.seed == 0}
+    seeds = {"local": range(6), "fedavg": range(5, 11), "ditto": range(6)}
+
+    def row(text, method):
+        headings, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+        return next(dict(zip(headings, row, strict=True)) for row in rows if row[0] == method)
+
+    cells = [cell(method, seed, one[method].summary) for method, of in seeds.items() for seed in of]
+    text = Comparison(config(), cells, "local").markdown()
+    assert row(text, "fedavg")["difference"] == "+20.00 (1 seed)"
+    assert row(text, "ditto")["difference"] == "+10.00"
+    assert "**One seed**: too few" in text
+    assert "Not compared" not in text
+    text = Comparison(config(), [of for of in cells if of.seed != 5], "local").markdown()
+    assert row(text, "fedavg")["difference"] == "—"
+    assert "**Not compared**: fedavg: the baseline has no run of the same seed in the same data setting." in text
+    assert "too few" not in text
+    failed = cells[0]._replace(summary=None, error="it broke")
+    text = Comparison(config(), [failed, *cells[6:]], "local").markdown()
+    assert "**Not compared**: fedavg; ditto: the baseline" in text
+    assert "Difference: " not in text
+
+
+def test_a_legend_is_of_the_columns_that_there_are():
+    text = synthetic().markdown()
+    assert "Difference: PRE minus that of local, mean of" in text
+    assert "p: paired t-test" in text
+    assert "Over clients: " not in text, "nothing is known of the clients"
+    alone = Comparison(config(), [cell for cell in synthetic().cells if cell.method == "local"], "local").markdown()
+    assert "| difference |" not in alone
+    for column in ("Difference: ", "Over clients: ", "p: "):
+        assert column not in alone
+    assert "Not compared" not in alone
+
+
+def test_a_table_says_if_its_runs_were_made_with_several_versions():
+    versions = {"local": {"fedjax_pfl": "0.1.0", "jax": "0.9"}, "fedavg": {"fedjax_pfl": "0.2.0", "jax": "0.9"}}
+
+    def text(of):
+        cells = [
+            cell._replace(summary={**cell.summary, "environment": {**of.get(cell.method, {}), "platform": cell.method}})
+            for cell in synthetic().cells
+        ]
+        return Comparison(config(), cells, "local").markdown()
+
+    assert "**Several versions**: runs were made with fedjax_pfl 0.1.0; fedjax_pfl 0.2.0: their numbers may" in text(
+        versions
+    )
+    assert "Several versions" not in text({"local": versions["local"]})
+    assert "Several versions" not in synthetic().markdown()
+
+
 def test_differences_are_the_tables_as_numbers():
     table = synthetic()
     found = table.differences().set_index("method")
@@ -350,8 +404,10 @@ def test_the_table_says_what_guessing_gives_and_what_one_method_has_of_its_own()
     assert "Always answering" not in table.markdown(), "summaries of version 0.1 do not say"
     for number, cell in enumerate(table.cells):
         cell.summary["majority_class"] = {"accuracy": 0.25 + 0.25 * (number // 3), "weighted": 0.0}
-    own = config(method={"name": "fedavg"}).replace("training.lr", 0.3)
-    cells = [cell._replace(config=own) if cell.method == "fedavg" else cell for cell in table.cells]
+    cells = [
+        cell._replace(config=cell.config.replace("training.lr", 0.3)) if cell.method == "fedavg" else cell
+        for cell in table.cells
+    ]
     text = table._replace(cells=cells).markdown()
     assert "that a client has most training samples of: 50.00 ± 25.00 %." in text
     assert "What one method has of its own: fedavg: training.lr=0.3." in text
@@ -380,6 +436,8 @@ def test_a_damaged_summary_is_named(comparison, out, tmp_path):
     [
         (["fedavg", "fedsgd"], {}, r"methods = 'fedsgd' is not usable: allowed: local, fedavg, "),
         (["fedavg", "fedavg"], {}, r"methods = .* one or more, each of them once"),
+        ([["fedavg"]], {}, r"methods = \['fedavg'\] is not usable: "),
+        (["fedavg"], {"seeds": [[0]]}, r"run\.seed = \[0\] "),
         (["fedavg"], {"seeds": []}, r"seeds = \[\] is not usable: one or more"),
         (["fedavg"], {"seeds": [-1]}, r"run\.seed = -1 "),
         ({"fedprox": {"nu": 1.0}}, {}, r"method\.nu = 1\.0 is not usable: no such key of fedprox; allowed: mu"),

@@ -217,12 +217,18 @@ def test_a_folder_becomes_the_same_frames_again(swept, out):
         (folder / name).write_text(whole)
 
 
-def test_runs_are_loaded_from_their_directories_as_a_sweep(swept, out):
+def test_runs_are_loaded_from_their_directories_as_a_sweep(swept, out, tmp_path):
+    loaded, ended = Sweep.load(out), swept._replace(cells=swept.cells[2:])
+    assert [cell.values for cell in loaded.cells] == [cell.values for cell in ended.cells]
+    assert loaded.baseline == swept.baseline
+    pandas.testing.assert_frame_equal(loaded.to_frame(), ended.to_frame())
+    # Without the record, as an earlier version leaves it, fields go by the config's names and in its order.
+    out = shutil.copytree(out, tmp_path / "old", ignore=shutil.ignore_patterns("sweep.json"))
     found = Sweep.load(out, baseline={"method.name": "fedavg"}, point="post")
     fields = [{"method.name": "fedavg", "run.seed": seed} for seed in (0, 1)]
     of_prox = [{"method.name": "fedprox", "run.seed": seed, "method.mu": mu} for mu in (0.01, 5.0) for seed in (0, 1)]
     assert [cell.values for cell in found.cells] == fields + of_prox
-    before, now = swept._replace(cells=swept.cells[2:]).to_frame(), found.to_frame()
+    before, now = ended.to_frame(), found.to_frame()
     pandas.testing.assert_frame_equal(now, before.rename(columns={"fedprox.mu": "method.mu"})[list(now.columns)])
     pandas.testing.assert_frame_equal(
         found.differences().drop(columns=["method.mu"]),
@@ -246,6 +252,8 @@ def test_runs_that_have_not_ended_are_no_sweep(swept, out, tmp_path):
         Sweep.load(ended, baseline={"method.name": "fedprox"})
     with pytest.raises(ConfigError, match="point = 'last' is not usable: pre"):
         Sweep.load(ended, point="last")
+    with pytest.raises(ConfigError, match=r"paths = \(\[.*\],\) is not usable: directories, one by one: Sweep\.load"):
+        Sweep.load([ended, begun])
 
 
 def test_a_file_for_other_programs_has_all_columns_though_the_first_run_failed(swept, out):
@@ -377,6 +385,28 @@ def test_a_pivot_of_lists_of_what_one_method_has_and_of_data_alone():
     table = Sweep(betas, {}).pivot()
     np.testing.assert_allclose(table["pre"], [0.15, 0.55])
     assert list(table.index) == [0.1, 0.5]
+
+
+def test_tables_of_a_grid_are_labels_of_a_pivot():
+    kinds = ({"kind": "iid"}, {"kind": "dirichlet", "beta": 1.0})
+    cells = [
+        cell({"data.partition": kind, "method.name": method, "run.seed": 0}, 0.1 + 0.2 * at + 0.4 * other)
+        for at, kind in enumerate(kinds)
+        for other, method in enumerate(("fedavg", "local"))
+    ]
+    table = Sweep(cells, {"method.name": "fedavg"}).pivot()
+    assert list(table.columns) == [str(kind) for kind in kinds]
+    np.testing.assert_allclose(table.to_numpy(), [[0.1, 0.3], [0.5, 0.7]])
+
+
+def test_differences_without_a_row_have_their_columns_all_the_same():
+    both = Sweep(by_hand().cells, {"method.name": "local"}).differences()
+    alone = Sweep([of for of in by_hand().cells if of.values["method.name"] == "local"], {"method.name": "local"})
+    assert len(both) > len(alone.differences()) == 0
+    assert list(alone.differences().columns) == list(both.columns)
+    compared = Comparison(config(), alone.cells[:3], "local").differences()
+    assert list(compared.columns)[:1] + list(compared.columns)[-1:] == ["data.partition.beta", "seeds"]
+    assert "method" in compared.columns
 
 
 @pytest.mark.parametrize(

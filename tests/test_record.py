@@ -12,7 +12,7 @@ import pytest
 from fedjax_pfl import Config, ConfigError, compare, simulate, sweep
 from fedjax_pfl.data.rows import Holdings, Split
 from fedjax_pfl.experiment.callbacks import Running, TensorBoard
-from fedjax_pfl.experiment.record import RunDirectory, write_atomically
+from fedjax_pfl.experiment.record import _FILES, RunDirectory, write_atomically
 
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="the package tensorboard is not installed"
@@ -129,3 +129,34 @@ def test_a_file_that_cannot_be_written_to_its_end_stays_as_it_was(tmp_path, monk
     with pytest.raises(OSError, match="no space left"):
         write_atomically(tmp_path / "a.json", "something else")
     assert (tmp_path / "a.json").read_text() == "as it was"
+
+
+def test_a_directory_that_is_being_replaced_can_be_used_whenever_that_is_cut_short(tmp_path, monkeypatch):
+    """What has no summary is no complete run; what has a config, and nothing at all, is begun anew."""
+    unlink, cut = Path.unlink, 0
+
+    class KilledError(BaseException):
+        pass
+
+    for steps in range(len(_FILES)):
+        run = RunDirectory(tmp_path / str(steps), overwrite=True)
+        (run.checkpoints / "3").mkdir(parents=True)
+        for name in _FILES:
+            (run.path / name).write_text("of another run", "utf-8")
+        left = iter(range(steps))
+
+        def dying(path, missing_ok=False, left=left):
+            if next(left, None) is None:
+                raise KilledError
+            unlink(path, missing_ok=missing_ok)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", dying)
+            with pytest.raises(KilledError):
+                run.begin("", {}, NOTHING)
+        there = {path.name for path in run.path.iterdir()}
+        assert len(there) == len(_FILES) - steps
+        assert "config.toml" in there
+        assert run.complete == (steps == 0)
+        cut += 1
+    assert cut == len(_FILES) > 5

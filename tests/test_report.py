@@ -1,19 +1,22 @@
 """A report of runs that were written by hand: its numbers are the files', and it is one page that loads nothing."""
 
 import csv
+import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
 import time
 from html import unescape
 from html.parser import HTMLParser
+from importlib.resources import files
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fedjax_pfl import Config, ConfigError
+from fedjax_pfl import Config, ConfigError, Sweep, compare, sweep
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.data.rows import Holdings, Split
 from fedjax_pfl.experiment.gathered import differences, gather
@@ -58,8 +61,8 @@ def line(number, start, **more):
     return {"round": number, "train_loss": 1 / number, **of, **shared, **said, **cost, **more}
 
 
-def write(folder, given=None, start=0.1, rounds=4, ended=True):
-    """A run directory: of a run that has ended, or of one that goes on."""
+def write(folder, given=None, start=0.1, rounds=4, ended=True, data=None):
+    """A run directory: of a run that has ended, or of one that goes on; `data` is the fingerprint of its samples."""
     given = config() if given is None else given
     counts = [[client, 0, 10 * client, 1] for client in range(1, CLIENTS + 1)]
     partition = {
@@ -69,6 +72,7 @@ def write(folder, given=None, start=0.1, rounds=4, ended=True):
         "n_train": [8, 16, 24],
         "n_test": [4, 7, 10],
         "notes": ["a <note>"],
+        **({} if data is None else {"data": data}),
     }
     place = RunDirectory(folder)
     place.begin(given.to_toml(), partition, NOTHING)
@@ -345,6 +349,94 @@ def test_a_table_that_was_written_for_some_of_the_methods_is_not_that_of_all(fol
         assert "12.34" not in str(table)
 
 
+def test_a_table_is_not_shown_for_a_run_that_has_changed_since(folder, tmp_path):
+    home = shutil.copytree(folder, tmp_path / "runs")
+    (home / "comparison.md").write_text(COMPARED, encoding="utf-8")
+    assert "12.34" in str(Page(report_html([home])).table("method", "seeds"))
+    summary, written = home / "fedavg-seed0" / "summary.json", (home / "comparison.md").stat().st_mtime_ns
+    os.utime(summary, ns=(written + 1, written + 1))
+    table = Page(report_html([home])).table("method", "seeds")
+    assert [row[:3] for row in table] == [["fedprox", "2", "68.12 ± 4.42 *"], ["fedavg", "2", "55.62 ± 4.42 *"]]
+    os.utime(summary, ns=(written, written))
+    summary.unlink()  # it goes on
+    table = Page(report_html([home])).table("method", "seeds")
+    assert [row[:3] for row in table] == [["fedprox", "2", "68.12 ± 4.42 *"], ["fedavg", "1", "58.75 *"]]
+
+
+VARIANTS = {"fedprox": {}, "fast": {"method": "fedavg", "training.lr": 0.5}, "fedavg": {}}
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """A comparison of runs that are there, so that none is run: its folder, and what `compare` gave."""
+    configs = {"fedprox": config("fedprox"), "fast": config(lr=0.5), "fedavg": config()}
+    for at, (name, given) in enumerate(configs.items()):
+        for seed in (0, 1):
+            out = tmp_path / "table" / f"{name}-seed{seed}"
+            write(out, given.replace("run.seed", seed), 0.125 * (1 + at) + 0.0625 * seed * at)
+    options = {"seeds": [0, 1], "baseline": "fast", "point": "post"}
+    return tmp_path / "table", compare(config(), VARIANTS, out=tmp_path / "table", **options)
+
+
+def test_the_folder_of_a_comparison_has_its_names_order_baseline_and_point(compared):
+    home, found = compared
+    loaded = Sweep.load(home)
+    assert [cell.values for cell in loaded.cells] == [cell.values for cell in found.cells]
+    assert (loaded.baseline, loaded.point) == ({"method.name": "fast"}, "post")
+    assert found.markdown().endswith(loaded.markdown().partition("\n\n")[2].replace("| run ", "| method "))
+    chosen = Sweep.load(home, baseline={"method.name": "fedavg"}, point="pre")
+    assert (chosen.baseline, chosen.point) == ({"method.name": "fedavg"}, "pre")
+    page = Page(report_html([home]))
+    assert [of["name"] for of in page.numbers["combinations"]] == list(VARIANTS)
+    assert [row[0] for row in page.table("run", "MB so far")] == list(VARIANTS)
+    text = (home / "comparison.md").read_text(encoding="utf-8")
+    os.utime(home / "comparison.md", ns=(0, 0))  # the report makes the table itself
+    made = Page(report_html([home])).table("method", "seeds")
+    assert made == page.table("method", "seeds")
+    assert f"| {' | '.join(made[0])} |" in text.replace("**", "")
+
+
+def test_names_of_a_comparison_are_not_those_of_runs_that_have_changed_or_are_others(compared):
+    home, _ = compared
+    shutil.rmtree(home / "fast-seed0")
+    write(home / "fast-seed0", config(lr=0.5, rounds=5), 0.25, rounds=5)
+    fields = ["method.name", "training.rounds", "training.lr", "run.seed"]
+    values = {tuple(cell.values[field] for field in fields) for cell in Sweep.load(home).cells}
+    assert ("fedavg", 5, 0.5, 0) in values
+    assert ("fedavg", 4, 0.5, 1) in values
+    shutil.rmtree(home / "fast-seed0")
+    assert len(Sweep.load(home).cells) == 5
+    assert Sweep.load(home).cells[2].values == {"method.name": "fast", "run.seed": 1}
+    write(home / "more", config(lr=0.125))
+    assert {"method.name": "fedavg", "training.lr": 0.125, "run.seed": 0} in [
+        cell.values for cell in Sweep.load(home).cells
+    ]
+    (home / "comparison.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"record = '.*comparison\.json' is not usable: as it was written; without"):
+        Sweep.load(home)
+
+
+def test_the_folder_of_a_sweep_has_the_names_and_the_order_of_its_grid(tmp_path):
+    grid = {
+        "training.lr": [0.5, 0.25],
+        "model.hidden": [8],
+        "method.name": ["fedprox", "fedavg"],
+        "fedprox.mu": [0.5],
+        "run.seed": [0, 1],
+    }
+    for method, lr, seed in itertools.product(grid["method.name"], grid["training.lr"], grid["run.seed"]):
+        mu = "fedprox.mu=0.5," if method == "fedprox" else ""
+        out = tmp_path / f"training.lr={lr},model.hidden=8,method.name={method},{mu}run.seed={seed}"
+        write(out, config({"name": method, **({"mu": 0.5} if mu else {})}, seed, lr=lr), 0.25 * lr + 0.1 * seed)
+    found = sweep(config(), grid, out=tmp_path)
+    loaded = Sweep.load(tmp_path)
+    assert len(found.cells) == 8
+    assert [cell.values for cell in loaded.cells] == [cell.values for cell in found.cells]
+    assert loaded.baseline == found.baseline
+    assert loaded.baseline["training.lr"] == 0.5
+    assert loaded.markdown() == found.markdown() == (tmp_path / "sweep.md").read_text(encoding="utf-8")
+
+
 def test_a_run_that_goes_on_is_shown_as_far_as_it_is(tmp_path):
     run = write(tmp_path / "run", rounds=2, ended=False)
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -432,6 +524,64 @@ def test_a_run_that_is_there_twice_leaves_its_other_seeds_only_once(tmp_path):
     assert [of["runs"] for of in combinations] == [[0, 2], [1]]
 
 
+def test_runs_on_other_samples_are_other_data_settings(tmp_path):
+    folders = []
+    for method, data in (("fedavg", "0a"), ("fedprox", "0b")):
+        folders += [write(tmp_path / f"{method}{seed}", config(method, seed), data=data) for seed in (0, 1)]
+    found = Sweep.load(tmp_path)
+    assert found.cells[0].values == {"method.name": "fedavg", "run.seed": 0, "data.samples": "0a"}
+    text = found.markdown()
+    assert "| difference |" not in text
+    assert "**Not compared**: fedprox, data.samples=0b: the baseline has no run of the same seed in the same" in text
+    # That sources of several names have other samples goes without saying; version 0.1 did not say what it had.
+    other = write(tmp_path / "other", config(source="npz:x"), data="0c")
+    assert differences(gather([folders[0], other])) == [{"data.source": "digits"}, {"data.source": "npz:x"}]
+    old = write(tmp_path / "old", config(seed=2))
+    assert differences(gather([folders[0], old])) == [{"run.seed": 0}, {"run.seed": 2}]
+
+
+def test_a_config_of_another_version_is_named(folder, tmp_path):
+    home = shutil.copytree(folder, tmp_path / "runs")
+    path = home / "fedprox-seed1" / "config.toml"
+    path.write_text(path.read_text(encoding="utf-8").replace("[run]", "[run]\nfuture_field = 3"), encoding="utf-8")
+    message = rf"run\.future_field = 3 is not usable: no such key; .*; so says {path}, which another version may"
+    for read in (
+        lambda: report_html([home]),
+        lambda: compare(config(), ["fedavg", "fedprox"], seeds=[0, 1], out=home),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read()
+
+
+def test_diagnostics_of_seeds_are_of_the_newest_round_that_all_have(tmp_path):
+    write(tmp_path / "a", config("fedavg", 0), rounds=2)
+    write(tmp_path / "b", config("fedavg", 1), rounds=4)
+    assert Page(report_html([tmp_path])).table("run", "update_cosine") == [["fedavg", "0.4800"]]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
+def test_a_curve_ends_with_the_last_round_that_all_its_runs_have():
+    """In the script itself, with the page that it looks for left out."""
+    runs = [
+        {"round": [1, 2, 3], "values": {"m": [0.5, 0.6, 0.65]}},
+        {"round": [1, 2, 3, 4, 5], "values": {"m": [0.8, None, 0.92, 0.93, 0.94]}},
+        {"round": [1], "values": {"m": [None]}},
+        {"values": {}},
+    ]
+    numbers = {"metrics": {"m": {"scale": 100, "label": "m"}}, "runs": runs}
+    page = f"const document = {{ getElementById: () => ({{ textContent: {json.dumps(json.dumps(numbers))} }}) }};"
+    text = files("fedjax_pfl.experiment").joinpath("report.js").read_text(encoding="utf-8")
+    start = '  if (byId("curves-figure")) curves();'
+    assert text.count(start) == 1
+    asked = 'console.log(JSON.stringify([numbers.runs, [numbers.runs[1]]].map((of) => pointsOf(of, "m", "round"))))'
+    script = f"{page}\n{text[: text.index(start)]}{asked};}})();"
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
+    together, alone = json.loads(done.stdout)
+    assert [(point["round"], point["runs"]) for point in together] == [(1, 2), (3, 2)]
+    assert [point["y"] for point in together] == pytest.approx([65, 78.5])
+    assert [point["round"] for point in alone] == [1, 3, 4, 5]
+
+
 def test_the_command_writes_the_file_and_replaces_none_unasked(folder, tmp_path):
     out = tmp_path / "new" / "report.html"
     said = CliRunner().invoke(
@@ -460,6 +610,9 @@ def damaged(home, name, text):
         (lambda home: [home / "empty"], "r", "RUN = '.*empty' is not usable: .*in this one, no run has begun"),
         (lambda home: [home / "file"], "r", "RUN = '.*file' is not usable: .*the folder, not a file in it"),
         (lambda home: [], "r", "RUN = .* is not usable: one run directory or more"),
+        (lambda home: str(home), "r", "paths = '.*' is not usable: directories, one by one"),
+        (lambda home: home, "r", "paths = .* is not usable: directories, one by one"),
+        (lambda home: [[home]], "r", "paths = .* is not usable: directories, one by one"),
         (lambda home: [home], "empty", "out = '.*empty' is not usable: the name of a file"),
         (lambda home: [write(home / "run")], "file/r", "out = '.*' is not usable: a file that can be written"),
         (lambda home: [damaged(home, "metrics.jsonl", '{"round": 1\n')], "r", "metrics = .*: the metrics of a run"),

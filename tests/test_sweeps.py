@@ -21,7 +21,7 @@ from fedjax_pfl.experiment.build import program_inputs
 from fedjax_pfl.experiment.checkpoint import Checkpoints
 from fedjax_pfl.experiment.executors import _run_on_ray
 from fedjax_pfl.experiment.programs import alike
-from fedjax_pfl.experiment.sweep import Sweep, _folder
+from fedjax_pfl.experiment.sweep import Sweep, _folder, _write_parquet
 from fedjax_pfl.experiment.tables import Cell
 
 GRID = {"method.name": ["fedprox", "fedcpd"], "training.lr": [0.05, 0.2], "run.seed": [0, 1]}
@@ -258,6 +258,27 @@ def test_rows_are_compared_and_printed_in_bold_within_their_data_setting():
         assert other["difference"] == alone["difference"]
         assert other["PRE"].startswith("**")
         assert not base["PRE"].startswith("**")
+    text = Sweep(cells, {"data.partition.beta": 0.1, "training.lr": 0.1}).markdown()
+    assert "Difference: PRE minus that of training.lr=0.1 in the same data setting, mean of" in text
+
+
+def test_what_guessing_gives_is_said_once_for_the_rows_that_share_it():
+    def text(guess):
+        cells = [
+            cell._replace(
+                values={"data.partition.kind": "iid", **cell.values},
+                summary={**cell.summary, "majority_class": {"accuracy": guess(cell)}},
+            )
+            for cell in synthetic().cells
+        ]
+        return next(line for line in Sweep(cells, {"training.lr": 0.1}).markdown().splitlines() if "Always" in line)
+
+    assert text(lambda cell: 0.25).endswith("most training samples of: 25.00 ± 0.00 % (data.partition.kind=iid).")
+    # As where another share of the clients is malicious, whom no number is of.
+    assert text(lambda cell: cell.values["training.lr"]).endswith(
+        " of: 10.00 ± 0.00 % (data.partition.kind=iid, training.lr=0.1); "
+        "20.00 ± 0.00 % (data.partition.kind=iid, training.lr=0.2)."
+    )
 
 
 def test_a_diverged_row_is_marked():
@@ -384,14 +405,25 @@ def test_a_sweep_file(swept, out, tmp_path):
     assert (base.training.rounds, grid["training.lr"], baseline["training.lr"]) == (3, [0.05, 0.2], 0.2)
     assert load_sweep(path, ["training.rounds=5"])[0] == base.replace("training.rounds", 5)
     other = tmp_path / "other.toml"
-    other.write_text(text.replace('"training.rounds=3"', '"method.name=fedprox", "method.mu=7.0"'))
+    of_one = text.replace('"training.rounds=3"', '"method.name=fedprox", "method.mu=7.0"')
+    other.write_text(of_one.replace('method.name = ["fedprox"]', ""))
     of_another = load_sweep(other, ["method.name=fedecouple"])[0]  # which has a mu, too
     assert of_another.method == base.replace("method.name", "fedecouple").method
+    of_prox = text.replace("run.seed", "fedprox.mu = [0.1]\n        run.seed")
+    other.write_text(of_prox)
+    assert load_sweep(other, ["method.name=ditto"][:0])[1]["fedprox.mu"] == [0.1]
     shown = CliRunner().invoke(app, ["sweep", str(path), f"training.rounds={base.training.rounds}", "--out", str(out)])
     assert shown.exit_code == 0, shown.output
     assert "training.lr=0.2" in shown.output
     unknown = CliRunner().invoke(app, ["sweep", str(path), "--out", str(out), "--executor", "dask"])
     assert "executor = 'dask' is not usable" in str(unknown.exception)
+    for override, of in [("training.lr=0.7", text), ("method.name=local", text), ("method.mu = 1.0", of_prox)]:
+        other.write_text(of)
+        field = override.partition("=")[0].strip()
+        with pytest.raises(
+            ConfigError, match=rf"override = '{override}' .*\[grid\].*: change {field} there, in .*other"
+        ):
+            load_sweep(other, [override])
     for wrong, message in [
         (text.replace("[grid]", "[gird]"), r"sweep\.toml' is not usable: config \(a path\), \[grid\]; .*; it has gird"),
         (text + "[", "sweep file = .*not valid TOML"),
@@ -465,6 +497,42 @@ def test_a_term_that_is_off_in_the_first_run_only_is_recorded_in_all():
     assert all(np.isfinite(cell.history["diagnostics.gradient_ratio_term"]).all() for cell in cells)
 
 
+def test_columns_of_several_types_are_written_as_json_and_none_fails_a_sweep(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    ratios, clips = [0.5, [0.5, 1.0], None], [True, 0.5, "none"]
+    rows = [{"ratio": ratio, "clip": clip, "lr": 0.1} for ratio, clip in zip(ratios, clips, strict=True)]
+    _write_parquet(tmp_path / "sweep.parquet", rows)
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.parquet"]
+    frame = pandas.read_parquet(tmp_path / "sweep.parquet")
+    for name, values in (("ratio", ratios), ("clip", clips)):
+        assert [json.loads(text) if isinstance(text, str) else None for text in frame[name]] == values
+    assert frame["lr"].tolist() == [0.1] * 3
+    before = (tmp_path / "sweep.parquet").read_bytes()
+    with pytest.warns(UserWarning, match=r"sweep\.parquet is not written: "):
+        _write_parquet(tmp_path / "sweep.parquet", [{"nothing": {}}])  # which the format does not have
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"sweep.parquet": before}
+    with pytest.warns(UserWarning, match=r"sweep\.parquet is not written: "):
+        _write_parquet(tmp_path / "none" / "sweep.parquet", rows)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_process_alone_writes_tables(first, tmp_path, monkeypatch):
+    def run_nothing(cells, data, write, progress, executor):
+        done = [cell._replace(error="not run") for cell in cells]
+        write(done)
+        return done
+
+    for module in ("sweep", "comparison"):
+        monkeypatch.setattr(f"fedjax_pfl.experiment.{module}.run_cells", run_nothing)
+        monkeypatch.setattr(f"fedjax_pfl.experiment.{module}.is_first", lambda: first)
+    sweep(config(), {"training.lr": [0.1]}, out=tmp_path)
+    compare(config(), ["fedprox"], out=tmp_path)
+    written = {f"{name}.{kind}" for name in ("sweep", "comparison") for kind in ("md", "csv", "json")}
+    assert {path.name for path in tmp_path.iterdir()} - {"sweep.parquet"} == (written if first else set())
+    assert first or not (tmp_path / "sweep.parquet").exists()
+
+
 def test_a_run_directory_is_of_one_combination():
     folders = [
         _folder(values)
@@ -474,8 +542,12 @@ def test_a_run_directory_is_of_one_combination():
             {"data.source": "npz:a_b.npz"},
             {f"method.field{at}": "a long value, all in all" for at in range(12)},
             {f"method.field{at}": "a long value, all in all" for at in range(13)},
+            {"data.source": "\u5b57" * 120},
+            {"data.source": "\u5b57" * 121},
+            {"data.source": "\u5b57" * 80},
         )
     ]
     assert folders[0] == "training.lr=0.1,run.seed=0"
-    assert len(set(folders)) == 5
-    assert all(len(folder) < 255 and "/" not in folder for folder in folders)
+    assert folders[-1] == "data.source=" + "\u5b57" * 80
+    assert len(set(folders)) == 8
+    assert all(len(folder.encode()) <= 255 and "/" not in folder for folder in folders)

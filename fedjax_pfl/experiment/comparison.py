@@ -15,6 +15,7 @@ from fedjax_pfl.experiment.config import Config, plain
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor
 from fedjax_pfl.experiment.frames import client_frame, difference_frame, history_frame, pivot, run_frame
+from fedjax_pfl.experiment.gathered import record_of
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
@@ -216,7 +217,8 @@ def compare(
       seeds: values of ``run.seed``.
       baseline: the method that the others are compared with; the first one unless given.
       point: where all are compared, whatever they are judged by: ``pre`` or ``post``.
-      out: a folder for run directories, ``comparison.md`` and ``comparison.csv``. Complete runs that are found there
+      out: a folder for run directories, ``comparison.md`` and ``comparison.csv``, with ``comparison.json``, by which
+        `Sweep.load` knows the runs. Complete runs that are found there
         are not run again, interrupted ones are resumed. One process at a time runs in it. Nothing is written unless
         given.
       data: as in `simulate`.
@@ -239,13 +241,15 @@ def compare(
     baseline = names[0] if baseline is None else baseline
     if baseline not in names:
         raise ConfigError("baseline", baseline, f"one of the methods compared: {', '.join(names)}")
+    record = "" if folder is None else record_of(cells, {"method.name": baseline}, point)
 
     def write(done: list[Cell]) -> None:
-        if folder is not None:
+        if folder is not None and is_first():
             comparison = Comparison(config, done, baseline, point)
             with writable(folder, "out"):
                 write_atomically(folder / "comparison.md", comparison.markdown())
                 write_atomically(folder / "comparison.csv", comparison.csv())
+                write_atomically(folder / "comparison.json", record)
 
     with alone_in(folder if is_first() else None):
         return Comparison(config, run_cells(cells, data, write, progress, executor), baseline, point)
@@ -287,7 +291,7 @@ def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | N
         raise ConfigError("seeds", seeds, "a list of seeds, such as range(3)")
     seeds = plain(list(seeds))
     for field, given in (("methods", list(methods)), ("seeds", seeds)):
-        if not given or len(set(given)) < len(given):
+        if not given or any(one in given[:at] for at, one in enumerate(given)):
             raise ConfigError(field, given, "one or more, each of them once")
     cells = []
     for name in methods:

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.summary import FIGURES
-from fedjax_pfl.experiment.tables import Cell, differences, fields_of, rows_of
+from fedjax_pfl.experiment.tables import DIFFERENCES, SEED, Cell, differences, fields_of, rows_of
 
 if TYPE_CHECKING:
     import pandas
@@ -74,7 +74,10 @@ def difference_frame(cells: Sequence[Cell], baseline: Mapping[str, Any], point: 
     Raises:
       ConfigError: pandas is not installed.
     """
-    return _pandas().DataFrame(differences(cells, baseline, point))
+    # Without a row, a frame has the columns all the same.
+    columns = [*(field for field in fields_of(cells) if field != SEED), *DIFFERENCES]
+    rows = differences(cells, baseline, point)
+    return _pandas().DataFrame(rows, columns=None if rows else columns)
 
 
 def pivot(
@@ -105,8 +108,8 @@ def pivot(
     if aggregate not in _AGGREGATES:
         raise ConfigError("aggregate", aggregate, f"one of {', '.join(_AGGREGATES)}")
     table = run_frame(cells)
-    for field in (*down, *across):  # a list cannot be a label
-        table[field] = [str(value) if isinstance(value, list | tuple) else value for value in table[field]]
+    for field in (*down, *across):  # a list or a table cannot be a label
+        table[field] = [str(value) if isinstance(value, list | tuple | Mapping) else value for value in table[field]]
     found = table.groupby([*down, *across], sort=False, dropna=False)[values].agg(aggregate)
     if not across:
         return found.to_frame()

@@ -36,9 +36,10 @@ FREE = (
 )
 _CLIENT_HISTORY = "client_history.csv"
 _PARTITION = "partition.npz"
-# The summary comes first: a directory without it is none of a complete run, whatever else is left when a process dies.
+# In the order in which they go. The summary comes first: a directory without it is none of a complete run, whatever
+# else is left when a process dies. The config comes last: with it, comparisons and sweeps begin the run anew.
 _AT_THE_END = ("summary.json", "clients.csv", "labels.csv", "export.npz", STATE)
-_FILES = ("config.toml", "partition.json", _PARTITION, "metrics.jsonl", _CLIENT_HISTORY, *_AT_THE_END)
+_FILES = (*_AT_THE_END, "metrics.jsonl", _CLIENT_HISTORY, _PARTITION, "partition.json", "config.toml")
 _CHECKPOINTS = "checkpoints"
 _EVENTS = "tensorboard"
 _LOCK = ".lock"
@@ -117,10 +118,10 @@ class RunDirectory:
         """
         with writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            for name in _FILES:
-                (self.path / name).unlink(missing_ok=True)
             shutil.rmtree(self.checkpoints, ignore_errors=True)
             shutil.rmtree(self.events, ignore_errors=True)
+            for name in _FILES:
+                (self.path / name).unlink(missing_ok=True)
             write_atomically(self.path / "config.toml", config)
             write_atomically(self.path / "partition.json", json.dumps(partition) + "\n")
             save(self.path / _PARTITION, holdings)
@@ -321,14 +322,15 @@ def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray],
     """Summary, history and client table of the complete run in a config's directory, if it holds one.
 
     Raises:
-      ConfigError: the run that was begun there is another one, or has another number of rounds; a file is damaged.
+      ConfigError: the run that was begun there is another one, or has another number of rounds; a file is damaged, or
+        none of this version.
     """
     if config.run.out is None:
         return None
     path = Path(config.run.out)
     if not (path / "config.toml").exists():
         return None
-    check_alike(load_config(path / "config.toml"), config, config.run.out)
+    check_alike(_config_in(path), config, config.run.out)
     if not (path / "summary.json").exists():
         return None
     summary, rounds = _read("summary", path / "summary.json", lambda text: ((of := json.loads(text)), of["rounds"]))
@@ -424,15 +426,18 @@ def _config_in(folder: Path) -> Config:
     """The config of a run.
 
     Raises:
-      ConfigError: the file is damaged, or names a part that is not registered here.
+      ConfigError: the file is damaged, none of this version, or names a part that is not registered here.
     """
+    path = folder / "config.toml"
     try:
-        return load_config(folder / "config.toml")
+        return load_config(path)
     except ConfigError as error:
+        if error.value == str(path):  # which says where
+            raise
+        allowed = f"{error.allowed}; so says {path}, which another version may have written"
         if error.field in SELECTORS:
             allowed = f"registered in this process; register yours (register_method, ...) before you load {folder}"
-            raise ConfigError(error.field, error.value, allowed) from None
-        raise
+        raise ConfigError(error.field, error.value, allowed) from None
 
 
 class Listed(NamedTuple):

@@ -70,12 +70,14 @@
     return [event.clientX - box.left, event.clientY - box.top];
   }
 
-  // Mean and sample standard deviation of a metric over runs, round by round, of the runs that have it there.
+  // Mean and sample standard deviation of a metric over the runs that have it, in each round that all of them have:
+  // where one has ended earlier, the mean of the others would be a jump.
   function pointsOf(members, metric, across) {
     const found = new Map();
-    for (const run of members) {
-      (run.values[metric] || []).forEach((value, at) => {
-        const x = run[across] ? run[across][at] : null;
+    const held = members.filter((run) => run[across] && (run.values[metric] || []).some((value) => value !== null));
+    for (const run of held) {
+      run.values[metric].forEach((value, at) => {
+        const x = run[across][at];
         if (value === null || x === null) return;
         const round = run.round[at];
         if (!found.has(round)) found.set(round, { round, xs: [], ys: [] });
@@ -83,7 +85,8 @@
         found.get(round).ys.push(value * numbers.metrics[metric].scale);
       });
     }
-    return [...found.values()].sort((a, b) => a.round - b.round).map(({ round, xs, ys }) => ({
+    const whole = [...found.values()].filter(({ ys }) => ys.length === held.length);
+    return whole.sort((a, b) => a.round - b.round).map(({ round, xs, ys }) => ({
       round, x: mean(xs), y: mean(ys), runs: ys.length, spread: ys.length > 1 ? spread(ys) : 0,
     }));
   }

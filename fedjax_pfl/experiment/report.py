@@ -20,11 +20,14 @@ from fedjax_pfl.experiment import headline
 from fedjax_pfl.experiment.config import SELECTORS, Config, without_fields
 from fedjax_pfl.experiment.gathered import (
     WITHOUT_EFFECT,
+    Table,
     cells_of,
+    compared,
     differences,
+    folders_of,
     gather,
-    holds_all,
-    row_in,
+    is_current,
+    named,
     table_in,
 )
 from fedjax_pfl.experiment.html import cells_html, details_html, notes_html, partition_html, runs_html, table_html
@@ -58,18 +61,16 @@ class _Runs(NamedTuple):
     Attributes:
       begun: what each has left so far.
       values: of each, what tells it from others.
+      names: what each goes by.
       of: those that differ in their seeds alone, together.
-      text: the table that a comparison or sweep has written, if that is what is reported.
+      table: what a comparison or sweep has written, if that is what is reported.
     """
 
     begun: list[Begun]
     values: list[dict[str, Any]]
+    names: list[str]
     of: list[_Combination]
-    text: str | None
-
-    def names(self) -> list[str]:
-        """What each run goes by."""
-        return [show(values) or run.config.method["name"] for run, values in zip(self.begun, self.values, strict=True)]
+    table: Table | None
 
 
 def report(
@@ -107,7 +108,7 @@ def report_html(paths: Sequence[str | os.PathLike[str]]) -> str:
     Raises:
       ConfigError: as in `report`, but for the file.
     """
-    folders = [Path(path) for path in paths]
+    folders = folders_of(paths)
     runs = _together(gather(folders), table_in(folders))
     sections = {
         "Runs": _runs(runs),
@@ -149,13 +150,12 @@ def _anchor(title: str) -> str:
     return title.lower().replace(" ", "-")
 
 
-def _together(begun: list[Begun], text: str | None) -> _Runs:
-    values, members = differences(begun), dict[str, list[int]]()
-    for number, of in enumerate(values):
-        members.setdefault(show(without_seed(of)), []).append(number)
+def _together(begun: list[Begun], table: Table | None) -> _Runs:
+    found, members = named(begun, table), dict[str, list[int]]()
+    for number in sorted(range(len(begun)), key=lambda at: found[at][1]):
+        members.setdefault(show(without_seed(found[number][0])), []).append(number)
     together = [_Combination(name or begun[at[0]].config.method["name"], at) for name, at in members.items()]
-    together.sort(key=lambda of: row_in(text, of.name))
-    return _Runs(begun, values, together, text)
+    return _Runs(begun, differences(begun), [show(values) for values, _ in found], together, table)
 
 
 def _title(runs: _Runs) -> str:
@@ -224,9 +224,9 @@ def _state(run: Begun) -> str:
 
 def _results(runs: _Runs) -> str:
     """The final table, of the runs that have ended."""
-    ended = cells_of(runs.begun, runs.text)
-    if runs.text is not None and holds_all(runs.text, ended):
-        return runs_html(runs.text)
+    if runs.table is not None and is_current(runs.table, runs.begun):
+        return runs_html(runs.table.text)
+    ended = cells_of(runs.begun, runs.table)
     if not ended:
         return notes_html(["No run has ended yet: the curves show how far they are."])
     if len(runs.begun) == 1:
@@ -235,7 +235,8 @@ def _results(runs: _Runs) -> str:
         said = [*headline.caption(summary).split("\n"), *headline.remarks(summary)]
         return table_html(headings, [cells_html(map(escape, row)) for row in rows]) + notes_html(said)
     heading = "method" if set(without_seed(ended[0].values)) == {"method.name"} else "run"
-    return runs_html(markdown(ended, without_seed(ended[0].values), _point(runs), heading=heading))
+    baseline, point = compared(runs.begun, runs.table) or (without_seed(ended[0].values), _point(runs))
+    return runs_html(markdown(ended, baseline, point, heading=heading))
 
 
 def _point(runs: _Runs) -> str:
@@ -253,7 +254,11 @@ def _curves(runs: _Runs) -> str:
     across = "".join(f'<option value="{name}">{text}</option>' for name, text in _ACROSS.items())
     several = any(len(of.runs) > 1 for of in runs.of)
     every = '<label><input type="checkbox" id="every"> every run</label>' if several else ""
-    band = "Lines are means over seeds, bands ± their sample standard deviation. " if several else ""
+    band = (
+        "Lines are means over seeds, up to the last round that all have, bands ± their sample standard deviation. "
+        if several
+        else ""
+    )
     return (
         f'<div class="controls"><label>metric <select id="metric">{options}</select></label>'
         f'<label>beside it <select id="beside"><option value="">{NONE}</option>{options}</select></label>'
@@ -283,7 +288,7 @@ def _partitions(runs: _Runs) -> str:
         holders.setdefault(run.partition["hash"], []).append(number)
     if len(holders) == 1:
         return partition_html(runs.begun[0].partition)
-    names, shown = runs.names(), list[str]()
+    names, shown = runs.names, list[str]()
     for at in list(holders.values())[:_PARTITIONS]:
         title = escape("; ".join(names[number] for number in at))
         shown.append(details_html(title, partition_html(runs.begun[at[0]].partition), opened=not shown))
@@ -316,23 +321,23 @@ def _costs(runs: _Runs) -> str:
 
 
 def _diagnostics(runs: _Runs) -> str:
-    """What methods record of themselves, after the newest round."""
+    """What methods record of themselves, after the newest round that all seeds of a combination have."""
     names = [name for name in _metrics(runs) if name.startswith(_DIAGNOSTICS)]
     if not names:
         return ""
     rows = []
     for combination in runs.of:
-        begun = [runs.begun[at] for at in combination.runs]
-        last = [[run.history[name][-1] for run in begun if name in run.history] for name in names]
+        histories = [runs.begun[at].history for at in combination.runs]
+        last = [_newest([history for history in histories if name in history], name) for name in names]
         rows.append(cells_html(map(escape, [combination.name, *(_mean(values, 4) for values in last)])))
-    said = "After the newest evaluated round; among the curves, they are to be seen over rounds."
+    said = "After the newest evaluated round that all seeds have; among the curves, they are to be seen over rounds."
     return table_html(["run", *(name.removeprefix(_DIAGNOSTICS) for name in names)], rows) + notes_html([said])
 
 
 def _environment(runs: _Runs) -> str:
     """What the runs that have ended ran on."""
     found: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
-    for run, name in zip(runs.begun, runs.names(), strict=True):
+    for run, name in zip(runs.begun, runs.names, strict=True):
         if run.summary is not None:
             of = run.summary["environment"]
             found.setdefault(json.dumps(of, sort_keys=True), (of, []))[1].append(name)
@@ -345,6 +350,12 @@ def _environment(runs: _Runs) -> str:
     ]
     headings = [*(field.replace("_", " ") for field in fields), *(["runs"] if len(found) > 1 else [])]
     return table_html(headings, [cells_html(map(escape, row), numbers=False) for row in rows], numbers=False)
+
+
+def _newest(histories: Sequence[Mapping[str, np.ndarray]], name: str) -> list[float]:
+    """A metric of some runs after the newest round that all of them have; nothing where they have none in common."""
+    rounds = set.intersection(*(set(history["round"].tolist()) for history in histories)) if histories else set()
+    return [history[name][history["round"] == max(rounds)].item() for history in histories if rounds]
 
 
 def _mean(values: Sequence[float], digits: int) -> str:
@@ -378,7 +389,7 @@ def _numbers(runs: _Runs) -> dict[str, Any]:
                 **{of: run.history[of].tolist() for of in _ACROSS if of in run.history},
                 "values": {metric: run.history[metric].tolist() for metric in metrics if metric in run.history},
             }
-            for run, name in zip(runs.begun, runs.names(), strict=True)
+            for run, name in zip(runs.begun, runs.names, strict=True)
         ],
         "combinations": [of._asdict() for of in runs.of],
         "strips": [strip for at in range(len(runs.of)) for strip in _strips(runs, at)],

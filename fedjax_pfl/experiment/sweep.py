@@ -6,8 +6,11 @@ once: on a CPU every core takes its share of them, on an accelerator they run si
 
 import hashlib
 import itertools
+import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +22,7 @@ from fedjax_pfl.experiment.config import Config, check_config, load_config, plai
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
 from fedjax_pfl.experiment.frames import client_frame, difference_frame, history_frame, pivot, run_frame
-from fedjax_pfl.experiment.gathered import cells_of, gather, table_in
+from fedjax_pfl.experiment.gathered import cells_of, compared, folders_of, gather, record_of, table_in
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
@@ -43,8 +46,8 @@ if TYPE_CHECKING:
     import pandas
 
 
-# Most letters of a run directory's name: file systems allow 255.
-_LONGEST_NAME = 200
+# Most letters of a run directory's name. Most bytes, which may be several to a letter: file systems allow no more.
+_LONGEST_NAME, _MOST_BYTES = 200, 255
 
 
 class Sweep(NamedTuple):
@@ -65,28 +68,31 @@ class Sweep(NamedTuple):
 
     @classmethod
     def load(
-        cls, *paths: str | os.PathLike[str], baseline: Mapping[str, Any] | None = None, point: str = "pre"
+        cls, *paths: str | os.PathLike[str], baseline: Mapping[str, Any] | None = None, point: str | None = None
     ) -> "Sweep":
         """Runs that have ended, from their directories alone: their config files and data are not needed.
 
-        The fields in which the runs differ take the place of a grid's, so that runs of several sweeps and comparisons,
-        or some runs of one, become one table. Runs that have not ended are left out.
+        The folder of one sweep or comparison gives what that call gave: its names, order, baseline and point. Of other
+        runs, such as those of several sweeps and comparisons, some runs of one, or one of which a run has gone on
+        since, the fields in which they differ take the place of a grid's. Runs that have not ended are left out.
 
         Args:
           paths: run directories, and folders that hold some, as `sweep`, `compare` and `simulate` leave them.
-          baseline: as in `sweep`.
-          point: likewise.
+          baseline: as in `sweep`; unless given, that of the sweep or comparison, or else the first combination.
+          point: likewise; ``pre`` where there is none.
 
         Raises:
           ConfigError: no run has ended there, there is no such baseline or point, a file is damaged, or a part that a
             config names is not registered here.
         """
-        folders = [Path(path) for path in paths]
-        ended = [run for run in gather(folders) if run.summary is not None]
+        folders = folders_of(paths)
+        ended, table = [run for run in gather(folders) if run.summary is not None], table_in(folders)
         if not ended:
             raise ConfigError("paths", " ".join(map(str, paths)), "runs of which one has ended")
-        cells = cells_of(ended, table_in(folders))
-        return cls(cells, _baseline(cells, baseline), check_point(point))
+        cells = cells_of(ended, table)
+        usual, where = compared(ended, table) or (without_seed(cells[0].values), POINTS[0])
+        chosen = usual if baseline is None else _baseline(cells, baseline)
+        return cls(cells, chosen, check_point(where if point is None else point))
 
     def __repr__(self) -> str:
         return runs_in_short("Sweep", self.cells, self.point)
@@ -240,9 +246,9 @@ def sweep(
         setting; the first combination unless given.
       point: where all runs are compared: ``pre`` or ``post``.
       out: a folder for run directories, ``sweep.csv`` (and ``sweep.parquet`` where pyarrow is installed) and
-        ``sweep.md``. Complete runs that are found there are not run again, interrupted ones go on from the newest
-        checkpoint (``run.checkpoint_every``, or that of a signal). One process at a time runs in it. Nothing is
-        written unless given.
+        ``sweep.md``, with ``sweep.json``, by which `Sweep.load` knows the runs. Complete runs that are found there are
+        not run again, interrupted ones go on from the newest checkpoint (``run.checkpoint_every``, or that of a
+        signal). One process at a time runs in it. Nothing is written unless given.
       data: as in `simulate`.
       progress: called with a line of text when a program starts, every few seconds, and when it ends.
       executor: where programs run: ``local``, here, one after the other; ``ray``, as tasks of the Ray cluster that
@@ -273,17 +279,19 @@ def sweep(
         raise ConfigError("grid.data.source", grid["data.source"], "nothing: data are given in its place")
     chosen = _baseline(cells, baseline)
     check_point(point)
+    record = "" if out is None else record_of(cells, chosen, point)
 
     def write(done: list[Cell]) -> None:
-        if out is not None:
+        if out is not None and is_first():
             found = Sweep(done, chosen, point)
             with writable(out, "out"):
                 write_atomically(out / "sweep.csv", found.csv())
                 write_atomically(out / "sweep.md", found.markdown())
+                write_atomically(out / "sweep.json", record)
 
     with alone_in(out if is_first() else None):
         found = Sweep(run_cells(cells, data, write, progress, executor), chosen, point)
-        if out is not None:
+        if out is not None and is_first():
             _write_parquet(out / "sweep.parquet", found.rows())
     return found
 
@@ -429,7 +437,8 @@ def load_sweep(
       Config, grid and baseline, as `sweep` takes them.
 
     Raises:
-      ConfigError: the file is missing or no TOML, or what it says cannot be used.
+      ConfigError: the file is missing or no TOML, what it says cannot be used, or an override is of a field that the
+        grid gives its values.
     """
     tables = read_toml(path, "sweep file")
     unknown = sorted(tables.keys() - {"config", "overrides", "grid", "baseline"})
@@ -437,8 +446,15 @@ def load_sweep(
         allowed = f"config (a path), [grid]; optional: overrides, [baseline]; it has {', '.join(unknown or tables)}"
         raise ConfigError("sweep file", str(path), allowed)
     config = load_config(Path(path).parent / tables["config"], tables.get("overrides", []), overrides)
-    chosen = tables.get("baseline")
-    return config, flat(tables.get("grid", {})), None if chosen is None else flat(chosen)
+    grid, chosen = flat(tables.get("grid", {})), tables.get("baseline")
+    name = config.method["name"]  # what a grid says of this method alone decides for it, too
+    decided = [*grid, *(f"method.{field.partition('.')[2]}" for field in grid if _owner(field, [name]) == name)]
+    for override in overrides:
+        given = override.partition("=")[0].strip()
+        if any(given == field or given.startswith(f"{field}.") for field in decided):
+            allowed = f"a field that [grid] does not give its values: change {given} there, in {path}"
+            raise ConfigError("override", override, allowed)
+    return config, grid, None if chosen is None else flat(chosen)
 
 
 def _baseline(cells: Sequence[Cell], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -499,12 +515,32 @@ def _configure(config: Config, values: Mapping[str, Any], out: Path | None) -> C
 
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the tidy table for other programs, where pyarrow is installed.
+
+    A column whose values have no type in common, such as a share and a range, is of their JSON. What cannot be written
+    all the same is a warning: by now all runs have ended.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         return
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+
+    def column(values: list[Any]) -> Any:
+        try:
+            return pyarrow.array(values)
+        except (pyarrow.ArrowException, OverflowError):
+            return pyarrow.array([None if value is None else json.dumps(value) for value in values])
+
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        table = pyarrow.table({name: column([row[name] for row in rows]) for name in next(iter(rows), {})})
+        pyarrow.parquet.write_table(table, partial)
+        partial.replace(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        warnings.warn(f"{path} is not written: {error}", stacklevel=3)
 
 
 def _folder(values: Mapping[str, Any]) -> str:
@@ -516,6 +552,7 @@ def file_name(name: str) -> str:
     """A name as readable as file systems allow, another for each name."""
     allowed = "".join(letter if letter.isalnum() or letter in "=,._-+" else "_" for letter in name)
     short = allowed[:_LONGEST_NAME]
-    if short == name:
+    if short == name and len(name.encode()) <= _MOST_BYTES:
         return name
-    return f"{short}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    other = f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return short.encode()[: _MOST_BYTES - len(other)].decode(errors="ignore") + other

@@ -23,6 +23,8 @@ from fedjax_pfl.experiment.summary import FIGURES, POINTS, figures_of
 
 NONE = "—"
 SEED = "run.seed"
+DIFFERENCES = ("difference", "low", "high", "clients_low", "clients_high", "p", "p_holm", "seeds")
+"""What `differences` says of a row."""
 
 
 class Cell(NamedTuple):
@@ -119,14 +121,21 @@ _LATEX = str.maketrans(
 _LEGEND = (
     "Accuracy in % on {samples} samples, mean over seeds ± sample standard deviation. PRE: after aggregation, POST: "
     "after local training, after the last round, unweighted mean over clients; *: what the method is judged by. "
-    "Difference: {point} minus that of {baseline}, mean of the paired differences{honest} with a 95 % interval over "
-    "seeds; over clients: 95 % interval when clients are drawn anew, each with its scores of all seeds. p: paired "
-    "t-test over seeds, after Holm's correction for the number of rows{within}; intervals are not corrected. Of what "
-    "the method is judged by: best (of the evaluated rounds, selected on the samples that are scored), best weighted "
-    "(by the clients' samples: PFLlib's number), {validation}std of clients, worst 10 %. Global: the shared model on "
-    "the pooled samples. MB: all clients, up and down. s per round: without evaluation and compilation. **Bold**: the "
-    "highest mean {point}{within}."
+    "{compared}Of what the method is judged by: best (of the evaluated rounds, selected on the samples that are "
+    "scored), best weighted (by the clients' samples: PFLlib's number), {validation}std of clients, worst 10 %. "
+    "Global: the shared model on the pooled samples. MB: all clients, up and down. s per round: without evaluation and "
+    "compilation. **Bold**: the highest mean {point}{within}."
 )
+# What is to be said of a column that is not in every table.
+_COMPARED = {
+    "difference": "Difference: {point} minus that of {baseline}{same}, mean of the paired differences{honest} with a "
+    "95 % interval over seeds. ",
+    "over clients": "Over clients: 95 % interval when clients are drawn anew, each with its scores of all seeds. ",
+    "p": "p: paired t-test over seeds, after Holm's correction for the number of rows{within}; intervals are not "
+    "corrected. ",
+}
+# Of what a summary says of its run's environment, the versions of the packages that numbers depend on.
+_PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
 
 
 def grouped(cells: Iterable[Cell]) -> list[Group]:
@@ -134,7 +143,7 @@ def grouped(cells: Iterable[Cell]) -> list[Group]:
     groups: dict[str, Group] = {}
     for cell in cells:
         values = without_seed(cell.values)
-        setting = tuple((field, repr(value)) for field, value in values.items() if field.startswith("data."))
+        setting = tuple((field, repr(value)) for field, value in values.items() if _is_of_data(field))
         group = groups.setdefault(show(values), Group(values, setting, {}))
         if cell.summary is not None:
             group.cells[cell.seed] = cell
@@ -152,23 +161,27 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
       heading: of the first column.
     """
     groups = grouped(cells)
+    gaps = _gaps(groups, baseline, point)
     known = [group for group in groups if group.by_seed(point)]
     best = {
         setting: max((group for group in known if group.setting == setting), key=lambda group: group.mean(point))
         for setting in dict.fromkeys(group.setting for group in known)
     }
-    shown = [
-        _row(gap, point, heading, bold=best.get(gap.group.setting) is gap.group)
-        for gap in _gaps(groups, baseline, point)
-    ]
+    shown = [_row(gap, point, heading, bold=best.get(gap.group.setting) is gap.group) for gap in gaps]
     names = [name for name in shown[0] if name == heading or any(row[name] != NONE for row in shown)]
-    legend = _LEGEND.format(
-        samples=cells[0].config.data.evaluate_on,
-        point=point.upper(),
-        baseline=show(baseline) or "all",
-        honest=" between clients that are honest in both"
+    several = len({group.setting for group in groups}) > 1
+    words = {
+        "point": point.upper(),
+        "baseline": show({field: value for field, value in baseline.items() if not _is_of_data(field)}) or "all",
+        "same": " in the same data setting" if several else "",
+        "honest": " between clients that are honest in both"
         if any(cell.config.attack.kind != "none" for cell in cells)
         else "",
+        "within": " of a data setting" if several else "",
+    }
+    legend = _LEGEND.format(
+        samples=cells[0].config.data.evaluate_on,
+        compared="".join(text.format(**words) for name, text in _COMPARED.items() if name in names),
         validation="".join(
             f"{name} ({text}), "
             for name, text in {
@@ -177,9 +190,10 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
             }.items()
             if name in names
         ),
-        within=" of a data setting" if len({group.setting for group in groups}) > 1 else "",
+        **words,
     )
-    fewest = min((len(group.cells) for group in groups if group.cells), default=0)
+    paired = [gap.found.seeds for gap in gaps if gap.found is not None]
+    fewest = min([*(len(group.cells) for group in groups if group.cells), *paired], default=0)
     notes = []
     if len(groups) > 1 and fewest < ENOUGH_SEEDS:
         seeds = "one seed" if fewest == 1 else f"{fewest} seeds"
@@ -187,7 +201,12 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
             f"**{seeds[0].upper()}{seeds[1:]}**: too few to tell small differences from chance; "
             f"use {ENOUGH_SEEDS} or more for a claim."
         )
+    alone = [gap.group for gap in gaps if gap.found is None and not gap.is_baseline and gap.group.by_seed(point)]
+    if alone:
+        named = "; ".join(show(group.values) for group in alone)
+        notes.append(f"**Not compared**: {named}: the baseline has no run of the same seed in the same data setting.")
     notes += _guesses(groups)
+    notes += _mixed_versions(cells)
     if any(group.diverged for group in groups):
         notes.append("†: diverged: some answers were no numbers, which count as wrong; try a smaller learning rate.")
     notes += [f"**Failed**: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
@@ -196,16 +215,37 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
 
 def _guesses(groups: Sequence[Group]) -> list[str]:
     """What always answering a client's most frequent class gives, within each data setting."""
-    found: dict[str, dict[int, float]] = {}
-    for group in groups:
-        setting = show(dict(group.setting))
-        for seed, cell in group.cells.items():
-            if cell.summary and (guess := cell.summary.get("majority_class")):
-                found.setdefault(setting, {}).setdefault(seed, 100 * guess["accuracy"])
-    said = [f"{mean_and_spread(list(of.values()))} %{setting and f' ({setting})'}" for setting, of in found.items()]
+    said = []
+    for setting in dict.fromkeys(group.setting for group in groups):
+        members = [(group, _guess_by_seed(group)) for group in groups if group.setting == setting]
+        merged: dict[int, float] = {}
+        alike = all(merged.setdefault(seed, value) == value for _, of in members for seed, value in of.items())
+        # The clients that are judged may be others from row to row, as with a share of malicious ones.
+        of_rows = [(show(group.values), of) for group, of in members]
+        of_all = [(show({field: value for field, value in members[0][0].values.items() if _is_of_data(field)}), merged)]
+        for name, of in of_all if alike else of_rows:
+            said += [f"{mean_and_spread(list(of.values()))} %{name and f' ({name})'}"] if of else []
     return (
         [f"Always answering the class that a client has most training samples of: {'; '.join(said)}."] if said else []
     )
+
+
+def _guess_by_seed(group: Group) -> dict[int, float]:
+    """That, in %, of the runs whose summaries say it: those of version 0.1 do not."""
+    guesses = {seed: (cell.summary or {}).get("majority_class") for seed, cell in group.cells.items()}
+    return {seed: 100 * guess["accuracy"] for seed, guess in guesses.items() if guess}
+
+
+def _mixed_versions(cells: Sequence[Cell]) -> list[str]:
+    """With which versions runs were made, if it was with several."""
+    environments = [cell.summary.get("environment", {}) for cell in cells if cell.summary]
+    of_runs = (tuple(f"{name} {of[name]}" for name in _PACKAGES if name in of) for of in environments)
+    found = dict.fromkeys(of for of in of_runs if of)
+    if len(found) < 2:
+        return []
+    shared = set.intersection(*map(set, found))
+    told = "; ".join(", ".join(package for package in of if package not in shared) for of in found)
+    return [f"**Several versions**: runs were made with {told}: their numbers may differ for that alone."]
 
 
 def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: bool) -> str:
@@ -226,7 +266,7 @@ def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: 
     columns: dict[str, dict[str, Group]] = {}
     rows: dict[str, None] = {}
     for group in grouped(cells):
-        of_data = {field: value for field, value in group.values.items() if field.startswith("data.")}
+        of_data = {field: value for field, value in group.values.items() if _is_of_data(field)}
         row = show({field: value for field, value in group.values.items() if field not in of_data}) or "all"
         rows[row] = None
         columns.setdefault(show(of_data), {})[row] = group
@@ -278,9 +318,13 @@ def _escaped(text: str) -> str:
     return text.translate(_LATEX)
 
 
+def _is_of_data(field: str) -> bool:
+    return field.startswith("data.")
+
+
 def _is_row(group: Group, baseline: Mapping[str, Any]) -> bool:
     """Whether this is the baseline's row in its data setting."""
-    wanted = {field: value for field, value in baseline.items() if not field.startswith("data.")}
+    wanted = {field: value for field, value in baseline.items() if not _is_of_data(field)}
     return all(group.values.get(field) == value for field, value in wanted.items())
 
 
@@ -292,12 +336,14 @@ class _Gap(NamedTuple):
       found: paired over seeds; None for the baseline itself, and where there is nothing to pair.
       over_clients: the two ends of the interval over clients; None likewise, and where clients are others.
       p: corrected for the number of rows; NaN where there is none.
+      is_baseline: whether the row is the baseline of its data setting.
     """
 
     group: Group
     found: Difference | None
     over_clients: tuple[float, float] | None
     p: float
+    is_baseline: bool
 
 
 def _gaps(groups: Sequence[Group], baseline: Mapping[str, Any], point: str) -> list[_Gap]:
@@ -309,19 +355,18 @@ def _gaps(groups: Sequence[Group], baseline: Mapping[str, Any], point: str) -> l
         gaps = [_difference(groups[at], base, point) for at in members]
         corrected = holm([math.nan if gap is None else gap.p for gap, _ in gaps])
         for at, gap, p in zip(members, gaps, corrected, strict=True):
-            found[at] = _Gap(groups[at], *gap, p)
+            found[at] = _Gap(groups[at], *gap, p, groups[at] is base)
     return [found[at] for at in sorted(found)]
 
 
 def differences(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str) -> list[dict[str, Any]]:
     """What the table says of differences, as numbers: a row per combination, but for the baseline; see `Comparison`."""
     rows = []
-    for group, found, over_clients, p in _gaps(grouped(cells), baseline, point):
+    for group, found, over_clients, p, _ in _gaps(grouped(cells), baseline, point):
         if found is not None:
-            low, high = over_clients or (math.nan, math.nan)
-            numbers = {"difference": found.mean, "low": found.low, "high": found.high}
-            of_clients = {"clients_low": low, "clients_high": high}
-            rows.append({**group.values, **numbers, **of_clients, "p": found.p, "p_holm": p, "seeds": found.seeds})
+            of_clients = over_clients or (math.nan, math.nan)
+            numbers = (found.mean, found.low, found.high, *of_clients, found.p, p, found.seeds)
+            rows.append({**group.values, **dict(zip(DIFFERENCES, numbers, strict=True))})
     return rows
 
 
@@ -353,7 +398,7 @@ def of_judged(clients: Mapping[str, np.ndarray], column: str) -> Float[np.ndarra
 
 
 def _row(gap: _Gap, point: str, heading: str, *, bold: bool) -> dict[str, str]:
-    group, found, over_clients, p = gap
+    group, found, over_clients, p, _ = gap
     summaries = [cell.summary for cell in group.cells.values() if cell.summary]
     headline = summaries[0]["headline"] if summaries else None
     row = {heading: (show(group.values) or "all") + (" †" if group.diverged else ""), "seeds": str(len(group.cells))}
@@ -365,6 +410,8 @@ def _row(gap: _Gap, point: str, heading: str, *, bold: bool) -> dict[str, str]:
             row[name] += " *"
         if figure == POINTS[-1]:  # what is compared stands before what else there is to know
             row["difference"] = NONE if found is None else _interval(found.low, found.high, found.mean)
+            if found is not None and found.seeds < len(group.cells):
+                row["difference"] += f" ({found.seeds} {'seed' if found.seeds == 1 else 'seeds'})"
             row["over clients"] = NONE if over_clients is None else _interval(*over_clients)
             row["p"] = NONE if math.isnan(p) else f"{p:.3g}"
     row["MB"] = _fixed(group.mean("megabytes"), 1)
