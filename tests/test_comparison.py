@@ -301,6 +301,14 @@ def test_a_difference_says_on_how_many_seeds_it_stands():
     assert "Difference: " not in text
 
 
+def test_rows_whose_means_print_alike_are_all_bold():
+    local, fedavg, ditto = (of for of in synthetic().cells if of.seed == 0)
+    alike = {**ditto.summary["personal"], "pre": fedavg.summary["personal"]["pre"] | {"last": 0.70001}}
+    for other, bold in ((ditto, 1), (ditto._replace(summary={**ditto.summary, "personal": alike}), 2)):
+        text = Comparison(config(), [local, fedavg, other], "local").markdown()
+        assert text.count("**70.00**") == bold
+
+
 def test_a_legend_is_of_the_columns_that_there_are():
     text = synthetic().markdown()
     assert "Difference: PRE minus that of local, mean of" in text

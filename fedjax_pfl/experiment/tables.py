@@ -162,12 +162,10 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
     """
     groups = grouped(cells)
     gaps = _gaps(groups, baseline, point)
-    known = [group for group in groups if group.by_seed(point)]
-    best = {
-        setting: max((group for group in known if group.setting == setting), key=lambda group: group.mean(point))
-        for setting in dict.fromkeys(group.setting for group in known)
-    }
-    shown = [_row(gap, point, heading, bold=best.get(gap.group.setting) is gap.group) for gap in gaps]
+    best: dict[Any, float] = {}
+    for group in groups:
+        best[group.setting] = max(_printed(group, point), best.get(group.setting, 0.0))
+    shown = [_row(gap, point, heading, bold=_printed(gap.group, point) == best[gap.group.setting] > 0) for gap in gaps]
     names = [name for name in shown[0] if name == heading or any(row[name] != NONE for row in shown)]
     several = len({group.setting for group in groups}) > 1
     words = {
@@ -211,6 +209,11 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
         notes.append("†: diverged: some answers were no numbers, which count as wrong; try a smaller learning rate.")
     notes += [f"**Failed**: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
     return "\n\n".join([legend, grid(names, [[row[name] for name in names] for row in shown]), *notes]) + "\n"
+
+
+def _printed(group: Group, point: str) -> float:
+    """Its mean in %, as it is printed; 0 without runs."""
+    return round(100 * group.mean(point), 2) if group.by_seed(point) else 0.0
 
 
 def _guesses(groups: Sequence[Group]) -> list[str]:
