@@ -318,7 +318,8 @@ def test_the_server_stands_still_when_the_present_clients_have_no_samples(model,
     present = drawn(engine, KEY, train.count, 8)[0][:, 0].tolist()
     for t, who in enumerate(present):
         new = step(KEY, at(t), start, jnp.array(True), federation)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
+        assert np.isnan(new.loss) == (who != 2), "there is no loss before anybody has trained"
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new._replace(loss=0.0)))
         same = jax.tree.map(np.array_equal, new.state.server, start.state.server)
         assert all(jax.tree.leaves(same)) == (who != 2)
     assert {2} < set(present)
