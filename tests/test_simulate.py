@@ -350,6 +350,7 @@ def test_dropout_and_partial_participation_run_end_to_end(tested):
     assert np.isfinite(result.history["train_loss"]).all()
 
 
+@pytest.mark.usefixtures("tables_as_before")
 @pytest.mark.parametrize(
     "participation", [SOME, {"ratio": 0.4, "sampling": "poisson"}, {}], ids=["some", "poisson", "everybody"]
 )
