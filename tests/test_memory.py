@@ -13,10 +13,15 @@ from jax import lax
 
 from fedjax_pfl.data.federated import Federation, pack
 from fedjax_pfl.engine.memory import Memory, _left_in_groups, peak_bytes, resident_set, survey
+from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.traffic import size
+from fedjax_pfl.method import Calibration
 from fedjax_pfl.methods import METHODS
 from tests.conftest import CLASSES
 
+KEY = jax.random.key(0)
 LINUX = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only Linux says what a process holds")
 
 
@@ -30,6 +35,10 @@ def test_a_device_with_its_own_memory_holds_what_is_resident_and_its_clients():
     assert memory._replace(exchanged=300).total(devices=1, chunk=30) == 1000 + 300
     # In an evaluation nothing is exchanged, and states may be copied.
     assert memory._replace(scored=90).total(devices=1, chunk=3) == 1000 + 3 * 7 + 90
+    # While the server calibrates, no client runs.
+    assert memory._replace(calibrated=80).total(devices=1, chunk=3) == 1000 + 3 * 7 + 60
+    assert memory._replace(calibrated=300).total(devices=1, chunk=3) == 1000 + 300
+    assert memory._replace(calibrated=300).total(devices=4, chunk=3) == 1000 + 100 + 300
 
 
 @pytest.mark.parametrize(
@@ -45,6 +54,11 @@ def test_as_many_clients_fit_as_the_announced_memory_says(limit, fitting):
     memory = Memory(resident=1000, per_client=7, participants=30, exchanged=60)
     assert memory.fitting(1, limit) == fitting
     assert memory.total(chunk=max(1, fitting)) <= limit + 7 * (fitting == 0)
+
+
+def test_no_client_fits_beside_a_calibration_that_does_not():
+    memory = Memory(resident=1000, per_client=7, participants=30, exchanged=60, calibrated=300)
+    assert [memory.fitting(1, 1000 + left) for left in (300, 299)] == [30, 0]
 
 
 def test_a_container_or_job_has_no_more_than_its_control_groups_leave(tmp_path):
@@ -80,11 +94,14 @@ def test_further_runs_share_the_samples():
         (1, 1, 300 + 7),
         (1, 5, 300 + 5 * 7),
         (3, 2, 300 + 3 * 100 + 3 * 2 * 7),  # each device collects the states of all clients to score its own
+        (3, 20, 300 + 3 * 100 + 3 * 20 * 7),
     ],
 )
 def test_a_cpu_adds_to_what_the_process_holds_all_but_the_samples(devices, chunk, added):
     memory = Memory(resident=1300, per_client=7, samples=1000, states=100, process=50_000, compiler=2000)
     assert memory.total(devices, chunk) == 52_000 + added
+    calibrated = memory._replace(calibrated=400)
+    assert calibrated.total(devices, chunk) == 52_000 + added + max(0, 400 - devices * chunk * 7)
 
 
 def test_only_where_devices_share_the_hosts_memory_does_the_process_count(model, trainer, federation):
@@ -103,6 +120,63 @@ def test_what_clients_upload_for_a_calibration_is_announced(model, trainer, fede
     assert plain.scored == 0
     assert calibrated.scored == 2 * 7 * 4 * numbers
     assert calibrated.per_client >= plain.per_client
+
+
+def test_what_the_server_makes_of_a_calibration_is_announced(model, trainer, federation):
+    """A square of all that seven clients upload, ten floats each, and its sum with the server's parameters."""
+
+    def squared(now, server, uploads, cohort):
+        flat = uploads.reshape(-1)
+        return jax.tree.map(lambda leaf: leaf + jnp.sum(flat[:, None] * flat), server)
+
+    plain = METHODS["fedavg"](model, trainer)
+    calibrated = plain._replace(calibrate=Calibration(lambda now, view, client, data: jnp.ones(10), squared))
+    without, on_device, on_host = (
+        survey(Engine(method, 7), KEY, federation, "gpu", on_host=offloaded)[0]
+        for method, offloaded in ((plain, False), (calibrated, False), (calibrated, True))
+    )
+    uploads, square, parameters = 4 * 7 * 10, 4 * (7 * 10) ** 2, size(jax.eval_shape(model.init, KEY))
+    assert on_device == without._replace(scored=2 * uploads, calibrated=on_device.calibrated)
+    assert uploads + square <= on_device.calibrated <= 4 * uploads + square + parameters
+    # With states on the host, the server that is scored stands beside the one that goes on.
+    assert on_host.scored == parameters > 2 * uploads
+
+
+@pytest.mark.parametrize("participants", [1, 7])
+def test_what_all_clients_exchange_before_the_first_round_is_announced(model, trainer, federation, participants):
+    """Of FedFCD: new states, and of each class a count and a sum; all at once where all take part in every round."""
+    engine = Engine(METHODS["fedfcd"](model, trainer), 7, Participation(participants / 7, participants / 7))
+    memory = survey(engine, KEY, federation, "gpu")[0]
+    needed = 2 * 7 * (size(jax.eval_shape(model.init, KEY)) + 4 * CLASSES * (model.dim + 1))
+    assert memory.exchanged == needed * participants // 7
+    assert memory.scored == (needed if participants == 1 else 0)
+    one_by_one = survey(engine, KEY, federation, "cpu")[0]
+    assert one_by_one.scored == (needed - 7 * size(jax.eval_shape(model.init, KEY)) if participants == 1 else 0)
+
+
+def test_a_client_needs_what_its_part_before_the_first_round_takes(model, trainer, federation):
+    def setup(now, view, client, data):
+        return client, jnp.linalg.inv(jnp.eye(500) + client["head"]["bias"][0])
+
+    method = METHODS["fedfcd"](model, trainer)
+    plain, prepared = (
+        survey(Engine(of, 7), KEY, federation, "gpu")[0] for of in (method, method._replace(setup=setup))
+    )
+    assert prepared.per_client > 4 * 500**2 > plain.per_client
+    assert prepared.exchanged == 2 * 7 * (size(jax.eval_shape(model.init, KEY)) + 4 * 500**2)
+
+
+@pytest.mark.parametrize(("backend", "chunk"), [("cpu", 1), ("gpu", 3)])
+def test_the_state_before_the_first_round_takes_what_is_announced(model, trainer, backend, chunk):
+    """300 clients, of whom three take part in a round; FedFCD asks all of them before the first."""
+    x, y = np.zeros((600, 4, 4, 1), np.uint8), np.arange(600, dtype=np.int32) % CLASSES
+    tables = pack([np.arange(2 * client, 2 * client + 2) for client in range(300)], y, CLASSES)
+    data = Federation(x, y, tables, None, tables, tables)
+    engine = Engine(METHODS["fedfcd"](model, trainer), 300, Participation(0.01, 0.01), Placement(chunk=chunk))
+    announced = survey(engine, KEY, data, backend)[0]._replace(process=0, compiler=0).total(chunk=chunk)
+    planned = jax.jit(engine.init).lower(KEY, data).compile().memory_analysis()
+    taken = planned.argument_size_in_bytes + planned.output_size_in_bytes + planned.temp_size_in_bytes
+    assert announced / 1.5 < taken < 1.25 * announced
 
 
 def test_patches_for_several_columns_are_announced_smaller(model, trainer, federation):

@@ -16,7 +16,7 @@ from fedjax_pfl import Callback, Config, ConfigError, Result, simulate
 from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.checkpoint import Checkpoints
-from fedjax_pfl.experiment.record import RunDirectory
+from fedjax_pfl.experiment.record import RunDirectory, complete_run
 
 
 def config(out, **tables):
@@ -196,6 +196,34 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path, copy):
     assert not (tmp_path / "nothing").exists()
     shutil.rmtree(copy / "checkpoints" / "2")
     fails_untouched(copy, "a run directory that holds a checkpoint", config(copy))
+
+
+def test_a_complete_run_without_a_checkpoint_cannot_be_extended_and_says_what_can_be_done(whole, tmp_path):
+    out = shutil.copytree(whole[1], tmp_path / "run")
+    shutil.rmtree(out / "checkpoints")
+    match = (
+        r"resume = .*run' is not usable: a run directory that holds a checkpoint: its run is complete and wrote none, "
+        r"so that it cannot be extended; run it again from the start \(.*--overwrite\), with run\.checkpoint_every"
+    )
+    longer = config(out, training={"rounds": 8})
+    fails_untouched(out, match, longer)
+    # As in a comparison or sweep, which takes complete runs as they are.
+    match = r"training\.rounds = 8 is not usable: 6, as in the complete run in .*, or another folder \(out=, --out\)"
+    with pytest.raises(ConfigError, match=match):
+        complete_run(longer)
+
+
+def test_a_checkpoint_that_is_empty_is_named_with_the_way_out(whole, tmp_path):
+    """As a loss of power may leave it, where the system has written the names of files before what is in them."""
+    out = shutil.copytree(whole[1], tmp_path / "run")
+    (out / "summary.json").unlink()
+    for path in (out / "checkpoints" / "6").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    match = r"resume = .*checkpoints/6.* a readable checkpoint \(.*; without this folder, the run resumes from the one"
+    fails_untouched(out, match, config(out))
+    shutil.rmtree(out / "checkpoints" / "6")
+    assert_same(simulate(config(out), resume=out), whole[0], out, whole[1])
 
 
 def test_a_damaged_checkpoint_is_named_once(copy, caplog):

@@ -1,4 +1,4 @@
-"""A cache of data sets that take long to decode: one npz file per source, in the user's cache folder."""
+"""A cache for data sets that take long to decode: one npz file per source, in the user's cache folder."""
 
 import hashlib
 import os
@@ -11,17 +11,18 @@ import numpy as np
 
 from fedjax_pfl.data.dataset import Dataset
 
-_VERSION = 1  # of what a file holds and of how images are decoded; another number makes every file stale
+_VERSION = 1  # version of the file format and of the decoding of images; another number makes every file stale
 
 
 def cached(source: str, folder: Path, build: Callable[[], Dataset]) -> Dataset:
-    """Returns what the cache holds for a source, or builds the data set and caches it.
+    """Returns the cached data set of a source, or builds the data set and caches it.
 
-    A stale cache file is replaced; so is a damaged one, with a warning.
+    A stale cache file is replaced; a damaged one too, with a warning.
 
     Args:
-      source: names the data and all options; one file is kept for each.
-      folder: what the data are read from: another name, size or time of any file in it makes the cache stale.
+      source: names the data and all options; there is one file per source.
+      folder: the folder from which the data are read; a changed name, size or time of a file in it makes the cache
+        stale.
       build: decodes the data.
     """
     path = _folder() / f"{hashlib.sha256(source.encode()).hexdigest()[:24]}.npz"
@@ -40,8 +41,17 @@ def _folder() -> Path:
 
 def _fingerprint(folder: Path) -> str:
     """Hash of the names, sizes and times of all files in a folder."""
-    entries = []
-    for parent, _, names in os.walk(folder, followlinks=True):
+    entries: list[tuple[str | int, ...]] = []
+    seen = {os.path.realpath(folder)}
+    for parent, inside, names in os.walk(folder, followlinks=True):
+        for name in sorted(inside):
+            # Each folder once: one with a link to a folder above it would be walked for ever.
+            real = os.path.realpath(os.path.join(parent, name))
+            if real in seen:
+                inside.remove(name)
+                entries.append((os.path.relpath(os.path.join(parent, name), folder), real))
+            seen.add(real)
+        inside.sort()
         for name in names:
             file = os.path.join(parent, name)
             try:
@@ -61,7 +71,7 @@ def _checksum(data: Dataset, fingerprint: str) -> str:
 
 
 def _read(path: Path, fingerprint: str) -> Dataset | None:
-    """What a cache file holds; None where there is none, and for one that is stale or damaged."""
+    """The data set in a cache file; None if the file is missing, stale or damaged."""
     try:
         # Opened here: NumPy would leave a file open that is no archive.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
@@ -87,7 +97,7 @@ def _read(path: Path, fingerprint: str) -> Dataset | None:
 
 
 def _write(path: Path, data: Dataset, fingerprint: str) -> None:
-    """Writes a cache file, which appears under its name once it is complete."""
+    """Writes a cache file; it gets its name only when it is complete."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.stem}-", delete=False) as file:

@@ -87,7 +87,19 @@ def _made(data: Any, name: str) -> Dataset:
         return _of_clients(data, name)
     if len(data) not in (2, 4):
         raise ConfigError("data", f"{type(data).__name__} of {len(data)}", _ACCEPTED)
-    return from_arrays(*_arrays(data, name), name=name)
+    try:
+        arrays = _arrays(data, name)
+    except ConfigError:
+        if all(map(_is_of_client, data)):
+            kinds = ", ".join(type(part).__name__ for part in data)
+            raise ConfigError("data", f"{type(data).__name__} of {kinds}", _ACCEPTED) from None
+        raise
+    return from_arrays(*arrays, name=name)
+
+
+def _is_of_client(part: Any) -> bool:
+    """Whether this, which is no array, looks like the arrays of a client, in a list or tuple."""
+    return isinstance(part, list | tuple) and len(part) in (2, 4) and all(hasattr(array, "__len__") for array in part)
 
 
 def _is_data_set(data: Any) -> bool:

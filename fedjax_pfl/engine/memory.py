@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from fedjax_pfl.data.federated import Clients, Federation, Samples, client_data
 from fedjax_pfl.engine.round import Engine, pair_of
 from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange, size
-from fedjax_pfl.method import Round
+from fedjax_pfl.method import Cohort, Round
 
 # The most that XLA and LLVM take while they compile for a CPU. Measured with JAX 0.10, two programs at a time, on two
 # cores, for six pairs of method and model of 178 to 2,860 operations: each took this much within 13 %.
@@ -65,11 +65,13 @@ class Memory(NamedTuple):
       per_client: what one running client needs on top: gradients, activations of a batch, optimiser state.
       participants: K, the largest number of clients in a round.
       exchanged: the participants' old and new states, and their uploads before and after absent ones are zeroed.
-      scored: the copies of clients' states that an evaluation makes, or what all of them upload for a calibration.
+      scored: the copies of clients' states that an evaluation makes, or what all of them upload for a calibration, or
+        exchange in a round before the first where rounds are for fewer.
       samples: the part of ``resident`` that is samples and tables, which runs share.
       states: the part of ``resident`` that is the state of all clients, once; 0 where the host holds it.
       process: what the process holds now, with the samples.
       compiler: what compiling takes.
+      calibrated: what the server's part of a calibration takes, with what was uploaded; no client runs beside it.
     """
 
     resident: int
@@ -81,6 +83,7 @@ class Memory(NamedTuple):
     states: int = 0
     process: int = 0
     compiler: int = 0
+    calibrated: int = 0
 
     def total(self, devices: int = 1, chunk: int = 1) -> int:
         """The most that the run will take: of the process on a CPU, else of each device.
@@ -91,9 +94,9 @@ class Memory(NamedTuple):
         """
         if not self.process:
             return self.held(devices) + self.work(devices, chunk)
-        copies = max(self.exchanged, self.scored)
-        added = self.resident - self.samples + copies
-        return self.process + self.compiler + added + devices * (self._collected(devices) + chunk * self.per_client)
+        added = self.resident - self.samples + devices * self._collected(devices)
+        running = devices * chunk * self.per_client + max(self.exchanged, self.scored)
+        return self.process + self.compiler + added + max(running, self.calibrated)
 
     def of_run(self, chunk: int) -> int:
         """What each further run beside this one takes of a device; they share the samples."""
@@ -111,7 +114,7 @@ class Memory(NamedTuple):
         running = chunk * self.per_client
         at_once = not self.process and devices * chunk >= self.participants
         trained = max(running, self.exchanged) if at_once else running + self.exchanged
-        return max(trained, running + self.scored)
+        return max(trained, running + self.scored, self.calibrated)
 
     def fitting(self, devices: int, limit: int) -> int:
         """The most clients side by side on a device that offers so many bytes; 0 or less where not one fits."""
@@ -119,6 +122,8 @@ class Memory(NamedTuple):
         left = limit - self.held(devices)
         if self.work(devices, everyone) <= left:
             return everyone
+        if self.calibrated > left:
+            return 0
         return (left - max(self.exchanged, self.scored)) // max(1, self.per_client)
 
     def _collected(self, devices: int) -> int:
@@ -135,7 +140,7 @@ def survey(
     precision: str = "float32",
     on_host: bool = False,
 ) -> tuple[Memory, Exchange]:
-    """What a run will hold and exchange, from one trace of a client's part in a round (no compilation).
+    """What a run will hold and exchange, from traces of what a client does, and the server in a calibration.
 
     Args:
       engine: the method, and who takes part.
@@ -164,37 +169,71 @@ def survey(
         return scores_of(tally(lambda images: method.predict(params, images), held), held.class_counts)
 
     scoring = peak_bytes(jax.make_jaxpr(scores)(*update.trained, data.x, data.y, test).jaxpr)
-    calibrating, calibration = 0, 0
-    if (calibrate := method.calibrate) is not None:
-
-        def upload(shared: tuple, row: tuple) -> PyTree:
-            (key, t, view, x, y), (client_id, client, train, validation) = shared, row
-            return calibrate.local(Round(key, t), view, client, client_data(x, y, train, client_id, validation))
-
-        of_client, sent = jax.make_jaxpr(upload, return_shape=True)(shared, row)
-        # All uploads, before and after absent ones are zeroed.
-        calibrating, calibration = peak_bytes(of_client.jaxpr), 2 * engine.trainers * size(sent)
     exchanged = engine.cohort_size * 2 * (size(client) + size(update.upload))
     states, samples = engine.clients * size(client), size(data)
     # Scoring reads states in place, or copies all where the server dispatches; from the host, it holds two groups.
     mailed = states if method.dispatch is not None else 0
-    scored = max(2 * engine.cohort_size * size(client) if on_host else mailed, calibration)
+    scored = 2 * engine.cohort_size * size(client) if on_host else mailed
+    preparing = calibrating = calibrated = 0
+    if method.setup is not None:
+        preparing, returned = _of_client(method.setup, shared, row)
+        _, sent = pair_of("setup", returned, "client", "upload")
+        # Old states are read in place, or copied side by side.
+        copies = 1 if backend == "cpu" else 2
+        prepared = engine.trainers * (copies * size(client) + 2 * size(sent))
+        if engine.cohort_size == engine.trainers:
+            exchanged = max(exchanged, prepared)
+        else:  # not all at once, even where all participants of a round are
+            scored = max(scored, prepared)
+    if method.calibrate is not None:
+        calibrating, sent = _of_client(method.calibrate.local, shared, row)
+        served, after = _of_server(method.calibrate.server, engine, server, sent)
+        uploaded = engine.trainers * size(sent)
+        calibrated = uploaded + served
+        # All uploads, before and after absent ones are zeroed; with states on the host, the server's is copied, too.
+        scored = max(scored + (size(after) if on_host else 0), 2 * uploaded)
     held = 0 if on_host and backend != "cpu" else states
     planned = _PLANNED_WIDE if backend == "gpu" and precision != "float32" else _PLANNED.get(backend, 1.0)
     memory = Memory(
         resident=samples + size(server) + held,
-        per_client=round(planned * max(training, calibrating, scoring + size(client))),
+        per_client=round(planned * max(training, preparing, calibrating, scoring + size(client))),
         participants=engine.cohort_size,
         exchanged=exchanged,
         scored=scored,
         samples=samples,
         states=0 if on_host else states,
+        calibrated=calibrated,
     )
     if backend == "cpu":
         compiler = _COMPILER_BYTES + _COMPILER_BYTES_PER_OPERATION * _operations(traced.jaxpr)
         process = resident_set() or samples
         memory = memory._replace(process=process, compiler=compiler)
     return memory, Exchange(view, client, update.upload, tuple(update.diagnostics or ()))
+
+
+def _of_client(fn: Callable[..., PyTree], shared: tuple, row: tuple) -> tuple[int, PyTree]:
+    """What a client needs for a part of its work besides rounds, and the shapes that it returns."""
+
+    def part(shared: tuple, row: tuple) -> PyTree:
+        (key, t, view, x, y), (client_id, client, train, validation) = shared, row
+        return fn(Round(key, t), view, client, client_data(x, y, train, client_id, validation))
+
+    traced, returned = jax.make_jaxpr(part, return_shape=True)(shared, row)
+    return peak_bytes(traced.jaxpr), returned
+
+
+def _of_server(fn: Callable[..., PyTree], engine: Engine, server: PyTree, sent: PyTree) -> tuple[int, PyTree]:
+    """What the server makes of everybody's uploads: the bytes besides these, and its shapes."""
+
+    def part(key: Key[Array, ""], t: Array, server: PyTree, uploads: PyTree, ids: Array, weight: Array) -> PyTree:
+        return fn(Round(key, t), server, uploads, Cohort(ids, weight, engine.clients, engine.trainers))
+
+    everyone = (engine.trainers,)
+    uploads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(everyone + leaf.shape, leaf.dtype), sent)
+    t, ids = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), everyone))
+    weight = jax.ShapeDtypeStruct(everyone, jnp.float32)
+    traced, after = jax.make_jaxpr(part, return_shape=True)(jax.random.key(0), t, server, uploads, ids, weight)
+    return peak_bytes(traced.jaxpr), after
 
 
 def resident_set() -> int:

@@ -337,7 +337,7 @@ def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray],
     history = _read("metrics", path / "metrics.jsonl", _history)
     clients = _read("clients", path / "clients.csv", read_table)
     if rounds != config.training.rounds:
-        allowed = f"{rounds}, as in the complete run in {config.run.out}"
+        allowed = f"{rounds}, as in the complete run in {config.run.out}, or another folder (out=, --out)"
         raise ConfigError("training.rounds", config.training.rounds, allowed)
     return summary, history, clients
 

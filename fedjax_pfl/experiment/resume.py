@@ -80,12 +80,11 @@ class RunPlace:
             return []
         found = self.checkpoints.rounds()
         if not found and self._resume is not None:
-            why = (
-                "its run is complete, and wrote none"
-                if self._record and self._record.complete
-                else "there is none in it"
-            )
-            allowed = f"a run directory that holds a checkpoint: {why} (run.checkpoint_every)"
+            why = "there is none in it (run.checkpoint_every)"
+            if self._record and self._record.complete:
+                why = "its run is complete and wrote none, so that it cannot be extended; run it again from the start"
+                why += " (overwrite=True, --overwrite), with run.checkpoint_every"
+            allowed = f"a run directory that holds a checkpoint: {why}"
             raise ConfigError("resume", str(Path(self._resume).absolute()), allowed)
         return found
 

@@ -119,6 +119,11 @@ def cut(network: Network, x: jax.ShapeDtypeStruct, features: str | None) -> Halv
     check_logits(network.name, calls[-1].out)
     layer = calls[at].name
     occurrence = sum(call.name == layer for call in calls[:at])
+    in_training = sum(call.name == layer for call in _calls(network, x, training=True))
+    if in_training != (often := sum(call.name == layer for call in calls)):
+        # Which of them is at the cut could only be guessed.
+        allowed = f"{layer}, before which it is cut, must be called as often in training ({in_training} times) as in"
+        raise ConfigError("model", network.name, f"{allowed} evaluation ({often}): or cut it elsewhere (features=)")
 
     def at_the_cut(instead: Callable[[Any, Callable[[Any], Any]], Any]) -> Hook:
         seen = -1
@@ -261,8 +266,8 @@ def has_statistics(params: PyTree) -> bool:
     return any(is_statistic(path) for path, _ in jax.tree.leaves_with_path(params))
 
 
-def _calls(network: Network, x: jax.ShapeDtypeStruct) -> list[_Call]:
-    """Which layers the network calls, in order, in an evaluation; at the end, without a name, what it returns."""
+def _calls(network: Network, x: jax.ShapeDtypeStruct, *, training: bool = False) -> list[_Call]:
+    """Which layers the network calls, in order, in a pass; at the end, without a name, what it returns."""
     calls: list[_Call] = []
 
     def record(name: str, layer: Any, value: Any, go: Callable[[Any], Any]) -> Any:
@@ -271,7 +276,8 @@ def _calls(network: Network, x: jax.ShapeDtypeStruct) -> list[_Call]:
         return out
 
     def trace(key: Key[Array, ""], x: Array) -> None:
-        calls.append(_Call("", None, network.run(network.init(key, x), x, None, key, record)))
+        mask = jnp.ones(len(x)) if training else None
+        calls.append(_Call("", None, network.run(network.init(key, x), x, mask, key, record)))
 
     jax.eval_shape(trace, jax.random.key(0), x)
     return calls

@@ -310,6 +310,35 @@ def test_a_file_of_another_size_or_behind_a_link_is_a_change(tmp_path, decoded):
     assert decoded
 
 
+def test_links_to_a_folder_above_are_not_followed_again_and_again(tmp_path, monkeypatch):
+    draw_all(tmp_path, "a/1.png", "b/1.png")
+    for name in "ab":  # two, between which a walk would go to and fro
+        (tmp_path / name / "up").symlink_to(tmp_path)
+    walk, seen = os.walk, []
+
+    def counted(*args, **options):
+        for step in walk(*args, **options):
+            seen.append(step[0])
+            assert len(seen) < 20
+            yield step
+
+    monkeypatch.setattr(os, "walk", counted)
+    assert len(load(f"folder:{tmp_path}").labels) == 2
+    assert seen == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "b")]
+    (tmp_path / "c").symlink_to(tmp_path)
+    assert refused(f"folder:{tmp_path}").startswith(f"{tmp_path}/c holds no images")
+
+
+def test_a_link_to_another_folder_of_the_same_data_is_a_change(tmp_path):
+    """Of a class that is a link to another class, each folder is looked at once."""
+    first, third = draw_all(tmp_path, "a/1.png", "c/1.png")
+    link = tmp_path / "z"
+    for target, pixels in (("a", first), ("c", third)):
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / target)
+        np.testing.assert_array_equal(load(f"folder:{tmp_path}").images, [first, third, pixels])
+
+
 def test_every_damage_to_the_cache_is_noticed_and_repaired(tmp_path, caches, decoded):
     draw_all(tmp_path, "a/1.png", "b/1.png")
     source = f"folder:{tmp_path}"

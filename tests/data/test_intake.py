@@ -206,6 +206,15 @@ MISTAKES = {
     "several labels": ((NUMBERS, np.ones((6, 3))), r"class numbers \[n\], got \(6, 3\)$"),
     "samples alone": (NUMBERS, r"data = 'ndarray' is not usable: \(x, y\) or "),
     "three arrays": ((NUMBERS, Y, TEST_NUMBERS), "data = 'tuple of 3' is not usable"),
+    "clients as lists": (
+        [list(PART), list(PART)],
+        r"data = 'list of list, list' is.*a list of tuples of arrays, one for",
+    ),
+    "clients as tuples and lists": ([(*PART, *PART), [*PART, *PART]], r"'list of tuple, list' is.*a list of tuples of"),
+    "clients in a tuple": (
+        (PART,) * 4,
+        r"'tuple of tuple, tuple, tuple, tuple' is.*a list of tuples of arrays, one for",
+    ),
     "a table": ({"x": NUMBERS, "y": Y}, r"data = 'dict' is not usable: \(x, y\)"),
     "a loader": (Loader(Samples(NUMBERS, Y)), "of a DataLoader, take its .dataset$"),
     "samples without a label": (Samples([], []), "the train part holds nothing"),

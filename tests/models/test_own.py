@@ -181,6 +181,44 @@ def test_a_parameter_of_the_module_itself_goes_where_it_is_read():
     assert params["head"].keys() == {"behind", "Dense_1"}
 
 
+class Shared(nn.Module):
+    """A training pass uses a layer once more: the first one, or the head on what comes before the features."""
+
+    more: str
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        first, second, head = (nn.Dense(width, name=name) for name, width in (("a", 16), ("b", 16), ("out", CLASSES)))
+        x = first(x.reshape(len(x), -1))
+        x = first(x) if train and self.more == "a" else x
+        early = head(x) if train and self.more == "out" else 0.0
+        return head(jnp.tanh(second(x))) + early
+
+
+class NNXShared(nnx.Module):
+    """The head likewise, after all layers of the extractor."""
+
+    def __init__(self, rngs):
+        self.a, self.b = (nnx.Linear(16, 16, rngs=rngs) for _ in range(2))
+        self.out = nnx.Linear(16, CLASSES, rngs=rngs)
+
+    def __call__(self, x, train: bool):
+        x = self.a(x.reshape(len(x), -1))
+        z = nnx.tanh(self.b(x))
+        return self.out(x) + self.out(z) if train else self.out(z)
+
+
+def test_a_layer_of_the_extractor_may_be_used_more_often_in_training():
+    model = fitted(Shared("a"))
+    theta = some(model)["extractor"]
+    for mask, times in ((None, 1), (jnp.ones(6), 2)):
+        z = PIXELS
+        for _ in range(times):
+            z = dense(z, theta["a"])
+        found = computed(model.features, theta, X, mask)
+        np.testing.assert_allclose(found, np.tanh(dense(z, theta["b"])), rtol=1e-4, atol=1e-5)
+
+
 def test_a_pair_is_an_extractor_and_a_head():
     model = fitted((Flat(), nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(CLASSES)])))
     params = some(model)
@@ -653,6 +691,18 @@ MISTAKES = {
         None,
         "model = 'Net' is not usable: Dense_0 is read on both sides of a cut before Dense_0: cut it elsewhere "
         "(features=)",
+    ),
+    "layer_used_again_in_training": (
+        Shared("out"),
+        None,
+        "model = 'Shared' is not usable: out, before which it is cut, must be called as often in training (2 times) as "
+        "in evaluation (1): or cut it elsewhere (features=)",
+    ),
+    "nnx_layer_used_again_in_training": (
+        NNXShared,
+        None,
+        "model = 'NNXShared' is not usable: out, before which it is cut, must be called as often in training (2 times) "
+        "as in evaluation (1): or cut it elsewhere (features=)",
     ),
     "does_not_fit": (
         net(lambda self, x: nn.Dense(CLASSES)(nn.Dense(4)(x.reshape(len(x), 7, 7)))),

@@ -209,6 +209,24 @@ def test_training_is_sgd_with_momentum_decay_and_clipping(name, how):
         assert not np.allclose(params["w"], expected_training(0)["w"], rtol=1e-3)
 
 
+def test_parts_that_one_call_trains_are_clipped_as_one():
+    """As a model and what stands beside it: by the norm of both gradients together, not each by its own."""
+    numbers = {"lr": 0.05, "momentum": 0.5, "clip_norm": 1.0}
+    trainer = Trainer(epochs=3, batch_size=4, **numbers)
+    parts = START, {"w": np.full(5, -0.25), "b": np.array(2.0)}
+
+    def loss(parts, batch, key):
+        return squared_error(parts[0], batch, key) + squared_error(parts[1], batch, key)
+
+    begin = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), parts)
+    found, _ = jax.jit(lambda parts: trainer(Round(KEY, T0), loss, parts, data_of(0)))(begin)
+    gradients = [gradient_at(ROWS[0][order]) for order in batches(KEY, 11, epochs=3, batch_size=4)]
+    as_one = sgd(parts, [lambda both, of=of: tuple(map(of, both)) for of in gradients], **numbers)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5), found, as_one)
+    for part, together in zip(parts, as_one, strict=True):
+        assert np.abs(together["w"] - sgd(part, gradients, **numbers)["w"]).max() > 0.01
+
+
 def test_the_reported_loss_is_the_mean_over_samples_before_each_step():
     losses = []
 
