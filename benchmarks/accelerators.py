@@ -1,20 +1,22 @@
-"""Compiles the programs of a run for GPUs and TPUs that are not there, and says what they would take of them.
+"""Compiles the programs of a run for GPUs and TPUs that are not there, and estimates their cost on them.
 
     python3.11 -m venv env-accelerators && . env-accelerators/bin/activate
     pip install -e . "jax[tpu,cuda12]"
     python benchmarks/accelerators.py --target v5e --config configs/quickstart.toml --set model.name=mlp
     python benchmarks/accelerators.py --json benchmarks/results/accelerators.json
 
-For each program (``rounds``, of which one round is what is estimated, and ``score``; with the clients' states on the
-host, a round and the scores of one group of clients): whether it compiles, the memory that the compiler plans beside
-the one announced before compilation, kernels per batch step, loops whose length only the running program knows,
-exchanges between devices, and an estimated time with what bounds it. The estimate of a GPU is a roofline: a kernel
-takes what its launch (4 us), its bytes (at 0.8 of the bandwidth) or its products (at 0.5 of the peak of the precision)
-take, whichever is most, and a pass of a loop of unknown length 15 us for asking the host. That of a TPU is the cycles
-that its compiler writes beside each operation. None of it is a measurement: it is good for ratios.
+The programs are ``rounds``, of which one round is estimated, and ``score``; with the clients' states on the host, they
+are a round and the scores of one group of clients. For each program the script reports: whether it compiles; the memory
+that the compiler plans, beside the memory announced before compilation; kernels per batch step; loops whose length only
+the running program knows; exchanges between devices; and an estimated time with what bounds it.
 
-Every program is compiled in a process of its own, since a compiler that gives up may end its process. Without
-``--config`` the table of `CASES` is compiled; where the file holds some of it already, the rest.
+The estimate of a GPU is a roofline. A kernel takes the largest of three times: its launch (4 us), its bytes (at 0.8 of
+the bandwidth), and its products (at 0.5 of the peak of the precision). A pass of a loop of unknown length takes another
+15 us, for asking the host. The estimate of a TPU is the cycles that its compiler writes beside each operation. None of
+this is a measurement: it is useful for ratios.
+
+Every program is compiled in a process of its own, since a compiler that fails may end its process. Without ``--config``
+the table of `CASES` is compiled; if the file already holds some of it, only the rest is compiled.
 """
 
 import argparse
@@ -68,7 +70,7 @@ class Target(NamedTuple):
       bandwidth: of a GPU's memory, bytes per second.
       clock: of a TPU, cycles per second.
       topology: of a TPU, as its compiler names it.
-      accelerator: of a TPU, what the environment has to say.
+      accelerator: of a TPU, what has to be in the environment.
     """
 
     backend: str
@@ -93,7 +95,7 @@ _PASSES = {"simplex_qp": 13}
 
 @functools.cache
 def devices_of(name: str) -> list[jax.Device]:
-    """The devices of a target, to compile for."""
+    """The devices of a target, for compilation."""
     target = TARGETS[name]
     if target.backend == "tpu":
         os.environ["TPU_ACCELERATOR_TYPE"] = target.accelerator
@@ -117,7 +119,7 @@ class Case(NamedTuple):
     """A row of the table: runs on random images of 32x32x3.
 
     Attributes:
-      precision: of products; that of a CPU, so that estimates tell programs apart, and not precisions.
+      precision: of products; by default that of a CPU, so that estimates compare programs, not precisions.
       runs: rows of one program, which differ in their seeds.
       states: where the clients' states are, ``"device"`` or ``"host"``.
       overrides: further ``section.key=value``, the value as JSON.
@@ -135,14 +137,14 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """The name that distinguishes the case from the others."""
         name = f"{self.method}_{self.model}_{self.clients}"
         name += "" if self.precision == "float32" else f"_{self.precision}"
         name += "" if self.states == "device" else f"_{self.states}"
         return name if self.runs == 1 else f"{name}_x{self.runs}"
 
     def configs(self) -> list[Config]:
-        """A config for each run; every client holds as many training samples as the others."""
+        """A config for each run; all clients hold the same number of training samples."""
         tables: dict[str, dict[str, Any]] = {
             "data": {"source": "arrays", "clients": self.clients, "partition": {"kind": "iid"}, "test_share": 0.2},
             "model": {"name": self.model},
@@ -158,7 +160,7 @@ class Case(NamedTuple):
         return [Config(**{**tables, "run": {**tables["run"], "seed": seed}}) for seed in range(self.runs)]
 
     def dataset(self) -> Dataset:
-        """Images that are all black: nothing runs."""
+        """Black images only: nothing is run."""
         rows = self.clients * self.samples * 5 // 4
         return from_arrays(np.zeros((rows, 32, 32, 3), np.uint8), np.arange(rows) % 10)
 
@@ -188,7 +190,7 @@ CASES += [
 
 
 def compiled(program: Program, part: str, target: str, keep: Path | None) -> dict[str, Any]:
-    """One function of a program, compiled, and what the compiler says of it."""
+    """Compiles one function of a program, and returns what the compiler reports about it."""
     if program.offloaded:  # of a group of clients
         part = {"rounds": "round", "score": "pre"}[part]
     jitted, arguments = traced(program, SingleDeviceSharding(devices_of(target)[0]))[part]
@@ -232,7 +234,7 @@ def compiled(program: Program, part: str, target: str, keep: Path | None) -> dic
 
 
 def describe(configs: list[Config], dataset: Dataset, target: str, part: str, keep: Path | None) -> dict[str, Any]:
-    """What the runs of a program announce for a target, and what its compiler says."""
+    """What the runs of a program announce for a target, and what its compiler reports."""
     facts = TARGETS[target]
     # One device: a compile-only one cannot be given anything to hold.
     program = lay_out(configs, dataset, Hardware(facts.backend, tuple(devices_of(target)[:1]), facts.memory))
@@ -241,7 +243,7 @@ def describe(configs: list[Config], dataset: Dataset, target: str, part: str, ke
 
 
 def in_a_process(arguments: list[str]) -> dict[str, Any]:
-    """The outcome of this script with other arguments; an error where it ends badly."""
+    """The result of this script with other arguments; an error if it fails."""
     ran = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=False)
     if ran.returncode == 0:
         found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
@@ -252,7 +254,7 @@ def in_a_process(arguments: list[str]) -> dict[str, Any]:
 
 
 def show(name: str, target: str, part: str, row: dict[str, Any]) -> None:
-    """A line of the table, as it becomes known."""
+    """Prints a line of the table as soon as it is known."""
     if "error" in row:
         print(f"{name:24} {target:5} {part:6} does not compile: {row['error']}", flush=True)
         return

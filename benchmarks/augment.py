@@ -1,4 +1,4 @@
-"""What the base augmentation adds to a round: FedAvg with each kind, alternating, as ratios to none.
+"""How much time base augmentation adds to a round: FedAvg with each kind, in turns, as ratios to none.
 
     python benchmarks/augment.py [--repeats 7]
 
@@ -24,7 +24,7 @@ CLIENTS, SAMPLES, ROUNDS = 2, 200, 2
 
 
 def federation() -> Federation:
-    """Noise with labels: the time of a step does not depend on what an image shows."""
+    """Noise with labels: the time of a step does not depend on the content of an image."""
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (CLIENTS * SAMPLES, 32, 32, 3), dtype=np.uint8)
     y = rng.integers(0, 10, len(x)).astype(np.int32)

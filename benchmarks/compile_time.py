@@ -2,11 +2,11 @@
 
     python benchmarks/compile_time.py --json benchmarks/results/compile_time.json
 
-A case is a method with a model, on 20 clients and random 28x28x1 images, clients spread over the devices as by default.
-The programs are those that `simulate` compiles: the initial state, a block of rounds, and scores (PRE and, where there
-is one, the global model's). A case runs in a process of its own, the programs one after the other (`simulate` compiles
-them side by side), and then once more in a second process, which finds the compiled programs in the cache that the
-first one has left. Instructions are those of the program that XLA is given.
+A case is a method with a model, on 20 clients and random 28x28x1 images, with the clients spread over the devices as by
+default. The programs are those that `simulate` compiles: the initial state, a block of rounds, and scores (PRE and, if
+there is one, the global model's). A case runs in a process of its own, in which the programs are compiled one after the
+other (`simulate` compiles them side by side). It then runs again in a second process, which finds the compiled programs
+in the cache of the first one. Instructions are those of the program that XLA is given.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SELECTING = {"fedfomo", "fedsoup"}
 
 
 def measure(method: str, model: str, overrides: list[str], cache: str) -> dict[str, dict[str, float]]:
-    """Of each program of a case: seconds to trace and lower, seconds to compile, instructions."""
+    """For each program of a case: seconds to trace and lower, seconds to compile, and instructions."""
     config = config_of(method, model, [f"run.compilation_cache={cache}", *overrides])
     prepare(config.run)
     rng = np.random.default_rng(0)
@@ -56,7 +56,7 @@ def measure(method: str, model: str, overrides: list[str], cache: str) -> dict[s
 
 
 def config_of(method: str, model: str, overrides: list[str]) -> Config:
-    """The config of a case: defaults, twenty clients, what the method needs, and what the command line adds."""
+    """The config of a case: defaults, twenty clients, what the method needs, and the options of the command line."""
     without_maps = WITHOUT_MAPS.get(method, []) if model == "mlp" else []
     selecting = ["data.validation_share=0.2"] if method in SELECTING else []
     settings = [f"method.name={method}", f"model.name={model}", *without_maps, *selecting, *overrides]
@@ -67,7 +67,7 @@ def config_of(method: str, model: str, overrides: list[str]) -> Config:
 
 
 def main() -> None:
-    """Runs every case, prints a table and, if asked to, writes all figures down."""
+    """Runs every case, prints a table and, if asked to, writes all figures to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))

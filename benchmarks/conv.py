@@ -1,11 +1,11 @@
-"""The convolution's lowering against ``lax.conv`` and its autodiff gradient, inside a loop, as local training runs it.
+"""The convolution's lowering against ``lax.conv`` and its autodiff gradient, in a loop as in local training.
 
     pip install -e .
     python benchmarks/conv.py --json benchmarks/results/conv.json
 
 Each case is a gradient step on one layer's kernel and input, inside ``lax.fori_loop``: for one client, and for several
-side by side under ``vmap`` with a kernel each. One device, so that nothing else runs. The first layer of a network
-needs no gradient of its input, and is timed without.
+clients side by side under ``vmap`` with a kernel each. Only one device is used, so that nothing else runs. The first
+layer of a network needs no gradient of its input, and is timed without it.
 """
 
 import argparse
@@ -48,7 +48,7 @@ LAYERS = (
 
 
 def direct(x: jax.Array, kernel: jax.Array, *, padding: tuple) -> jax.Array:
-    """What one would write without knowing better."""
+    """The obvious way to write it."""
     return lax.conv_general_dilated(x, kernel, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 

@@ -1,9 +1,9 @@
-"""One round with the features of a head phase computed once, against the same round that runs the extractor per batch.
+"""A round with the features of a head phase computed once, against the same round with the extractor run per batch.
 
     FEDJAX_PFL_DATA=FOLDER python benchmarks/feature_cache.py --json benchmarks/results/feature_cache.json
 
-FOLDER holds cifar10_20k.npz. Both rounds start from the same state and draw the same batches; the largest difference
-between the two new states is printed beside the times. The two take turns, and the medians are compared.
+FOLDER holds cifar10_20k.npz. Both rounds start from the same state and draw the same batches. They run in turns, and
+their medians are compared; the largest difference between the two new states is printed beside the times.
 """
 
 import argparse
@@ -37,14 +37,14 @@ CASES = {
 
 
 class Uncached:
-    """Stands in for cached samples: features are computed when a batch is read, again in every epoch."""
+    """Replaces cached samples: features are computed whenever a batch is read, again in every epoch."""
 
     def __init__(self, features: Callable[[Array], Array], data: ClientData):
         self._features, self._data = features, data
         self.count, self.capacity, self.longest, self.most = data.count, data.capacity, data.longest, data.most
 
     def in_epoch(self, key: Array) -> "Uncached":
-        """Itself: features of a head phase are those of the round's draw of images."""
+        """Returns itself: the features of a head phase are those of the round's draw of images."""
         del key
         return self
 
@@ -84,7 +84,7 @@ def compiled_round(method: str, cached: bool, options: list[str]) -> Callable[[]
 
 
 def compare(method: str, options: list[str], repeats: int) -> dict[str, float]:
-    """Seconds per round with and without the cache, and the largest difference between the states that result."""
+    """Seconds per round with and without the cache, and the largest difference between the resulting states."""
     rounds = {name: compiled_round(method, name == "cached", options) for name in ("cached", "uncached")}
     states = {name: run() for name, run in rounds.items()}
     differences = jax.tree.map(lambda a, b: float(np.max(np.abs(a - b))), states["cached"], states["uncached"])
@@ -100,7 +100,7 @@ def compare(method: str, options: list[str], repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the table, and writes it where asked."""
+    """Prints the table, and writes it to a file if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default="fedecouple,fedrep,fedpac", help="of: " + ", ".join(CASES))
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,8 +1,8 @@
 """Draws figures of the papers: ``FEDJAX_PFL_DATA=FOLDER python benchmarks/figures.py [NAME...]``, all unless named.
 
-``FOLDER`` holds cifar10_20k.npz. The pictures go to ``docs/assets/figures``; docs/figures.md says what they show. With
-``--work FOLDER2``, runs stay there, and are not made again. Runs are short, with one seed and a sixth of the paper's
-images: they give a picture its form, and order nothing. Curves come from ``results/``, where the runs are on record.
+``FOLDER`` holds cifar10_20k.npz. The pictures are written to ``docs/assets/figures``; docs/figures.md explains them.
+With ``--work FOLDER2``, runs are kept there and not repeated. Runs are short, with one seed and a sixth of the paper's
+images: they show the form of a picture, and do not rank methods. Curves come from the recorded runs in ``results/``.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PER_CLASS = 100  # held-out images of Fig. 4 of PGFedSplit
 
 
 class Runs:
-    """Runs by their configs, each made once."""
+    """Runs by their configs; each is run once."""
 
     def __init__(self, work: Path) -> None:
         self.work = work
@@ -103,7 +103,7 @@ def fedecouple_fig7(runs: Runs) -> Figure:
 
 
 def fedecouple_fig8(runs: Runs) -> Figure:
-    """Who holds what in the three settings."""
+    """The samples of each client in the three settings."""
     settings = {
         "weak pathological, s = 20": "table2_weak_pathological",
         "Dir(0.1)": "table4_dirichlet",
@@ -113,7 +113,7 @@ def fedecouple_fig8(runs: Runs) -> Figure:
 
 
 def fedecouple_fig9(runs: Runs) -> Figure:
-    """Which class is taken for which, over the test images of all clients."""
+    """The confusion of classes over the test images of all clients."""
     figure, panels = side_by_side(1, 2, height=2.6)
     for ax, (name, changes) in zip(panels, {"FedRep": FEDREP, "FedeCouple": ()}.items(), strict=True):
         plot_confusion(runs.fedecouple(WEAK, *changes), ax=ax).set(title=name)
@@ -121,14 +121,14 @@ def fedecouple_fig9(runs: Runs) -> Figure:
 
 
 def fedfcd_fig3(runs: Runs) -> Figure:
-    """Who holds what at two values of beta."""
+    """The samples of each client at two values of beta."""
     kind = 'data.partition={{kind="dirichlet",beta={},style="pfllib"}}'
     source = f"data.source={CIFAR}"
     return partitions({f"Dir({beta})": ("fedfcd/table1_accuracy", [kind.format(beta), source]) for beta in (0.1, 1.0)})
 
 
 def fedfcd_fig6_fig7(runs: Runs) -> Figure:
-    """PRE over rounds by the server's learning rate, and by lambda."""
+    """PRE over rounds for several learning rates of the server, and for several lambda."""
     figure, (left, right) = side_by_side(1, 2, height=2.2)
     rates = ("0.001", "0.005", "0.01", "0.05", "0.1", "0.5")
     curves("fedfcd_fig6_mlp", left, {f"lr_{rate.replace('.', '_')}": f"rate {rate}" for rate in rates})
@@ -137,7 +137,7 @@ def fedfcd_fig6_fig7(runs: Runs) -> Figure:
 
 
 def fedcpd_fig2(runs: Runs) -> Figure:
-    """PRE and POST over rounds of FedAvg with terms of FedCPD, and the same on FedRep (Table 3's runs)."""
+    """PRE and POST over rounds of FedAvg with terms of FedCPD, and the same on FedRep (the runs of Table 3)."""
     terms = {"none": "none", "fd": "fd", "pcl": "pcl", "align": "align", "align_pcl": "align + pcl"}
     figure, panels = side_by_side(2, 2, height=4.0)
     for (name, base), column in zip((("fedcpd_fig2", "FedAvg"), ("fedcpd_table3", "FedRep")), panels.T, strict=True):
@@ -148,7 +148,7 @@ def fedcpd_fig2(runs: Runs) -> Figure:
 
 
 def pgfedsplit_fig1_fig2(runs: Runs) -> Figure:
-    """PRE over rounds by a fixed alpha, heads being mixed in every round, and every 20 rounds."""
+    """PRE over rounds for several fixed alpha, with heads mixed in every round, and every 20 rounds."""
     figure, panels = side_by_side(1, 2, height=2.2)
     alphas = {f"alpha_{alpha.replace('.', '_')}": f"alpha {alpha}" for alpha in ("0.0", "0.2", "0.5", "0.8", "1.0")}
     for ax, interval in zip(panels, (1, 20), strict=True):
@@ -158,7 +158,7 @@ def pgfedsplit_fig1_fig2(runs: Runs) -> Figure:
 
 
 def pgfedsplit_fig5(runs: Runs) -> Figure:
-    """PRE over rounds without parts of the method."""
+    """PRE over rounds with parts of the method off."""
     figure, (ax,) = side_by_side(1, 1, height=2.2)
     parts = {"without_both": "without both", "without_gau": "without GAU", "without_apa": "without APA"}
     curves("pgfedsplit_fig5", ax, {**parts, "pgfedsplit": "PGFedSplit"})
@@ -166,7 +166,7 @@ def pgfedsplit_fig5(runs: Runs) -> Figure:
 
 
 def pgfedsplit_fig4(runs: Runs) -> Figure:
-    """What the client of most classes holds, and its accuracy on held-out images, with heads mixed and without."""
+    """The samples of the client with the most classes, and its accuracy on held-out images, with and without mixing."""
     data = load(CIFAR)
     order = np.argsort(data.labels, kind="stable").reshape(data.classes, -1)
     rest, held = order[:, PER_CLASS:].ravel(), order[:, :PER_CLASS].ravel()
@@ -207,7 +207,7 @@ LONG = {
 
 
 def full_length(runs: Runs) -> Figure:
-    """PRE over the rounds of these tables, a mean over the seeds of a row; a mark where one round alone was scored."""
+    """PRE over the rounds of these tables, the mean over the seeds of a row; a mark if only one round was scored."""
     figure, panels = side_by_side(2, 3, height=4.2)
     *panels, beside = panels.ravel()
     for ax, (title, (name, setting, (fedrep, method))) in zip(panels, LONG.items(), strict=True):
@@ -236,7 +236,7 @@ def full_length(runs: Runs) -> Figure:
 
 
 def partitions(settings: dict[str, tuple[str, list[str]]]) -> Figure:
-    """Bubbles side by side, of configs with changes, by title."""
+    """Bubbles side by side, for configs with changes, by title."""
     figure, panels = side_by_side(1, len(settings), height=2.3)
     for ax, (title, (file, changes)) in zip(panels, settings.items(), strict=True):
         config = load_config(CONFIGS / f"{file}.toml", changes)
@@ -246,7 +246,7 @@ def partitions(settings: dict[str, tuple[str, list[str]]]) -> Figure:
 
 
 def curves(name: str, ax: Axes, rows: dict[str, str], *, setting: str | None = None, point: str = "pre") -> None:
-    """A line for each of these rows, with its label, of a file of ``results/``; of one setting where it has several."""
+    """A line for each of these rows, with its label, from a file of ``results/``; of one setting if it has several."""
     cells = json.loads((RESULTS / f"{name}.json").read_text())["cells"]
     found = {cell["row"]: cell["curve"] for cell in cells if setting in (None, cell["setting"])}
     for number, (row, label) in enumerate(rows.items()):
@@ -259,7 +259,7 @@ def curves(name: str, ax: Axes, rows: dict[str, str], *, setting: str | None = N
 
 
 def side_by_side(rows: int, columns: int, height: float) -> tuple[Figure, Sequence[Axes]]:
-    """A figure with panels, a column wide each."""
+    """A figure with panels, each a column wide."""
     figure, panels = pyplot.subplots(
         rows, columns, figsize=(COLUMN * columns**0.75, height), layout="constrained", squeeze=False
     )
@@ -286,7 +286,7 @@ FIGURES = {
 
 
 def main() -> None:
-    """Draws the figures that are named, and writes them with a palette, which is a quarter of the size."""
+    """Draws the named figures, and writes them with a palette, which makes files a quarter of the size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}; all unless given")
     parser.add_argument("--work", type=Path, help="a folder for the runs; a temporary one unless given")

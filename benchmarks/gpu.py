@@ -1,21 +1,23 @@
-"""What is to be measured on an accelerator, in one command; it runs anywhere, so that it can be tried on a CPU.
+"""All measurements that an accelerator needs, in one command; it runs anywhere, so that it can be tried on a CPU.
 
     pip install -e ".[bench]"
     FEDJAX_PFL_DATA=FOLDER python benchmarks/gpu.py --json benchmarks/results/gpu.json --work FOLDER2 [--small]
 
 - ``convolution``: a gradient step of clients side by side: `models/conv.py` against ``lax.conv`` under ``vmap``, which
-  becomes a grouped convolution. ``models/conv.py`` is the one place that decides; if another wins, it is to choose.
+  becomes a grouped convolution. Only ``models/conv.py`` chooses the way; if another way is faster, it has to choose
+  that one.
 - ``chunks``: seconds per FedAvg round of 100 clients, by the number of clients side by side.
-- ``fedecouple``: seconds per round of FedeCouple's CIFAR-10 setting (Table II), and proof that nothing moves between
-  host and device inside a block of rounds: but for its first and last round it gets nothing, and it runs with transfers
-  to the host and between devices disallowed.
+- ``fedecouple``: seconds per round in FedeCouple's CIFAR-10 setting (Table II), and proof that nothing moves between
+  host and device inside a block of rounds: the block gets only its first and last round, and it runs with transfers to
+  the host and between devices disallowed.
 - ``precision``: seconds per round and accuracy under each ``run.precision``.
 - ``round_time``: `round_time.py` with the PyTorch loop on the same device, for 20 and for 500 clients.
-- ``tables``: the papers' tables that the data at hand allow, at their full length, every row, three seeds side by side;
-  results in ``results/gpu_TABLE.json`` and ``.md``. FOLDER2 holds their runs: a call that was stopped goes on there.
+- ``tables``: the papers' tables that the available data allow, at full length, with every row and three seeds side by
+  side. Results are in ``results/gpu_TABLE.json`` and ``.md``. FOLDER2 holds the runs: an interrupted call continues
+  there.
 
-With --small all of them take fewer rounds and clients, and the tables' results go to FOLDER2, too. FOLDER holds
-cifar10_20k.npz, and for the tables cifar100_20k.npz and fashion_mnist_70k.npz; without it, images are random,
+With --small all of them take fewer rounds and clients, and the tables' results are written to FOLDER2, too. FOLDER
+holds cifar10_20k.npz, and for the tables cifar100_20k.npz and fashion_mnist_70k.npz. Without it, images are random,
 accuracies mean nothing, and --parts has to leave out the tables.
 """
 
@@ -57,7 +59,7 @@ TABLES = {
 
 
 def images() -> Dataset:
-    """CIFAR-10, or random images in its shape."""
+    """CIFAR-10, or random images of its shape."""
     if os.environ.get("FEDJAX_PFL_DATA"):
         return load("npz:cifar10_20k.npz")
     rng = np.random.default_rng(0)
@@ -65,13 +67,13 @@ def images() -> Dataset:
 
 
 def setting(small: bool, *overrides: str) -> Config:
-    """FedeCouple's CIFAR-10 setting, or a small one like it."""
+    """FedeCouple's CIFAR-10 setting, or a small setting like it."""
     fewer = ["data.clients=4", "data.samples_per_client=60", "training.epochs=1"] if small else []
     return load_config(SETTING, [*fewer, *overrides])
 
 
 def convolution(small: bool) -> list[dict[str, Any]]:
-    """Seconds of a gradient step per client, both ways."""
+    """Seconds of a gradient step per client, for both ways."""
     clients, steps, repeats = (2, 2, 1) if small else (20, 20, 3)
     rows = []
     for layer in LAYERS:
@@ -81,7 +83,7 @@ def convolution(small: bool) -> list[dict[str, Any]]:
 
 
 def chunks(small: bool) -> list[dict[str, Any]]:
-    """Seconds per round of FedAvg, more and more clients side by side."""
+    """Seconds per round of FedAvg, for more and more clients side by side."""
     clients, samples = (4, 20) if small else (100, 150)
     rows = []
     for chunk in (1, 2, 4) if small else (1, 5, 20, 100):
@@ -138,7 +140,7 @@ def round_time(small: bool) -> list[dict[str, Any]]:
 
 
 def tables(small: bool, work: Path) -> list[dict[str, Any]]:
-    """Seconds that each table took in this call; its figures are in files of its own."""
+    """The seconds that each table took in this call; the figures of a table are in its own files."""
     rows = []
     for name, arguments in TABLES.items():
         short = ["--rounds", "1", "--methods", "local"] if small else ["--seeds", "0,1,2"]
@@ -157,7 +159,7 @@ PARTS: dict[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    """Runs the parts, and writes what there is after each."""
+    """Runs the parts, and writes the results so far after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="parts that it holds and that are not asked for stay in it")
     parser.add_argument("--work", type=Path, help="of the tables: a folder for their runs")

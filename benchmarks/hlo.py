@@ -1,7 +1,7 @@
 """Reads the text of a compiled XLA program: its loops, what one pass of each launches, and what that costs by estimate.
 
-Used by `accelerators.py`. Nothing here is measured. On a GPU, a kernel takes what its launch, its bytes or its
-arithmetic take, whichever is most; on a TPU the cycles that the compiler itself has written beside it.
+It is used by `accelerators.py`. Nothing here is measured. On a GPU, a kernel takes the largest of the times for its
+launch, its bytes and its arithmetic; on a TPU it takes the cycles that the compiler itself has written beside it.
 """
 
 import math
@@ -20,7 +20,7 @@ _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|[a-z]+\d*\[[^ ]*|toke
 
 
 class Operation(NamedTuple):
-    """One line of a computation: its name, the shape of its result, what it is, and the rest of the line."""
+    """One line of a computation: its name, the shape of its result, its kind, and the rest of the line."""
 
     name: str
     shape: str
@@ -28,7 +28,7 @@ class Operation(NamedTuple):
     rest: str
 
     def attribute(self, key: str) -> str:
-        """The value of ``key=``, without the mark of a name; empty where there is none."""
+        """The value of ``key=``, without the mark of a name; empty if there is none."""
         found = re.search(rf'\b{key}="?%?([\w.$\-]+)', self.rest)
         return found.group(1) if found else ""
 
@@ -39,19 +39,19 @@ class Operation(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Names of its inputs."""
+        """The names of its inputs."""
         return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
 
     @property
     def cycles(self) -> int:
-        """What a TPU's compiler expects it to take."""
+        """The cycles that a TPU's compiler expects for it."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
         return int(found.group(1)) if found else 0
 
 
 @dataclass
 class Module:
-    """A compiled program: computation -> its operations, and where in the source an operation comes from."""
+    """A compiled program: computation -> its operations, and the place in the source of an operation."""
 
     computations: dict[str, list[Operation]] = field(default_factory=dict)
     entry: str = ""
@@ -63,7 +63,7 @@ class Module:
         return self.frames.get(int(found.group(1)), []) if found else []
 
     def trips(self, loop: Operation) -> int | None:
-        """How often a loop passes, where the compiler knows: it says so, or a counter is compared with a constant."""
+        """The number of passes of a loop if known: the compiler states it, or a counter is compared with a constant."""
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(found.group(1))
         condition = {part.name: part for part in self.computations.get(loop.attribute("condition"), [])}
@@ -81,7 +81,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Reads what ``compiled.as_text()`` gives."""
+    """Reads the text of ``compiled.as_text()``."""
     module, tables, table, current = Module(), {}, None, None
     for line in text.splitlines():
         if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
@@ -137,13 +137,13 @@ def _dimensions(shape: str) -> list[int]:
 
 
 class Rates(NamedTuple):
-    """What a GPU does in a second, or needs for one of something.
+    """The rates of a GPU.
 
     Attributes:
       launch: seconds from one kernel to the next.
-      wait: seconds in which the host decides whether a loop goes on.
-      bytes: read and written, per second.
-      flops: per second.
+      wait: seconds in which the host decides whether a loop continues.
+      bytes: bytes read and written per second.
+      flops: operations per second.
     """
 
     launch: float
@@ -153,14 +153,14 @@ class Rates(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a computation takes: seconds, by what bounds each kernel, and how many kernels.
+    """The cost of a computation: seconds by what bounds each kernel, and the number of kernels.
 
     Attributes:
-      launch: seconds of kernels that are too small for anything else to matter, and of waiting for the host.
-      memory: of those bound by memory.
-      arithmetic: of those bound by arithmetic.
-      cycles: a TPU's, of everything.
-      kernels: launched.
+      launch: seconds of kernels that are so small that only their launch matters, and of waiting for the host.
+      memory: seconds of kernels bound by memory.
+      arithmetic: seconds of kernels bound by arithmetic.
+      cycles: cycles of a TPU, of all operations.
+      kernels: number of launched kernels.
     """
 
     launch: float = 0.0
@@ -171,11 +171,11 @@ class Cost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of a GPU."""
+        """The total on a GPU."""
         return self.launch + self.memory + self.arithmetic
 
     def plus(self, other: "Cost", times: float = 1.0) -> "Cost":
-        """Both, the other so many times."""
+        """The sum of this cost and the other, the latter multiplied by ``times``."""
         return Cost(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
 
 
@@ -183,10 +183,10 @@ class Loop(NamedTuple):
     """A loop of a program.
 
     Attributes:
-      source: the functions it comes from, innermost first.
-      trips: passes; None where only the running program knows.
-      own: what one pass takes without the loops inside.
-      whole: what all passes of all its calls take in one pass of the program.
+      source: the functions that it comes from, innermost first.
+      trips: number of passes; None if only the running program knows it.
+      own: cost of one pass without the loops inside.
+      whole: cost of all passes of all its calls in one pass of the program.
     """
 
     source: list[str]
@@ -196,7 +196,7 @@ class Loop(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What one pass of a program takes."""
+    """The cost of one pass of a program."""
 
     total: Cost
     loops: list[Loop]
@@ -209,13 +209,13 @@ def estimate(module: Module, rates: Rates | None, passes: dict[str, int], *, eva
     Args:
       module: the program.
       rates: of a GPU; None for a TPU, whose operations carry their cycles.
-      passes: part of a source -> passes of a loop of unknown length that comes from there; all others pass once.
-      evaluate: of two branches take the costlier, else the cheaper one.
+      passes: part of a source -> number of passes of a loop of unknown length that comes from it; 1 for all others.
+      evaluate: whether of two branches the costlier one is taken, else the cheaper one.
     """
     loops: list[Loop] = []
 
     def walk(computation: str, times: float) -> tuple[Cost, Cost]:
-        """What one pass takes without the loops inside, and with them."""
+        """The cost of one pass without the loops inside, and with them."""
         own = inner = Cost()
         table = {operation.name: operation for operation in module.computations.get(computation, [])}
         for operation in table.values():
@@ -256,7 +256,7 @@ def _kernel(module: Module, table: dict[str, Operation], operation: Operation, r
 
 
 def _bytes_moved(module: Module, table: dict[str, Operation], operation: Operation) -> int:
-    """What a kernel reads and writes; of what it only takes slices of, the slices."""
+    """The bytes that a kernel reads and writes; only the slices of an input of which it uses slices."""
     inner = module.computations.get(operation.attribute("calls"), []) if operation.kind == "fusion" else []
     total = size(operation.shape)
     for position, name in enumerate(operation.operands):
@@ -279,7 +279,7 @@ def _bytes_read(inner: list[Operation], position: int, whole: int) -> int:
 
 
 def _flops(module: Module, table: dict[str, Operation], operation: Operation) -> float:
-    """Of matrix products and convolutions, also within a fusion."""
+    """The operations of matrix products and convolutions, also within a fusion."""
     if operation.kind == "dot" or "gemm" in operation.attribute("custom_call_target"):
         return _product_flops(table, operation)
     if operation.kind == "convolution" or "conv" in operation.attribute("custom_call_target"):

@@ -2,9 +2,9 @@
 
     python benchmarks/killed_sweep.py --at 0.3 0.6 0.9
 
-An instant is a share of the time that the uninterrupted sweep took. Each kill is followed by the same command, until
-the sweep is complete; then metrics (without seconds), client tables and the arrays of the last checkpoints are
-compared, byte for byte.
+An instant is a share of the time of the uninterrupted sweep. After each kill the same command is repeated until the
+sweep is complete. Then metrics (without seconds), client tables and the arrays of the last checkpoints are compared,
+byte for byte.
 """
 
 import argparse
@@ -70,13 +70,13 @@ def run(file: Path, out: Path, kill_after: float | None = None) -> float:
 
 
 def newest_round(folder: Path) -> int:
-    """The round of the newest complete checkpoint; the kill may have left part of another."""
+    """The round of the newest complete checkpoint; the kill may have left a part of another."""
     names = [step.name for step in (folder / "checkpoints").glob("*")]
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def contents(out: Path) -> dict[str, tuple]:
-    """Run -> all that must not depend on an interruption."""
+    """Run -> everything that must not depend on an interruption."""
     found = {}
     for folder in sorted(path for path in out.glob("*/") if (path / "summary.json").exists()):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,11 +1,11 @@
-"""What an upload gives away: gradient inversion of five methods, after FedeCouple's Fig. 14.
+"""What an upload reveals: gradient inversion of five methods, after FedeCouple's Fig. 14.
 
     python benchmarks/leakage.py --json benchmarks/results/leakage.json --png docs/assets/leakage.png
 
-The source is an npz file of Fashion-MNIST, below the folder that FEDJAX_PFL_DATA names. Eight images for each of three
-seeds, which draw images, model and starting points; each image is the whole batch of a client in round 0. The network
-is that of DLG (Zhu et al., NeurIPS 2019): three 5x5 convolutions of 12 channels, strides 2, 2, 1, sigmoid. Methods have
-their defaults, and the attack is the same for all.
+The source is an npz file of Fashion-MNIST in the folder that FEDJAX_PFL_DATA names. There are eight images for each of
+three seeds, which draw images, model and starting points. Each image is the whole batch of a client in round 0. The
+network is that of DLG (Zhu et al., NeurIPS 2019): three 5x5 convolutions of 12 channels, strides 2, 2, 1, sigmoid.
+Methods have their defaults, and the attack is the same for all.
 """
 
 import argparse
@@ -44,12 +44,12 @@ class LeNet(nn.Module):
 
 @register_model("dlg_lenet")
 def dlg_lenet(*, init: str = "torch") -> LeNet:
-    """DLG's network; ``init`` is that of its head."""
+    """DLG's network; ``init`` is the initialisation of its head."""
     return LeNet()
 
 
 def main() -> None:
-    """Attacks each method, prints a table, and writes numbers and picture."""
+    """Attacks each method, prints a table, and writes the numbers and the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default="npz:fashion_mnist_70k.npz")
     parser.add_argument("--steps", type=int, default=500)

@@ -1,4 +1,4 @@
-"""Ways to lower a convolution of clients side by side, direction by direction, compiled for devices that are not there.
+"""Ways to lower a convolution of clients side by side, for each direction, compiled for devices that are not there.
 
     python benchmarks/lowerings.py --target v5e,h200 --json benchmarks/results/lowerings.json
 
@@ -6,9 +6,9 @@ It needs the environment of `accelerators.py`, whose estimates it uses. `models/
 
 - slices: patches made of slices, and a batched matrix product;
 - patches: patches by ``lax.conv_general_dilated_patches``, and a batched matrix product;
-- grouped: what ``lax.conv_general_dilated`` and its derivatives become under ``vmap``, grouped convolutions.
+- grouped: grouped convolutions, which ``lax.conv_general_dilated`` and its derivatives become under ``vmap``.
 
-The gradient of the input is the same product with all patches, added back to the pixels that they come from.
+The gradient of the input is the same product with all patches, added back to the pixels from which they come.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def measure(layer: Layer, fn: Callable, target: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compiles every way of every direction of every layer."""
+    """Compiles every way, for every direction of every layer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="v5e,h200")
     parser.add_argument("--layers", default=",".join(layer.name for layer in LAYERS))

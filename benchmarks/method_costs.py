@@ -1,12 +1,13 @@
-"""What a round of every method costs beside one of FedAvg: time, work of a client, numbers sent, numbers kept.
+"""The cost of a round of every method relative to FedAvg: time, work of a client, numbers sent, numbers kept.
 
     python benchmarks/method_costs.py --json benchmarks/results/method_costs.json
 
-One federation for all: 20 clients that share scikit-learn's digits, Dir(0.1), batches of 10, one local epoch, on the
-model of ``configs/all_methods.toml``. A method that cannot run on it is left out, with the reason: FedBN, which needs
-normalisation layers and computes what FedAvg does. A round is timed without evaluation, in blocks of
-``--rounds``, each block of a method between two of FedAvg; what is reported is the median of the ratios. Numbers are
-those of the shapes of what is exchanged: a part that is sent per class, or in some rounds only, is counted whole.
+All methods run on one federation: 20 clients that share scikit-learn's digits, Dir(0.1), batches of 10, one local
+epoch, with the model of ``configs/all_methods.toml``. A method that cannot run on it is left out, with the reason:
+FedBN, which needs normalisation layers and otherwise computes what FedAvg does. A round is timed without evaluation, in
+blocks of ``--rounds`` rounds, each block of a method between two blocks of FedAvg; the median of the ratios is
+reported. Numbers follow from the shapes of what is exchanged: a part that is sent per class, or in some rounds only, is
+counted whole.
 """
 
 import argparse
@@ -33,12 +34,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def config_of(name: str) -> Config:
-    """The config of a method; all set a fifth of the training samples aside, which some methods select on."""
+    """The config of a method; all set a fifth of the training samples aside, since some methods select on them."""
     return load_config(ROOT / "configs" / "all_methods.toml", [f"method.name={name}", "data.validation_share=0.2"])
 
 
 class Timed:
-    """A method's program, which can be run on and on."""
+    """A method's program, which can be run for more and more rounds."""
 
     def __init__(self, config: Config, dataset: Dataset):
         self.program = lay_out([config], dataset)
@@ -47,7 +48,7 @@ class Timed:
         self.block(2)  # what later rounds start from
 
     def block(self, rounds: int) -> float:
-        """Seconds per round, of so many more."""
+        """Runs this many more rounds and returns the seconds per round."""
         began = time.perf_counter()
         self.states = jax.block_until_ready(self.program.rounds(self.states, self.t, self.t + rounds, evaluate=False))
         self.t += rounds
@@ -61,7 +62,7 @@ def work_of(program: Program) -> float:
 
 
 def main() -> None:
-    """Measures, prints a table, and keeps the figures."""
+    """Measures, prints a table, and writes the figures to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", help="names, separated by commas; all unless given")
     parser.add_argument("--rounds", type=int, default=10, help="of a block")

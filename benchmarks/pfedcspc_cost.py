@@ -1,9 +1,10 @@
-"""A round of pFedCSPC against one of FedAvg with the same local epochs, and what each of its parts adds.
+"""A round of pFedCSPC against one of FedAvg with the same local epochs, and the cost of each of its parts.
 
     FEDJAX_PFL_DATA=FOLDER python benchmarks/pfedcspc_cost.py --json benchmarks/results/pfedcspc_cost.json
 
-FOLDER holds cifar10_20k.npz. The setting is that of Table II on CIFAR-10. Parts are added one after the other, each
-case is the one before with one more; the programs take turns, and the medians of their rounds are compared.
+FOLDER holds cifar10_20k.npz. The setting is that of Table II on CIFAR-10. Parts are added one after the other, so that
+each case has one part more than the case before. The programs run in turns, and the medians of their rounds are
+compared.
 """
 
 import argparse
@@ -34,7 +35,7 @@ CASES = {
 
 
 def compiled_rounds(overrides: list[str]) -> Callable[[int], float]:
-    """A function that runs round t, from where the last call left off, and returns its seconds."""
+    """A function that runs round t, starting from the state of the last call, and returns its seconds."""
     config = load_config(CONFIG, overrides)
     prepare(config.run)
     program = lay_out([config], load(config.data.source))
@@ -51,7 +52,7 @@ def compiled_rounds(overrides: list[str]) -> Callable[[int], float]:
 
 
 def main() -> None:
-    """Prints the table, and writes it where asked."""
+    """Prints the table, and writes it to a file if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each case, after one that is not")
     parser.add_argument("--json", type=Path)

@@ -1,11 +1,11 @@
-"""What an accelerator's products in lower precision do to accuracy, on a CPU.
+"""The effect of an accelerator's products in lower precision on accuracy, measured on a CPU.
 
     python benchmarks/precision.py --json benchmarks/results/precision.json
 
-``tensorfloat32`` keeps 10 bits of a factor's mantissa, ``bfloat16`` 7, float32 23; products are added up in float32 by
-all. A CPU has only the last. Here it rounds the operands of every product of matrices and every convolution to what
-``run.precision`` would make of them, in training and evaluation, forward and backward, but where the code asks for full
-precision. Convolutions take their plain way, not the one at roots of unity, which no accelerator takes either.
+``tensorfloat32`` keeps 10 bits of a factor's mantissa, ``bfloat16`` 7, and float32 23; all of them add the products up
+in float32. A CPU has only float32. Here it rounds the operands of every matrix product and every convolution as
+``run.precision`` would, in training and evaluation, forward and backward, except where the code asks for full
+precision. Convolutions are computed directly and not at roots of unity, which no accelerator does either.
 
 20 clients, digits under Dir(0.3), ``cnn_digits``, batches of 10.
 """
@@ -35,7 +35,7 @@ _MANTISSA = {lax.Precision.DEFAULT: 7, lax.Precision.HIGH: 10}
 
 
 def round_operands() -> None:
-    """Makes a CPU round what goes into a product as the program's precision says."""
+    """Makes a CPU round the operands of products as the program's precision requires."""
     for primitive in (lax.dot_general_p, lax.conv_general_dilated_p):
         entry = mlir._platform_specific_lowerings["cpu"].get(primitive) or mlir._lowerings[primitive]
         mlir.register_lowering(primitive, _rounding(entry.rule), platform="cpu")
@@ -67,7 +67,7 @@ def config(precision: str, rounds: int) -> Config:
 
 
 def main() -> None:
-    """Prints the accuracies of each method and precision, and what the precision changed."""
+    """Prints the accuracies of each method and precision, and the changes by the precision."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)

@@ -1,11 +1,11 @@
-"""A round of ResNet-18 under FedAvg and FedeCouple: its time and memory, and how far the time is from the floor.
+"""A round of ResNet-18 under FedAvg and FedeCouple: its time and memory, and its distance from the floor.
 
     python benchmarks/resnet.py --clients 4 --samples 100 --json benchmarks/results/resnet.json
 
-Images are random, 32x32x3, ten classes; one local epoch, everything else is the method's default (FedeCouple: augmented
-copies, an epoch under the frozen head and one under the personal head, five head epochs on cached features). Each case
-runs in a process of its own, so that its peak memory is its own. The floor is FedAvg's arithmetic, three forward passes
-per sample, at the rate of a large float32 matrix product.
+Images are random, 32x32x3, in ten classes. There is one local epoch, and everything else is the method's default
+(FedeCouple: augmented copies, an epoch under the frozen head and one under the personal head, five head epochs on
+cached features). Each case runs in a process of its own, so that its peak memory is measured separately. The floor is
+FedAvg's arithmetic, three forward passes per sample, at the rate of a large float32 matrix product.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def matmul_rate() -> float:
 
 
 def measure(method: str, norm: str, clients: int, samples: int, batch_size: int, rounds: int) -> dict:
-    """Times rounds of one case, after one that does not count, and takes the peak memory of this process."""
+    """Times rounds of one case, after one round that does not count, and reads the peak memory of this process."""
     rng = np.random.default_rng(0)
     total = clients * samples * 4 // 3
     dataset = from_arrays(rng.integers(0, 256, (total, *SHAPE), dtype=np.uint8), np.arange(total) % CLASSES)
@@ -89,7 +89,7 @@ def measure(method: str, norm: str, clients: int, samples: int, batch_size: int,
 
 
 def main() -> None:
-    """Runs every case, prints a table and, if asked to, writes it down."""
+    """Runs every case, prints a table and, if asked to, writes it to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--samples", type=int, default=100, help="training images per client")

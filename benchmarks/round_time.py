@@ -4,27 +4,29 @@
     python benchmarks/round_time.py --json benchmarks/results/round_time.json
 
 ``--cases a,b`` and ``--methods x,y`` run a part of it; FILE keeps its other rows. ``--peer-python fedjax=PYTHON`` adds
-a peer that PYTHON can import (`benchmarks/README.md` says how to set one up).
+a peer that PYTHON can import (`benchmarks/README.md` explains the setup).
 
-The reference, ``loop``, is a compact writing of each method the way PFLlib does a round (`peers/pytorch_loop.py`,
-`peers/pytorch_methods.py`): clients one after the other in one process, a model and an SGD of their own, a shuffling
-``DataLoader`` over normalised tensors in memory, parameters averaged on the server. It has the same model, mini-batches
-of the same size, the same epochs, losses and server work as ours, and draws what we draw in every round (augmentation,
-synthetic features, clusters). We save one thing by design, the features of a frozen extractor, which we compute once
-per round; the loop computes them in every head epoch. ``without_loader`` is PyTorch at its best: the mini-batches are
-slices of the tensors. For FedAvg it starts from our weights and takes our mini-batches, and the two averaged models
-must agree. Evaluation is not timed, nor what serves it alone: FedAvg-FT, FedProx-FT and FedBABU fine-tune there.
+The reference, ``loop``, is a compact implementation of each method that runs a round as PFLlib does
+(`peers/pytorch_loop.py`, `peers/pytorch_methods.py`): clients one after the other in one process, each with its own
+model and SGD, a shuffling ``DataLoader`` over normalised tensors in memory, and parameters averaged on the server. It
+has the same model, mini-batches of the same size, and the same epochs, losses and server work as ours, and it draws
+what we draw in every round (augmentation, synthetic features, clusters). One difference is by design: we compute the
+features of a frozen extractor once per round, and the loop computes them in every head epoch. ``without_loader`` is
+PyTorch at its best: the mini-batches are slices of the tensors. For FedAvg it starts from our weights and takes our
+mini-batches, and the two averaged models must agree. Evaluation is not timed, and neither is what only evaluation
+needs: FedAvg-FT, FedProx-FT and FedBABU fine-tune there.
 
 Each side runs in a process of its own, since memory allocators and thread pools of two frameworks in one process
-disturb each other, and in several processes by turns, since two runs of one program differ by more than two rounds of
-one run. A process first runs a round on two mini-batches per client, which does not count: it compiles the program, and
-leaves behind what later rounds start from (prototypes, teachers). It counts with the median of its rounds, a side with
-the median of its processes. What is reported are ratios.
+disturb each other. It runs in several processes, in turns with the other side, since two runs of one program differ by
+more than two rounds of one run. A process first runs a round on two mini-batches per client, which does not count: it
+compiles the program, and leaves the state from which later rounds start (prototypes, teachers). A process counts with
+the median of its rounds, and a side with the median of its processes. The results are ratios.
 
-The floor is the arithmetic that a round cannot do without, at the rate of a large float32 matrix product: the matrix
-products and convolutions, forward and backward, of clients and server, as ``torch.utils.flop_counter`` counts them
-while the loop runs a round in which features of frozen extractors are computed once (`peers/pytorch_round.py`).
-Elementwise work (distances in k-means, augmentation, the steps of SGD) and FedPAC's quadratic programs are not in it.
+The floor is the arithmetic that a round needs in any case, at the rate of a large float32 matrix product. It consists
+of the matrix products and convolutions, forward and backward, of clients and server. ``torch.utils.flop_counter``
+counts them while the loop runs a round in which features of frozen extractors are computed once
+(`peers/pytorch_round.py`). It does not include elementwise work (distances in k-means, augmentation, the steps of SGD)
+and FedPAC's quadratic programs.
 """
 
 import argparse
@@ -75,22 +77,22 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed.
+    """A setting that is timed.
 
     Attributes:
       name: of the case.
-      model: of all methods, but for those that need another.
+      model: of all methods, except those that need another.
       clients: N.
       samples: training images per client.
       shape: of an image.
       batch_size: B.
       epochs: E.
       lr: learning rate.
-      methods: what is run; hyperparameters that are not their defaults.
+      methods: what is run, with hyperparameters that are not the defaults.
       models: of the methods that need another.
       processes: per side.
       rounds: timed rounds per process.
-      against: sides besides ``ours`` and ``loop``; peers where they are there.
+      against: sides besides ``ours`` and ``loop``; peers only if they are installed.
     """
 
     name: str
@@ -108,7 +110,7 @@ class Case:
     against: tuple[str, ...] = ()
 
     def config(self, method: str) -> Config:
-        """The config of ours."""
+        """The config of our side."""
         return Config(
             data={"source": "arrays", "clients": self.clients, "partition": {"kind": "iid"}, "test_share": 0.2},
             model={"name": self.models.get(method, self.model)},
@@ -117,7 +119,7 @@ class Case:
         )
 
     def dataset(self) -> Dataset:
-        """Random images; a fifth of them to test on."""
+        """Random images; a fifth of them is for testing."""
         samples = self.clients * self.samples * 5 // 4
         images = np.random.default_rng(0).integers(0, 256, (samples, *self.shape), dtype=np.uint8)
         return from_arrays(images, np.arange(samples) % CLASSES)
@@ -182,13 +184,13 @@ def to_torch(params: dict) -> list[np.ndarray]:
 
 
 def shortened(train: Clients, labels: jax.Array, samples: int) -> Clients:
-    """The first training samples of each client alone, in the same shapes and places."""
+    """Only the first training samples of each client, in the same shapes and places."""
     short = pack(list(np.asarray(train.index)[:, :samples]), np.asarray(labels), CLASSES)
     return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), short._replace(index=train.index), train)
 
 
 def describe(case: Case, method: str) -> exchange.Case:
-    """What the other sides are told to run."""
+    """The instructions for the other sides."""
     config, dataset = case.config(method), case.dataset()
     federation, _ = divide(config, dataset)
     rows = np.asarray(federation.train.index)
@@ -250,7 +252,7 @@ def ours(case: Case, method: str, rounds: int, out: Path) -> None:
 
 
 def compare(case: Case, method: str, processes: int, rounds: int, pythons: Mapping[str, str]) -> dict[str, Any]:
-    """Runs all sides by turns.
+    """Runs all sides in turns.
 
     Returns:
       ``seconds``, each side's median; ``processes``, the median of each of its processes; ``flops`` of a round; and
@@ -314,7 +316,7 @@ HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """A row of the table: our seconds, how many times as long the others take, and the floor."""
+    """A row of the table: our seconds, the ratios of the other sides to ours, and the floor."""
     own = row["seconds"]["ours"]
     others = [row["seconds"].get(side) for side in ("loop", *IN_MEMORY)]
     cells = [row["case"], row["method"], f"{own:.2f} s"]

@@ -4,10 +4,11 @@
     python benchmarks/same_numbers.py record after.json      # in the new one
     python benchmarks/same_numbers.py compare before.json after.json
 
-Runs, with the public names alone, each method on the quickstart (one device) and in a shorter run on two devices with
-everything that makes rounds uneven: some of the clients, drop-outs, new clients, momentum, decay, clipping. A method
-that the quickstart's model does not suit gets enlarged digits and a network that does, and fewer rounds. Numbers are
-kept as the shortest text that reads back as the same float; of the final state, a digest of its leaves in any order.
+It uses only the public names. Each method is run on the quickstart (one device), and in a shorter run on two devices
+with everything that makes rounds uneven: partial participation, drop-outs, new clients, momentum, decay, clipping. A
+method that the quickstart's model does not fit gets enlarged digits and a suitable network, and fewer rounds. Numbers
+are kept as the shortest text that reads back as the same float; of the final state, a digest of its leaves in any order
+is kept.
 """
 
 import argparse
@@ -89,7 +90,7 @@ def numbers(name: str, tables: dict[str, Any], *, new: bool) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Prints what differs; of metrics, those that both have. Returns 1 if anything does."""
+    """Prints the differences; of metrics, only those that both have. Returns 1 if there are any."""
     status = 0
     for run, old in before["runs"].items():
         new = after["runs"].get(run)
@@ -110,7 +111,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> int:
 
 
 def gap(old: list[str], new: list[str]) -> float:
-    """The largest difference of two columns; 0 if they are the same to the bit, infinity if of different length."""
+    """The largest difference of two columns; 0 if they are the same to the bit, infinity if their lengths differ."""
     if old == new:
         return 0.0
     if len(old) != len(new):

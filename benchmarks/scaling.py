@@ -1,24 +1,25 @@
-"""What a round costs as clients become more: time and memory, unequal sizes, evaluation.
+"""The cost of a round as the number of clients grows: time and memory, unequal sizes, evaluation.
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
     python benchmarks/scaling.py --parts cohort,ragged
 
 Parts, each of which prints a table:
 
-- steps: seconds per client and gradient step for 10 to 10,000 clients who all take part, on a model that is small
-  enough for what a client costs besides its steps to show;
+- steps: seconds per client and gradient step for 10 to 10,000 clients with full participation, on a model that is so
+  small that the cost of a client besides its steps shows;
 - cohort: 100 participants per round out of 100 to 100,000 clients: the round must cost the same. Evaluation is of all
-  clients, so that its cost is given per client;
-- offloaded: the same with the clients' states in the memory of the host (``run.client_state = "host"``): what their way
-  to the device and back costs; on a CPU, where both are the same memory, a copy each way;
-- ragged: Dir(0.1) sizes against equal ones with the same total: steps that only fill up a chunk of clients who run side
-  by side, and the time;
-- memory: bytes per client, estimated before compilation, planned by XLA, and what the process grew by;
-- evaluation: seconds per evaluated client against seconds per trained client; evaluation is all that a run scores after
-  a round, the global model, if there is one, and the way to the host included.
+  clients, so its cost is given per client;
+- offloaded: the same with the clients' states in the memory of the host (``run.client_state = "host"``): the cost of
+  their way to the device and back; on a CPU, where both are the same memory, it is a copy each way;
+- ragged: Dir(0.1) sizes against equal sizes with the same total: the steps that only fill up a chunk of clients side by
+  side, and the time;
+- memory: bytes per client, estimated before compilation, planned by XLA, and measured as the growth of the process;
+- evaluation: seconds per evaluated client against seconds per trained client; evaluation is all scoring after a round,
+  including the global model, if there is one, and the transfer to the host.
 
-Images are those of Fashion-MNIST where $FEDJAX_PFL_DATA holds fashion_mnist_70k.npz (again from the first one where
-clients need more), random ones otherwise. Every case runs in a process of its own, so that its peak memory is its own.
+Images are those of Fashion-MNIST if $FEDJAX_PFL_DATA holds fashion_mnist_70k.npz (repeated from the first one if
+clients need more), and random otherwise. Every case runs in a process of its own, so that its peak memory is measured
+separately.
 """
 
 import argparse
@@ -50,7 +51,7 @@ CHUNKS = (10, 20)
 
 
 def images(samples: int) -> Dataset:
-    """So many labelled images of 28x28 pixels."""
+    """``samples`` labelled images of 28x28 pixels."""
     file = Path(os.environ.get("FEDJAX_PFL_DATA", ".")) / "fashion_mnist_70k.npz"
     if file.exists():
         with np.load(file) as arrays:
@@ -61,7 +62,7 @@ def images(samples: int) -> Dataset:
 
 
 def compiled(clients: int, samples: int, **tables: dict[str, Any]) -> Program:
-    """The program of a run on equal clients with so many samples each, a fifth of them for the test."""
+    """The program of a run on equal clients with ``samples`` samples each, a fifth of them for testing."""
     config = Config(
         **{
             "data": {"source": "arrays", "clients": clients, "test_share": 0.2, "partition": {"kind": "iid"}},
@@ -76,7 +77,7 @@ def compiled(clients: int, samples: int, **tables: dict[str, Any]) -> Program:
 
 
 def seconds_per_round(program: Program, repeats: int, rounds: int = 1, *, post: bool = False) -> tuple[float, Run]:
-    """The median over blocks of so many rounds, after one that does not count, and the state after the last.
+    """The median over blocks of ``rounds`` rounds, after one block that does not count, and the state after the last.
 
     With ``post``, participants are scored in the last round of a block; under partial participation they always are.
     """
@@ -135,7 +136,7 @@ def offloaded(method: str, model: str, clients: int, participants: int, where: s
 
 
 def _rounds_of(clients: int, participants: int, repeats: int, **tables: dict[str, Any]) -> dict[str, Any]:
-    """What rounds and evaluations take, with 20 training samples per client."""
+    """The times of rounds and evaluations, with 20 training samples per client."""
     program = compiled(clients, 25, participation={"ratio": participants / clients}, **tables)
     seconds, run = seconds_per_round(program, 5 * repeats, post=True)
     state, data = size(run.state.clients), size((program.samples, program.rows[0].clients))
@@ -181,7 +182,7 @@ def ragged(beta: float | None, placement: str, chunk: int, repeats: int) -> dict
 
 
 def steps_of(sizes: np.ndarray) -> np.ndarray:
-    """The steps of an epoch of each client."""
+    """The number of steps in an epoch of each client."""
     return -(-sizes // BATCH)
 
 
@@ -265,7 +266,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Runs the parts, prints a table of each and, if asked to, writes all figures down."""
+    """Runs the parts, prints a table of each and, if asked to, writes all figures to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help="of: " + ", ".join(PARTS))
     parser.add_argument(
@@ -296,7 +297,7 @@ def main() -> None:
 
 
 def shown(value: Any) -> str:
-    """A cell of a table: three significant digits of what is no whole number."""
+    """A cell of a table: three significant digits, unless the value is a whole number."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

@@ -5,9 +5,9 @@ FedRep, eight seeds x three learning rates.
     FEDJAX_PFL_DATA=FOLDER python benchmarks/sweep.py --json benchmarks/results/sweep.json
 
 FOLDER holds fashion_mnist_70k.npz. Each side runs in a process of its own that starts with an empty cache of compiled
-programs, and is timed from the first call to the last result, compilation included; the largest difference between the
-accuracies of the first side and another is printed as well. `simulate` spreads a run's clients over the cores; seed and
-learning rate are inputs of a program, so that its first call compiles for all.
+programs. It is timed from the first call to the last result, including compilation. The largest difference between the
+accuracies of the first side and each other side is printed as well. `simulate` spreads a run's clients over the cores;
+seed and learning rate are inputs of a program, so that its first call compiles for all of them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ FIXED = [
 
 
 def measure(side: str, seeds: int, rates: list[float], overrides: list[str]) -> dict[str, Any]:
-    """Seconds of one side, the part of it that was compilation, and its accuracies."""
+    """Seconds of one side, how much of this was compilation, and its accuracies."""
     config = load_config(CONFIG, [*FIXED, *overrides, f"run.compilation_cache={tempfile.mkdtemp()}"])
     prepare(config.run)
     grid: dict[str, list[Any]] = {"run.seed": list(range(seeds)), "training.lr": rates}
@@ -61,7 +61,7 @@ def measure(side: str, seeds: int, rates: list[float], overrides: list[str]) -> 
 
 
 def main() -> None:
-    """Prints the sides and their ratios, and writes them where asked."""
+    """Prints the sides and their ratios, and writes them to a file if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--rates", type=float, nargs="*", default=[0.01, 0.03, 0.1])

@@ -1,16 +1,17 @@
-"""Runs the experiments behind a paper's tables, and sets the paper's figures beside ours.
+"""Runs the experiments behind a paper's tables, and compares our figures with the paper's.
 
     python benchmarks/fedecouple_tables.py table2 --settings cifar10_s20 --seeds 0,1,2
 
 ``papers/<paper>.toml`` holds a paper's tables: settings, rows (methods, or the variants of an ablation) and figures.
-``[controls]`` are rows of every table, or those that its ``controls`` name. ``headline`` says whether figures are of
-the last round or of the best, ``columns`` what they measure (see `COLUMNS`; by default the accuracy of the personal
-models). A cell is one run: a row in a setting with a seed. ``results/<name>.json`` is rewritten after every program
-(the seeds of a row), and a cell in it is run again only if its resolved config has changed: a table can be filled by
-several calls, one after the other or, with other rows, side by side. With ``--work FOLDER``, runs leave checkpoints
-there, and a call that was stopped goes on in the midst of its runs, to the bit. A change of the code goes unnoticed;
-take another ``--name`` after one. ``--plan`` says what a call would run, and why. ``results/<name>.md`` shows all cells
-that there are.
+``[controls]`` are rows of every table; a table with ``controls`` has only those named there. ``headline`` says whether
+figures are of the last or of the best round, and ``columns`` what they measure (see `COLUMNS`; by default the accuracy
+of the personal models).
+
+A cell is one run: a row in a setting with a seed. ``results/<name>.json`` is rewritten after every program (the seeds
+of a row), and a cell in it is run again only if its resolved config has changed. So a table can be filled by several
+calls, one after the other or, with other rows, side by side. With ``--work FOLDER``, runs leave checkpoints there, and
+an interrupted call continues in the middle of its runs, to the bit. A change of the code is not noticed; use another
+``--name`` after one. ``--plan`` shows what a call would run, and why. ``results/<name>.md`` shows all cells so far.
 """
 
 import argparse
@@ -63,7 +64,7 @@ LEGEND = (
 
 
 class Columns(NamedTuple):
-    """Figures that are set beside the paper's; rows are ranked and tested by the last one, ``title`` in the text."""
+    """Figures that are compared with the paper's; rows are ranked and tested by the last one, ``title`` in the text."""
 
     figures: tuple[str, ...]
     title: str
@@ -120,8 +121,8 @@ class Row:
 class Setting:
     """What the rows are compared on, with the paper's figures by row and name, in %, and the cost of the target.
 
-    A number alone for a row is the last of the figures. ``paper_std`` holds standard deviations over the clients, in
-    points; ``row_overrides`` what a row changes in this setting only, after its own overrides.
+    If a row has only one number, it is the last of the figures. ``paper_std`` holds standard deviations over the
+    clients, in points; ``row_overrides`` are changes of a row in this setting only, after its own overrides.
     """
 
     label: str
@@ -152,12 +153,12 @@ class Table:
 
     @property
     def ranked(self) -> str:
-        """The figure that rows are ranked and tested by."""
+        """The figure by which rows are ranked and tested."""
         return COLUMNS[self.columns].figures[-1]
 
 
 class Line(NamedTuple):
-    """A row in a setting, with cells and `figures` by seed; there are none where nothing could be run."""
+    """A row in a setting, with cells and `figures` by seed, which are empty if nothing could be run."""
 
     key: str
     row: Row
@@ -238,7 +239,7 @@ def parser(paper: Path) -> argparse.ArgumentParser:
 
 
 def without_folder(arguments: Sequence[str]) -> list[str]:
-    """A command line as it is recorded: where runs were kept is nobody else's business, and changes no figure."""
+    """A command line as it is recorded: without the folder of the runs, which is private and changes no figure."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and not argument.startswith(("--work", "--checkpoint-every")):
@@ -248,7 +249,7 @@ def without_folder(arguments: Sequence[str]) -> list[str]:
 
 
 def read_table(path: Path, name: str) -> Table:
-    """A table of a paper's file; ConfigError where it has no such table, or a figure belongs to no row or column."""
+    """A table of a paper's file; ConfigError if it has no such table, or a figure belongs to no row or column."""
     paper = tomllib.loads(path.read_text(encoding="utf-8"))
     allow("TABLE", [name], paper["tables"])
     fields = dict(paper["tables"][name])
@@ -275,14 +276,14 @@ def read_table(path: Path, name: str) -> Table:
 
 
 def allow(option: str, given: Iterable[str], allowed: Collection[str]) -> None:
-    """Raises ConfigError where a name is not among those allowed."""
+    """Raises ConfigError if a name is not among those allowed."""
     for name in given:
         if name not in allowed:
             raise ConfigError(option, name, f"allowed: {', '.join(allowed)}")
 
 
 def load_cells(path: Path, table: Table) -> dict[Key, Cell]:
-    """The cells of earlier calls; ConfigError where the file holds another table."""
+    """The cells of earlier calls; ConfigError if the file holds another table."""
     if not path.exists():
         return {}
     held = json.loads(path.read_text(encoding="utf-8"))
@@ -292,7 +293,7 @@ def load_cells(path: Path, table: Table) -> dict[Key, Cell]:
 
 
 def to_json(table: Table, cells: Mapping[Key, Cell]) -> str:
-    """JSON with a line per cell: a cell that is replaced is one line in a diff."""
+    """JSON with one line per cell, so that a replaced cell is one line in a diff."""
     lines = ",\n".join(json.dumps(cell) for cell in cells.values())
     return f'{{"paper": {json.dumps(table.paper)}, "table": {json.dumps(table.name)}, "cells": [\n{lines}\n]}}\n'
 
@@ -304,9 +305,9 @@ def fill(
     command: str,
     save: Callable[[Mapping[Key, Cell]], None],
 ) -> dict[Key, str]:
-    """Runs the cells that are asked for and not there yet, and says what could not be run.
+    """Runs the cells that are asked for and missing, and says which ones could not be run.
 
-    ``save`` gets the cells of each program as it ends, and puts them among ``cells``.
+    ``save`` gets the cells of each program when it ends, and puts them among ``cells``.
     """
     began, missing, wanted = time.perf_counter(), {}, {}
 
@@ -373,7 +374,7 @@ def fill(
 
 
 def kept_in(options: argparse.Namespace, table: Table, key: Key, config: Config) -> Config:
-    """The config of a cell, with the directory that its run is kept in, if any."""
+    """The config of a cell, with the directory in which its run is kept, if any."""
     if options.work is None:
         return config
     folder = options.work / f"{options.name or table.name}_{'_'.join(map(str, key))}"
@@ -381,7 +382,7 @@ def kept_in(options: argparse.Namespace, table: Table, key: Key, config: Config)
 
 
 def complete_in(config: Config) -> Finished | None:
-    """The run in a config's directory, where it is complete; what is wrong with another one, running it says."""
+    """The run in a config's directory, if it is complete; errors of an incomplete one are reported when it is run."""
     try:
         found = complete_run(config)
     except ConfigError:
@@ -390,7 +391,7 @@ def complete_in(config: Config) -> Finished | None:
 
 
 def changes_since(cell: Cell, config: Config) -> list[str]:
-    """What is another now than when a cell was run; a field that was added to configs since then had its default."""
+    """What has changed since a cell was run; a field that was added to configs since then had its default."""
     try:
         held = Config(**cell["config"])
     except ConfigError as error:
@@ -405,7 +406,7 @@ def changes_since(cell: Cell, config: Config) -> list[str]:
 
 
 def cell_overrides(table: Table, key: Key, options: argparse.Namespace) -> list[str]:
-    """What a cell changes in the table's config; later ones win."""
+    """The changes of a cell to the table's config; later ones win."""
     setting, row, seed = key
     rounds = [] if options.rounds is None else [f"training.rounds={options.rounds}"]
     chosen = table.settings[setting]
@@ -414,7 +415,7 @@ def cell_overrides(table: Table, key: Key, options: argparse.Namespace) -> list[
 
 
 def measures(result: Finished) -> Cell:
-    """What is kept of a run; ``best`` is how the clients fared in the round with the highest mean accuracy."""
+    """What is kept of a run; ``best`` holds the clients' figures in the round with the highest mean accuracy."""
     summary, history, ran_on = result.summary, result.history, result.summary["environment"]
 
     def curve(name: str, digits: int = 6) -> Any:
@@ -452,10 +453,10 @@ def measures(result: Finished) -> Cell:
 
 
 def gradient_passes(config: Config) -> float:
-    """A participant's work in a round: how often it could have passed over its samples, forward and backward, instead.
+    """A participant's work in a round, as the number of forward and backward passes over its samples that cost as much.
 
-    Counted in operations of products and convolutions, of a client with the mean number of samples; without what
-    diagnostics take.
+    It is counted in operations of products and convolutions, for a client with the mean number of samples, without the
+    work of diagnostics.
     """
     dataset = load(config.data.source)
     federation, _ = divide(config, dataset)
@@ -476,7 +477,7 @@ def gradient_passes(config: Config) -> float:
 
 
 def curve_of(cell: Cell, name: str, point: str) -> np.ndarray:
-    """A figure of `COLUMNS` in the evaluated rounds; NaN where it takes a global model and the run has none."""
+    """A figure of `COLUMNS` in the evaluated rounds; NaN if it needs a global model and the run has none."""
     if name == "hm":
         return harmonic_mean(curve_of(cell, "global", point), curve_of(cell, "local", point))
     curve = cell["curve"]
@@ -498,7 +499,7 @@ def figures(cell: Cell, point: str, table: Table) -> dict[str, float]:
 
 
 def paper_figures(table: Table, setting: Setting, row: str) -> dict[str, float]:
-    """The paper's figures of a row; HM is that of the two others, if it has both, and what it prints is ``printed``."""
+    """The paper's figures of a row; HM is computed from the two others, if it has both, and its own is ``printed``."""
     given = setting.paper.get(row, {})
     found = given if isinstance(given, dict) else {table.ranked: given}
     if {"global", "local"} <= found.keys():
@@ -508,7 +509,7 @@ def paper_figures(table: Table, setting: Setting, row: str) -> dict[str, float]:
 
 
 def markdown(table: Table, cells: Mapping[Key, Cell], missing: Mapping[Key, str], reference: str) -> str:
-    """The table as far as it is filled, with the paper's figures, and why cells are missing."""
+    """The table so far, with the paper's figures, and why cells are missing."""
     columns = COLUMNS[table.columns]
     legend = columns.legend.format(round=HEADLINES[table.headline].format(title=columns.title))
     clients, of = ("", "") if table.columns == "accuracy" else ("mean accuracy over clients, ", f" {columns.title}")
@@ -531,7 +532,7 @@ def markdown(table: Table, cells: Mapping[Key, Cell], missing: Mapping[Key, str]
 
 
 def as_run(table: Table, setting: Setting, lines: Sequence[Line]) -> Setting:
-    """The setting; without the paper's figures where it was run on another data set: a part of the same is none."""
+    """The setting; without the paper's figures if it was run on another data set (a part of the same is no other)."""
 
     def name(source: str) -> str:
         return re.sub(r"(_\d+k)?(\.npz)?$", "", re.split("[:/]", source)[-1])
@@ -545,7 +546,7 @@ def as_run(table: Table, setting: Setting, lines: Sequence[Line]) -> Setting:
 
 
 def lines_of(table: Table, setting: str, cells: Mapping[Key, Cell], missing: Mapping[Key, str]) -> list[Line]:
-    """The rows of a setting that have been run, or tried, in the paper's order."""
+    """The rows of a setting that have been run or tried, in the paper's order."""
     lines = []
     for name, row in table.rows.items():
         found = {key[2]: cells[key] for key in sorted(cells) if key[:2] == (setting, name)}
@@ -556,7 +557,7 @@ def lines_of(table: Table, setting: str, cells: Mapping[Key, Cell], missing: Map
 
 
 def comparison(table: Table, setting: Setting, lines: Sequence[Line], reference: str) -> list[str]:
-    """A setting's main table, and below it what was run, the test against the best other row, the ranking."""
+    """The main table of a setting, and below it what was run, the test against the best other row, and the ranking."""
     names, ranked = COLUMNS[table.columns].figures, table.ranked
     title = "{0}: {1}" if len(names) > 1 else "{0} (%)"
     run = sorted((line for line in lines if line.by_seed(ranked)), key=lambda line: -line.mean(ranked))
@@ -607,7 +608,7 @@ def comparison(table: Table, setting: Setting, lines: Sequence[Line], reference:
 
 
 def lead(table: Table, base: Line | None, line: Line) -> dict[str, str]:
-    """How far a row is behind another one, over seeds and over clients."""
+    """How far a row is behind another one, with intervals over seeds and over clients."""
     gap = base and paired_difference(base.by_seed(table.ranked), line.by_seed(table.ranked))
     if not base or not gap:
         return {"behind": NONE, "over clients": NONE, "p": NONE}
@@ -628,19 +629,20 @@ def lead(table: Table, base: Line | None, line: Line) -> dict[str, str]:
 
 
 def clients_at(cell: Cell, point: str) -> np.ndarray:
-    """The clients' accuracies after the last round; NaN where one has nothing to be scored on."""
+    """The clients' accuracies after the last round; NaN for a client that cannot be scored."""
     return np.array([np.nan if value is None else value for value in cell["clients"][point]])
 
 
 def interval(low: float, high: float) -> str:
-    """Two ends in points."""
+    """The two ends of an interval, in points."""
     return f" [{100 * low:+.2f}, {100 * high:+.2f}]"
 
 
 def majority(cells: Sequence[Cell]) -> list[str]:
-    """What guessing gives on the data that rows are compared on; nothing of cells that do not say.
+    """The accuracy of guessing on the data of the rows; nothing for cells that do not record it.
 
-    Of each seed the partition that most rows have: a method that wants validation samples divides its own otherwise.
+    For each seed it uses the partition that most rows have: a method with validation samples divides its samples
+    differently.
     """
     told = [cell for cell in cells if "majority_class" in cell]
     if not told:
@@ -661,7 +663,7 @@ def majority(cells: Sequence[Cell]) -> list[str]:
 
 
 def diverged(lines: Sequence[Line]) -> list[str]:
-    """Rows with runs whose answers are no numbers any more, which count as wrong."""
+    """Rows with runs whose predictions are no longer numbers; these predictions count as wrong."""
     found = [
         (cell.get("diverged_round"), f"{line.row.label} (seed {seed})")
         for line in lines
@@ -674,15 +676,15 @@ def diverged(lines: Sequence[Line]) -> list[str]:
 
 
 def paired_p(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:
-    """p-value of the paired t-test; None where there is nothing to judge by."""
+    """p-value of the paired t-test; None if the pairs allow no test."""
     found = paired_difference(first, second)
     return None if found is None or np.isnan(found.p) else found.p
 
 
 def ranking(paper: Sequence[tuple[Line, float]], ranked: str) -> list[str]:
-    """How well rows are in the order of the paper's figures, in the last round that all of them have scores of.
+    """How well the order of the rows agrees with the paper's figures, in the last round that all rows have scores of.
 
-    That is the headline's where all have been run for as long. Nothing where they share no round.
+    This is the headline's round if all rows have been run for the same number of rounds. Empty if they share no round.
     """
     cells = [cell for line, _ in paper for cell in line.cells.values()]
     pairs, after = [(figure, line.mean(ranked)) for line, figure in paper], ""
@@ -699,20 +701,20 @@ def ranking(paper: Sequence[tuple[Line, float]], ranked: str) -> list[str]:
 
 
 def mean_in(round: int, line: Line, name: str) -> float:
-    """A figure of a row in a round, mean over seeds."""
+    """A figure of a row in a round, as the mean over seeds."""
     curves = [(cell["curve"]["round"], curve_of(cell, name, line.row.point)) for cell in line.cells.values()]
     return float(np.mean([curve[rounds.index(round)] for rounds, curve in curves]))
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Spearman's rank correlation; None with fewer than three pairs, or where all figures of a side are the same."""
+    """Spearman's rank correlation; None with fewer than three pairs, or if all figures of a side are the same."""
     if len(pairs) < 3 or (np.ptp(pairs, axis=0) == 0).any():
         return None
     return float(stats.spearmanr(pairs).statistic)
 
 
 def runs(lines: Sequence[Line]) -> list[str]:
-    """Rounds, seeds and ``--set`` of the cells; a line for each group of rows where they differ between calls."""
+    """Rounds, seeds and ``--set`` of the cells; a line for each group of rows if they differ between calls."""
     labelled = []
     for line in lines:
         cells = [((cell["config"]["training"]["rounds"], *cell["set"]), str(seed)) for seed, cell in line.cells.items()]
@@ -727,13 +729,13 @@ def runs(lines: Sequence[Line]) -> list[str]:
 
 
 def moved_by(changes: Iterable[str]) -> str:
-    """What of the experiment ``--set`` changes; but not the source, which is told otherwise where it is other data."""
+    """What ``--set`` changes of the experiment, except the source, which is reported elsewhere if it is other data."""
     names = dict.fromkeys(change.partition("=")[0] for change in changes)
     return ", ".join(name for name in names if name.partition(".")[0] in EXPERIMENT and name != "data.source")
 
 
 def together(pairs: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
-    """What stands beside the same first entry."""
+    """Groups the second entries by their first entry."""
     groups: dict[Any, list[str]] = {}
     for what, beside in pairs:
         groups.setdefault(what, []).append(beside)
@@ -762,7 +764,7 @@ def to_target(table: Table, setting: Setting, target: float, lines: Sequence[Lin
 
 
 def costs_at(cell: Cell, at: int) -> tuple[float, ...]:
-    """Up to an evaluated round: rounds; seconds, all included, and those of compilation; MB of all, and per client."""
+    """Up to an evaluated round: rounds; seconds, in all and of compilation; MB of all clients, and per client."""
     curve, clients = cell["curve"], cell["config"]["data"]["clients"]
     sent = curve["megabytes"][at]
     return curve["round"][at], curve["seconds"][at], cell["timing"]["compile_seconds"], sent, sent / clients

@@ -2,12 +2,13 @@
 
     python benchmarks/tuning.py --json benchmarks/results/tuning.json
 
-Ten clients of scikit-learn's digits, 20 rounds, evaluated every fifth; 24 trials drawn at random, none of them pruned,
-so that all sides run the same ones. The sides alternate, each time in a fresh process that finds its compiled programs
-in the disk cache: one untimed repeat comes first. Wall-clock seconds of a side run from its first call to its last
-result; imports and the data set, which all need once per process, come before, and CPU seconds hold them, too. Each
-side then does the same once more in the same process, whose programs are loaded by then. The side of one process per
-trial is timed from start to end of the processes, which is what such a search costs, and has no second time.
+Ten clients of scikit-learn's digits, 20 rounds, evaluated every fifth round. There are 24 trials, drawn at random and
+none of them pruned, so that all sides run the same trials. The sides run in turns, each time in a fresh process that
+finds its compiled programs in the disk cache; one untimed repeat comes first. Wall-clock seconds of a side are from its
+first call to its last result. Imports and the data set, which every process needs once, come before; CPU seconds
+include them. Each side then does the same once more in the same process, whose programs are then loaded. The side of
+one process per trial is timed from start to end of the processes, which is the cost of such a search, and has no second
+time.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def config(rounds: int) -> Config:
 
 
 def drawn(trials: int) -> list[dict[str, float]]:
-    """The fields of each trial: those that the search draws, too."""
+    """The fields of each trial, as the search draws them."""
     import optuna
 
     ranges = {field: (given.low, given.high, isinstance(given, LogUniform)) for field, given in SPACE.items()}
@@ -61,7 +62,7 @@ def drawn(trials: int) -> list[dict[str, float]]:
 
 
 def value(base: Config, fields: dict[str, float]) -> float:
-    """What a search makes of a trial, by `simulate`."""
+    """The result of a trial, as a search would compute it, by `simulate`."""
     return float(simulate(base.replace(fields), progress=None).history["validation_pre.accuracy"][-1])
 
 
@@ -84,7 +85,7 @@ def child(arguments: list[str], *more: str) -> Any:
 
 
 def timed(side: str, arguments: list[str], trials: int) -> dict[str, Any]:
-    """A side's seconds, and those of doing it again; CPU seconds from its process's start; its values."""
+    """A side's seconds, the seconds of its repeat, CPU seconds from the start of its process, and its values."""
     if side != "process per trial":
         return child(arguments, "--side", side)
     began = time.perf_counter()
@@ -97,7 +98,7 @@ def timed(side: str, arguments: list[str], trials: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the sides and their ratios, and writes them where asked."""
+    """Prints the sides and their ratios, and writes them to a file if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=20)
