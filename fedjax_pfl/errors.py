@@ -1,4 +1,4 @@
-"""The one exception that bad input raises."""
+"""The exception that bad input raises."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,9 +8,9 @@ class ConfigError(ValueError):
     """A configuration, file or data set that cannot be used.
 
     Attributes:
-      field: the dotted config field or the file that is wrong, e.g. ``"training.lr"``.
-      value: the offending value.
-      allowed: what would have been accepted.
+      field: the wrong config field (dotted), argument or file, e.g. ``"training.lr"``.
+      value: the wrong value.
+      allowed: the values that are allowed.
     """
 
     def __init__(self, field: str, value: object, allowed: str):
@@ -19,7 +19,7 @@ class ConfigError(ValueError):
 
 
 def one_of(given: object, names: Iterable[str]) -> str:
-    """What is allowed where a name is not among these; first the one that may have been meant."""
+    """The text for an unknown name: the name that may have been meant, and all allowed names."""
     known = list(names)
     folded = {name.lower(): name for name in known}
     near = difflib.get_close_matches(str(given).lower(), folded, n=1, cutoff=0.75)

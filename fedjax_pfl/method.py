@@ -1,9 +1,15 @@
-"""The contract of a method: pure functions written for one client, which the engine maps over all of them.
+"""The contract of a method: pure functions written for one client, which the engine maps over all clients.
 
-Where a value lives says what it is. In ``server``: shared. In ``client``: personal, and kept between rounds. Returned
-as ``upload``: sent up. ``broadcast(server)``, the view: sent down. A client field named ``inbox``: written for that
-client by the server. Bytes per round follow from the shapes of these, so the accounting of communication cannot
-disagree with what is exchanged.
+The place of a value defines its role:
+
+- in ``server``: shared;
+- in ``client``: personal, and kept between rounds;
+- returned as ``upload``: sent up, from the client to the server;
+- in ``broadcast(server)``, called the view: sent down, from the server to the clients;
+- in a client field named ``inbox``: written for that client by the server, and sent down to it.
+
+The bytes of a round follow from the shapes of these values, so the traffic that is counted cannot differ from what is
+exchanged.
 """
 
 from collections.abc import Callable
@@ -19,11 +25,11 @@ from fedjax_pfl.data.federated import ClientData
 Samples = Shaped[Array, "batch ..."]
 Logits = Float[Array, "batch classes"]
 Diagnostics = dict[str, Shaped[Array, ""]]
-"""Named numbers that say whether the parts of a method are at work; recorded as ``diagnostics.NAME``."""
+"""Named numbers that show whether the parts of a method have an effect; recorded as ``diagnostics.NAME``."""
 
 
 class State(NamedTuple):
-    """All that survives a round, hence all that a checkpoint stores.
+    """Everything that is kept from one round to the next, and so everything that a checkpoint stores.
 
     Attributes:
       server: what the clients share; no client axis.
@@ -35,11 +41,11 @@ class State(NamedTuple):
 
 
 class Round(NamedTuple):
-    """When a function of a method is called, and with which randomness.
+    """The round in which a function of a method is called, and its randomness.
 
     Attributes:
-      key: of the client in this round, or of the server; a phase draws from ``phase_key(now.key, name)``.
-      t: the round, from 0; -1 in ``setup``.
+      key: the key of the client, or of the server, in this round; a phase draws from ``phase_key(now.key, name)``.
+      t: number of the round, from 0; -1 in ``setup``.
     """
 
     key: Key[Array, ""]
@@ -59,17 +65,18 @@ class TrainInfo(NamedTuple):
 
 
 class Static:
-    """Marks a number that decides shapes, and so cannot be a traced value: ``r: Annotated[float, Static] = 0.5``."""
+    """Marks a hyperparameter on which shapes depend, so that it cannot be traced: ``r: Annotated[float, Static]``."""
 
 
 class Cohort(NamedTuple):
-    """The clients of one round, in the engine's order (largest first), with K rows.
+    """The clients of one round, as K rows in the engine's order (largest client first).
 
     Attributes:
-      ids: client of each row, [K]; ``total`` where the row is absent (dropped out, or there to fill up a chunk).
-      weight: n_k, the training samples behind each upload, [K]; 0 for an absent row.
-      total: N, the number of clients, the new ones included.
-      trainers: how many of them, the first ones, may take part: what a mean over "all clients" divides by.
+      ids: number of the client in each row, [K]; ``total`` if the row is absent (the client dropped out, or the row
+        only fills up a chunk).
+      weight: n_k, the number of training samples of each client, [K]; 0 for an absent row.
+      total: N, the number of clients, including new clients.
+      trainers: how many clients, the first ones, may take part; a mean over "all clients" divides by this number.
     """
 
     ids: Int[Array, " K"]
@@ -79,31 +86,32 @@ class Cohort(NamedTuple):
 
 
 class PerClass(NamedTuple):
-    """A part of a view or an upload of which only the rows of some classes are sent; the traffic counts just these.
+    """A part of a view or an upload of which only the rows of some classes are sent; the traffic counts only these.
 
     Attributes:
-      held: not 0 for a class whose row is sent (a flag, or the number of samples), [C]; itself sent whole.
-      rows: arrays of one row per class, every leaf [C, ...]; nothing may be read from the rows that are not sent.
+      held: not 0 for a class whose row is sent (a flag, or the number of samples), [C]; it is always sent whole.
+      rows: arrays with one row per class, every leaf [C, ...]; the receiver must not read rows that are not sent.
     """
 
     held: Shaped[Array, "*clients C"]
     rows: PyTree
 
     def if_used(self, *coefficients: float | Float[Array, ""]) -> "PerClass":
-        """The part where a coefficient is not 0, else without a row: a term that is off sends nothing.
+        """This part if one of the coefficients is not 0, else the part without any row: a term that is off sends none.
 
-        By value, so that this costs the same alone and beside other coefficients in one program.
+        The coefficients are compared by value, so that the traffic of a run is the same alone and in one program with
+        runs of other coefficients.
         """
         used = jnp.any(jnp.stack([jnp.asarray(weight, jnp.float32) for weight in coefficients]) != 0)
         return self._replace(held=jnp.where(used, self.held, jnp.zeros_like(self.held)))
 
 
 class SentIf(NamedTuple):
-    """A part of a view or an upload that is sent only when a flag is true; the traffic counts just these rounds.
+    """A part of a view or an upload that is sent only in rounds in which a flag is true; only these rounds count.
 
     Attributes:
-      sent: whether it is sent, []; itself always sent.
-      value: arrays of any shape; nothing may be read from them where they are not sent.
+      sent: whether the part is sent, []; the flag is always sent.
+      value: arrays of any shape; the receiver must not read them if they are not sent.
     """
 
     sent: Bool[Array, "*clients"]
@@ -114,7 +122,7 @@ Part = TypeVar("Part", PerClass, SentIf)
 
 
 def part_of(tree: PyTree, kind: type[Part]) -> Part | None:
-    """The part of this kind in a view or an upload, if it has one; arrays that belong together share a part."""
+    """The part of this kind in a view or an upload, or None; there may be one at most (an AssertionError otherwise)."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     parts = [node for node in nodes if isinstance(node, kind)]
     assert len(parts) <= 1, f"a view or an upload has one {kind.__name__} part at most"
@@ -122,15 +130,15 @@ def part_of(tree: PyTree, kind: type[Part]) -> Part | None:
 
 
 class Update(NamedTuple):
-    """What a participant's work in a round comes to.
+    """The result of a participant's work in a round.
 
     Attributes:
       client: its new personal state.
-      upload: what it sends up.
+      upload: what it sends to the server.
       info: loss and number of steps.
-      post: the (view, client) that ``personal`` is given in a POST evaluation, the model right after local training;
-        (upload, client) unless given, which serves methods whose upload is the trained view.
-      diagnostics: of this client; the mean over the participants of a round is recorded. None for none.
+      post: the (view, client) from which ``personal`` makes the model of the POST evaluation, right after local
+        training; (upload, client) unless given, which is right for methods whose upload is the trained view.
+      diagnostics: of this client, or None; their mean over the participants of the round is recorded.
     """
 
     client: PyTree
@@ -147,7 +155,7 @@ class Update(NamedTuple):
 
 @runtime_checkable
 class Init(Protocol):
-    """key, clients -> (server, client): the state before round 0; that of a client is the same for all N of them."""
+    """key, clients -> (server, client): the state before round 0; ``client`` is the initial state of all N clients."""
 
     def __call__(self, key: Key[Array, ""], clients: int, /) -> tuple[PyTree, PyTree]: ...  # noqa: D102
 
@@ -163,8 +171,8 @@ class Local(Protocol):
 class Aggregate(Protocol):
     """now, server, clients, uploads, cohort -> (server, clients): the server's work at the end of a round.
 
-    Every leaf of ``clients`` and ``uploads`` has K rows. Absent rows have weight 0 and uploads of zeros, and what is
-    returned for them is discarded.
+    Every leaf of ``clients`` and ``uploads`` is [K, ...], one row per row of the cohort. Absent rows have weight 0 and
+    uploads of zeros, and the client states that are returned for them are discarded.
     """
 
     def __call__(  # noqa: D102
@@ -181,7 +189,7 @@ class Personal(Protocol):
 
 @runtime_checkable
 class Predict(Protocol):
-    """params, x -> logits [batch, classes] of such a model; sees inputs only, never labels."""
+    """params, x -> logits [batch, classes] of the model with parameters from `Personal`; it never sees labels."""
 
     def __call__(self, params: PyTree, x: Samples, /) -> Logits: ...  # noqa: D102
 
@@ -195,9 +203,10 @@ class Broadcast(Protocol):
 
 @runtime_checkable
 class Personalize(Protocol):
-    """now, view, client, data -> (view, client): what ``personal`` is given in a PRE evaluation, after aggregation.
+    """now, view, client, data -> (view, client), from which ``personal`` makes the model of a PRE evaluation.
 
-    Fine-tuning, or a meta step. Sees training data only; the result is never fed back into training.
+    For example fine-tuning, or a step of meta-learning. It sees training samples only, and its result is discarded
+    after the evaluation.
     """
 
     def __call__(  # noqa: D102
@@ -223,20 +232,22 @@ class Setup(Protocol):
 
 @runtime_checkable
 class Dispatch(Protocol):
-    """now, server, clients, cohort -> inbox: what the server writes for each of K clients before they work.
+    """now, server, clients, cohort -> inbox: the message of the server to each of K clients, before their work.
 
-    Every leaf of the result has K rows, and takes the place of the field ``inbox`` of these clients.
+    Every leaf of the result is [K, ...]; it replaces the field ``inbox`` of these clients' states.
     """
 
     def __call__(self, now: Round, server: PyTree, clients: PyTree, cohort: Cohort, /) -> PyTree: ...  # noqa: D102
 
 
 class Calibration(NamedTuple):
-    """A federated pass before scoring, for methods that do not score what they broadcast; training never sees it.
+    """A federated pass before scoring, for methods that score another model than they broadcast.
+
+    Its result is used for scoring only, never for training.
 
     Attributes:
       local: now, view, client, data -> upload, for one client.
-      server: now, server, uploads, cohort -> server, the one whose broadcast and global model are scored.
+      server: now, server, uploads, cohort -> the server state whose broadcast and global model are scored.
     """
 
     local: Callable[[Round, PyTree, PyTree, ClientData], PyTree]
@@ -244,18 +255,18 @@ class Calibration(NamedTuple):
 
 
 def broadcast_all(server: PyTree) -> PyTree:
-    """Sends all of the server's state down."""
+    """The default of ``Method.broadcast``: sends the whole server state down."""
     return server
 
 
 def personalize_nothing(now: Round, view: PyTree, client: PyTree, data: ClientData) -> tuple[PyTree, PyTree]:
-    """Scores what the client has received and kept, as it is."""
+    """The default of ``Method.personalize``: scores what the client has received and kept, unchanged."""
     del now, data
     return view, client
 
 
 def no_diagnostics(server: PyTree) -> Diagnostics:
-    """Nothing to say."""
+    """The default of ``Method.diagnose``: no numbers."""
     del server
     return {}
 
@@ -263,39 +274,39 @@ def no_diagnostics(server: PyTree) -> Diagnostics:
 class Method(NamedTuple):
     """A federated method.
 
-    A factory ``name(model, train, combine, *, hyperparameters)`` builds it, closing over the model, the local trainer,
-    the server's rule for averaging parameters (left out by methods that average none) and the hyperparameters, whose
-    names, types and defaults are the config schema of the method. Numeric hyperparameters may be traced values, unless
-    marked :class:`Static`: no Python branch may depend on them, except on a coefficient that is off when the method is
-    built. A factory raises ``ValueError`` for a model that the method cannot run on.
+    A factory ``name(model, train, combine, *, hyperparameters)`` builds it. The factory closes over the model, the
+    local trainer, the server's rule for averaging parameters (methods that average none leave ``combine`` out) and the
+    hyperparameters, whose names, types and defaults are the config schema of the method. Numeric hyperparameters may be
+    traced values, unless marked :class:`Static`: no Python branch may depend on them, except on a coefficient that is
+    off when the method is built. A factory raises ``ValueError`` for a model that the method cannot use.
 
     Attributes:
       init: the state before round 0.
       local: a participant's work in a round.
-      aggregate: the server's work; besides it, ``dispatch`` and the server of ``calibrate`` see a client axis.
+      aggregate: the server's work. It sees a client axis, as do ``dispatch`` and the server's part of ``calibrate``.
       personal: the parameters of a client's model: ``{"extractor": theta, "head": phi}``, as a model's ``init`` returns
-        them, with whatever else ``predict`` needs.
-      predict: what such a model answers; ``model.apply``, unless it is more than an extractor with one head.
-      broadcast: what is sent down; all of the server's state unless given.
-      personalize: what comes before a PRE evaluation; nothing unless given.
-      global_predict: the global model, where the method has one.
-      headline: the evaluation point that the method is judged by, ``"pre"`` or ``"post"``.
-      copies: augmented copies that the method adds to a client's images, or puts in their place, afresh in every round;
-        ``training.copies`` of a config overrides it.
-      setup: for methods whose first round needs what only the clients know: once for all clients before round 0,
-        aggregated with the full cohort at t = -1.
+        them, and anything else that ``predict`` needs.
+      predict: the logits of such a model; ``model.apply``, unless it is more than an extractor with one head.
+      broadcast: what is sent down; the whole server state unless given.
+      personalize: the client's personalisation before a PRE evaluation; none unless given.
+      global_predict: the logits of the global model, if the method has one.
+      headline: the evaluation point at which the method is judged, ``"pre"`` or ``"post"``.
+      copies: augmented copies of a client's images that the method adds to them, or uses instead of them, drawn anew
+        in every round; ``training.copies`` of a config overrides it.
+      setup: for methods whose first round needs information that only the clients have: runs once for all clients
+        before round 0, and is aggregated with the full cohort at t = -1.
       dispatch: for methods whose server computes a message for each client from its newest state, before ``local`` and
-        before a PRE evaluation; what ``aggregate`` writes into a client's ``inbox`` needs none.
+        before a PRE evaluation. It is not needed for an ``inbox`` that ``aggregate`` writes.
       calibrate: for methods that score another model than they broadcast.
       diagnose: server -> named numbers about its state, recorded as ``diagnostics.NAME``; none unless given.
-      selects: whether clients select on their validation samples, ``data.validation``: a config then has to set some
-        aside (rule R11). Whether true or false, ``data.validation`` may be None where a method is called by hand.
+      selects: whether clients select on their validation samples, ``data.validation``; the config must then set some
+        aside (rule R11). In either case ``data.validation`` may be None if a method is called by hand.
       sends_change: whether an upload that has the names and shapes of the view holds changes to it. If false, such an
         upload is taken for trained values, from which compression, attacks, privacy and diagnostics subtract the view.
-      batches_per_step: how many batches a step takes, so that with ``training.drop_last`` a client with fewer samples
-        takes none.
-      acts_alone: whether ``aggregate`` changes the server even in a round in which no participant has a sample; such a
-        round otherwise leaves the server as it was.
+      batches_per_step: number of batches that one step uses; with ``training.drop_last`` a client with fewer samples
+        takes no step.
+      acts_alone: whether ``aggregate`` changes the server even in a round in which no participant has a sample;
+        otherwise such a round leaves the server as it was.
     """
 
     init: Init

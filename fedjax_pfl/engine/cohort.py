@@ -1,4 +1,4 @@
-"""Selects a round's cohort, gathers its states and samples, and maps a client's work over it."""
+"""Draws the cohort of a round, gathers its states and samples, and maps the work of a client over it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,10 +26,10 @@ class Group(NamedTuple):
     """Some clients with their states.
 
     Attributes:
-      ids: in the order in which they work; N where a row is absent.
-      clients: the states. Without ``at``, every leaf is [K, ...], and row k belongs to ids[k] (anything where that is
-        absent). With it, every leaf is [M, ...], and row at[k] belongs to ids[k].
-      at: the row of each client among M; None where the rows are theirs alone.
+      ids: their numbers, [K], in the order in which they work; N for an absent row.
+      clients: the states. Without ``at``, every leaf is [K, ...], and row k belongs to ids[k] (it is arbitrary if this
+        row is absent). With ``at``, every leaf is [M, ...], and row at[k] belongs to ids[k].
+      at: the row of each client among the M rows, [K]; None if ``clients`` holds the rows of these clients only.
     """
 
     ids: Int[Array, " K"]
@@ -39,22 +39,22 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Cohorts:
-    """The clients of a method, and how their work is mapped: what `Evaluator` and the `Engine` build on.
+    """The clients of a method, and how their work is mapped; the base class of `Evaluator` and `Engine`.
 
     Attributes:
-      method: what the clients and the server do.
+      method: the work of the clients and of the server.
       clients: N.
-      participation: who takes part, of the clients that are not new.
+      participation: which clients take part, among those that are not new.
       placement: where clients run.
-      new: how many clients, the last ones, never take part and are only evaluated.
-      validate: whether the clients' validation samples are scored beside the test samples.
-      augment: what is done to the clients' training images, on top of the method's own copies.
+      new: number of clients, the last ones, that never take part and are only evaluated.
+      validate: whether the clients' validation samples are scored in addition to the test samples.
+      augment: augmentation of the clients' training images, in addition to the method's own copies.
       augment_every: whether each epoch draws anew, or all passes of a round see the same images.
-      diagnostics: names of what is recorded of `Update.diagnostics`, and `UPDATE_COSINE` if it is wanted.
-      features: theta, x -> z of the model, if `answers` is to return them; else None.
-      metrics: name -> a config's own metric, scored beside the built-in ones.
-      equal: whether all clients hold the same number of training samples. In a cohort of fixed size, the number of
-        steps is then known to the compiler.
+      diagnostics: names of the entries of `Update.diagnostics` that are recorded, and `UPDATE_COSINE` if it is wanted.
+      features: theta, x -> z of the model, if `answers` shall return the features; else None.
+      metrics: name -> metric of the config, measured in addition to the built-in ones.
+      equal: whether all clients hold the same number of training samples. In a cohort of fixed size, the compiler then
+        knows the number of steps.
     """
 
     method: Method
@@ -83,16 +83,19 @@ class Cohorts:
     def select(
         self, key: Key[Array, ""], t: Int[Array, ""], count: Int[Array, " N"]
     ) -> tuple[Int[Array, " K"], Int[Array, ""]]:
-        """Draws the cohort of round t: its ids (N where absent), and how many were selected before any dropped out."""
+        """Draws the cohort of round t: the ids (N if absent), and how many were selected before any dropped out."""
         ids, selected = self.participation.draw(round_keys(key, t), self.trainers, self.clients)
         return self._order(ids, count), selected
 
     def local(self, shared: tuple, row: tuple) -> Update:
-        """A participant's part in a round: what is mapped over the cohort.
+        """The work of one participant in a round, which is mapped over the cohort.
 
         Args:
-          shared: (key, t, view, x, y), the same for all.
+          shared: (key, t, view, x, y), the same for all clients.
           row: (id, client, training samples, validation samples or None) of one participant.
+
+        Raises:
+          ConfigError: the method's ``local`` returns something other than an `Update`.
         """
         (key, t, view, x, y), (client_id, client, train, validation) = shared, row
         key = jax.random.fold_in(key, client_id)
@@ -111,7 +114,7 @@ class Cohorts:
         train: Clients,
         validation: Clients | None,
     ) -> ClientData:
-        """What a client trains on in the round of this key."""
+        """The training samples of a client, with augmentation, in the round of this key."""
         data = client_data(x, y, train, client_id, validation)
         if self.equal and self.participation.known:
             data = data._replace(count=np.int32(data.capacity), most=np.int32(data.capacity))
@@ -119,18 +122,18 @@ class Cohorts:
         return augment(phase_key(key, "base augmentation"), data, self.augment, every=self.augment_every)
 
     def _map(self, fn: Callable, shared: PyTree, rows: PyTree, *, complete: bool = False) -> Any:
-        """`map_clients`; side by side, each client also gets the number of samples of the largest.
+        """`map_clients`; clients that run side by side also get the number of samples of the largest of them.
 
         Args:
           fn: (shared, row) -> result.
-          shared: what all clients see.
+          shared: values that are the same for all clients.
           rows: every leaf [K, ...].
-          complete: whether the largest of all clients is among them.
+          complete: whether the largest of all clients is among the rows.
         """
         side_by_side = self.placement.chunk
         if side_by_side == 1:
             return map_clients(fn, shared, rows, self.placement)
-        # All in one chunk run as long as the index table is wide, a number that the compiler knows.
+        # If all run in one chunk, the bound is the width of the index table, which the compiler knows.
         known = complete and len(jax.tree.leaves(rows)[0]) == side_by_side * self.placement.devices
 
         def aligned(node: Any) -> Any:
@@ -147,8 +150,8 @@ class Cohorts:
     def _map_group(self, fn: Callable, shared: PyTree, group: Group, rows: PyTree, *, complete: bool = False) -> Any:
         """`_map` of ``fn(shared, client, row)`` over a group, with each client's state.
 
-        Each state is read in place when its client runs: to bring all of them into the group's order first would copy
-        them.
+        Each state is read in place when its client runs, because bringing all states into the group's order first would
+        copy them.
         """
         if group.at is None:
 
@@ -173,7 +176,7 @@ class Cohorts:
         return jnp.pad(ids, (0, rows - len(ids)), constant_values=absent)[self.placement.balanced_order(rows)]
 
     def _gather(self, ids: Int[Array, " K"], rows: PyTree) -> tuple[Bool[Array, " K"], PyTree]:
-        """Which rows are present, and the rows; an absent client has no samples, so that it does no work."""
+        """Flags of the present rows, and the rows; an absent client gets 0 samples, so that it does no work."""
         present = ids < len(jax.tree.leaves(rows)[0])
 
         def without_absent(node: Any) -> Any:
@@ -183,18 +186,18 @@ class Cohorts:
         return present, jax.tree.map(without_absent, taken, is_leaf=lambda node: isinstance(node, Clients))
 
     def _group(self, ids: Int[Array, " K"], state: State, data: Federation) -> Group:
-        """Clients in the engine's order, whose states stay where they are."""
+        """These clients in the engine's order; their states are not moved."""
         ids = self._order(ids, data.train.count)
         return Group(ids, state.clients, jnp.minimum(ids, self.clients - 1))
 
     def _cohort(self, ids: Int[Array, " K"], count: Int[Array, " K"]) -> Cohort:
-        """What the server knows about these clients, who have so many training samples."""
+        """What the server knows about these clients; ``count`` is their number of training samples."""
         return Cohort(ids, count.astype(jnp.float32), self.clients, self.trainers)
 
     def _dispatch(
         self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, clients: PyTree, cohort: Cohort
     ) -> PyTree:
-        """The states of some clients with what the server writes to each of them before they work."""
+        """The states of some clients, with the message that the server writes to each of them before they work."""
         if self.method.dispatch is None:
             return clients
         now = Round(phase_key(key, "dispatch"), t)
@@ -203,7 +206,7 @@ class Cohorts:
     def _dispatch_group(
         self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, count: Int[Array, " K"]
     ) -> Group:
-        """`_dispatch` for a group, whose states then stand in its own order."""
+        """`_dispatch` for a group; if there is a message, its states are then in the group's own order."""
         if self.method.dispatch is None:
             return group
         ids, clients, at = group

@@ -1,4 +1,4 @@
-"""The scores of models: PRE, POST, of the global model, and of clients that never took part."""
+"""Scores of models: PRE and POST of the clients, the global model, and clients that never took part."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,15 +21,15 @@ from fedjax_pfl.ops.tree import keep_rows, put_rows
 
 @dataclass(frozen=True)
 class Evaluator(Cohorts):
-    """Scores the models that the last round left."""
+    """Scores the models after a round."""
 
     def score(self, key: Key[Array, ""], t: Int[Array, ""], run: Run, data: Federation) -> Evaluation:
-        """All scores after t rounds; nothing of what it computes is kept.
+        """All scores after t rounds; scoring does not change the run.
 
         Args:
           key: the randomness of the whole run.
           t: rounds done.
-          run: what they left.
+          run: the state after these rounds.
           data: the federation.
         """
         scored = run._replace(state=self.calibrated(key, t, run.state, data))
@@ -40,7 +40,7 @@ class Evaluator(Cohorts):
         """The rest of an `Evaluation`: scores and metrics of the global model, and the diagnostics.
 
         Args:
-          run: with the server's state `calibrated`; its clients are not looked at.
+          run: the run, with its server state already `calibrated`; the clients' states are not used.
           data: the federation.
         """
         shared, own, server = None, {}, run.state.server
@@ -49,7 +49,7 @@ class Evaluator(Cohorts):
         return shared, {**run.diagnostics, **self.method.diagnose(server)}, own
 
     def calibrated(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> State:
-        """The state whose models are scored, for a method that does not score what it broadcasts."""
+        """The state whose models are scored; differs from ``state`` only for methods with ``calibrate``."""
         if self.method.calibrate is None:
             return state
         group = self._group(jnp.arange(self.trainers), state, data)
@@ -59,7 +59,7 @@ class Evaluator(Cohorts):
     def calibration_of(
         self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, data: Federation
     ) -> PyTree:
-        """What some clients upload for the calibration, zeros where absent; arguments as in `pre_of`."""
+        """The uploads of some clients for the calibration, zeros for absent rows; arguments as in `pre_of`."""
         calibrate = self.method.calibrate
         assert calibrate is not None
         present, (train, validation) = self._gather(group.ids, (data.train, data.validation))
@@ -83,7 +83,7 @@ class Evaluator(Cohorts):
         uploads: PyTree,
         data: Federation,
     ) -> PyTree:
-        """The server's state that is scored, from the uploads of all clients that may take part."""
+        """The server state to be scored, from the calibration uploads of all clients that may take part."""
         calibrate = self.method.calibrate
         assert calibrate is not None
         _, train = self._gather(ids, data.train)
@@ -92,7 +92,7 @@ class Evaluator(Cohorts):
         return calibrate.server(now, server, self.placement.gather_small(uploads), cohort)
 
     def pre(self, key: Key[Array, ""], t: Int[Array, ""], state: State, data: Federation) -> Scored:
-        """PRE scores of all clients after t rounds: the newest shared parameters, personalised; every leaf [N]."""
+        """PRE scores of all clients after t rounds, with the newest shared parameters, personalised; every leaf [N]."""
         return self._of_everyone(functools.partial(self.pre_of, key, t), state, data)
 
     def pre_of(self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
@@ -101,7 +101,7 @@ class Evaluator(Cohorts):
         Args:
           key: the randomness of the whole run.
           t: rounds done.
-          server: what they left, `calibrated`.
+          server: the server state after these rounds, `calibrated`.
           group: the clients.
           data: the federation.
         """
@@ -110,7 +110,7 @@ class Evaluator(Cohorts):
         return self._of_models(self._score_model, self.method.personalize, *shared, group, data)
 
     def initial_of(self, key: Key[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
-        """Scores of some clients' initial models, which one that is never selected keeps; every leaf [K]."""
+        """Scores of some clients' initial models; a client keeps them until it is selected. Every leaf [K]."""
         key_score = jax.random.split(key, 3)[2]
         shared = key_score, key_score, jnp.zeros((), jnp.int32), server
         return self._of_models(self._score_model, personalize_nothing, *shared, group, data)
@@ -118,7 +118,7 @@ class Evaluator(Cohorts):
     def post(self, key: Key[Array, ""], t: Int[Array, ""], run: Run, data: Federation) -> Scored:
         """POST scores of all clients after t rounds; every leaf [N].
 
-        A new client gets those of one call of ``local`` from its initial state, of which nothing is kept.
+        A new client gets the scores after one call of ``local`` from its initial state; the result is not kept.
         """
         if not self.new:
             return run.post
@@ -126,7 +126,7 @@ class Evaluator(Cohorts):
         return put_rows(run.post, group.ids, self.post_of(key, t, run.state.server, group, data))
 
     def post_of(self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
-        """POST scores of some new clients after t rounds; arguments as in `pre_of`, but no calibrated server."""
+        """POST scores of some new clients after t rounds; arguments as in `pre_of`, with a server not calibrated."""
         _, (train, validation, scored) = self._gather(group.ids, (data.train, data.validation, self._scored(data)))
         keys = round_keys(key, t)
         group = self._dispatch_group(keys.aggregate, t, server, group, train.count)
@@ -140,7 +140,7 @@ class Evaluator(Cohorts):
         return found
 
     def global_scores(self, server: PyTree, data: Federation) -> Scores:
-        """Scores of the global model, for methods that have one, on the pooled test set as a whole."""
+        """Scores of the global model on the pooled test set as a whole; the method must have a global model."""
         predict = self.method.global_predict
         assert predict is not None
         ids = self._order(jnp.arange(len(data.pooled.count)), data.pooled.count)
@@ -181,14 +181,14 @@ class Evaluator(Cohorts):
         clients: PyTree,
         data: Federation,
     ) -> Answers:
-        """The answers of some clients' PRE models after t rounds to the samples that they are scored on.
+        """Logits and features of some clients' PRE models after t rounds, on the samples that they are scored on.
 
         Args:
           key: the randomness of the whole run.
           t: rounds done.
-          server: what they left, `calibrated`.
-          who: the clients, in ascending order; the rows of the result.
-          clients: their states, likewise.
+          server: the server state after these rounds, `calibrated`.
+          who: the clients, in ascending order; these are the rows of the result.
+          clients: their states, in the same order; every leaf [len(who), ...].
           data: the federation.
         """
 
@@ -213,8 +213,8 @@ class Evaluator(Cohorts):
         Args:
           key: the randomness of the whole run.
           t: rounds done.
-          server: what they left, `calibrated`.
-          x: the samples that the tables of the row point into.
+          server: the server state after these rounds, `calibrated`.
+          x: all samples; the index tables in ``row`` refer to them.
           y: their labels.
           row: as in `local`.
         """
@@ -236,23 +236,23 @@ class Evaluator(Cohorts):
         client_id: Int[Array, ""],
         train: Clients,
     ) -> PyTree:
-        """The parameters of the POST model of a client that never took part: what one call of ``local`` makes.
+        """The parameters of the POST model of a client that never took part: the result of one call of ``local``.
 
         Args:
-          keys: of the initial state and of the rounds.
+          keys: the keys of the initial state and of the rounds.
           t: rounds done.
-          server: what they left, which is what is broadcast: not calibrated.
-          x: the samples that the table points into.
+          server: the server state after these rounds, not calibrated: this is what is broadcast.
+          x: all samples; the index table in ``train`` refers to them.
           y: their labels.
-          client_id: the number that the client goes by.
-          train: what it trains on.
+          client_id: the number of the client, on which its random draws depend.
+          train: its training samples.
         """
         _, client = self.method.init(jax.random.split(keys[0], 3)[0], self.clients)
         shared = round_keys(keys[1], t).clients, t, self.method.broadcast(server), x, y
         return self.method.personal(*self.local(shared, (client_id, client, train, None)).trained)
 
     def _scored(self, data: Federation) -> tuple[Clients, Clients | None]:
-        """The samples that models are scored on: what `Scored` holds the scores of."""
+        """The samples that models are scored on: test samples, and validation samples or None."""
         return data.test, data.validation if self.validate else None
 
     def _score_model(
@@ -295,7 +295,7 @@ class Evaluator(Cohorts):
         group: Group,
         data: Federation,
     ) -> Any:
-        """``what(view, client, x, y, samples)`` of each client with the pair that ``personalize`` gives."""
+        """Maps ``what(view, client, x, y, samples)`` over the clients, with the pair that ``personalize`` returns."""
         _, (train, validation, scored) = self._gather(group.ids, (data.train, data.validation, self._scored(data)))
         group = self._dispatch_group(key_server, t, server, group, train.count)
 
@@ -308,7 +308,7 @@ class Evaluator(Cohorts):
         return self._map_group(one, shared, group, (group.ids, train, validation, scored), complete=complete)
 
     def _personalized(self, personalize: Personalize, shared: tuple, row: tuple) -> tuple[PyTree, PyTree]:
-        """The pair that ``personalize`` gives for one client; shared and row as in `local`."""
+        """The pair that ``personalize`` returns for one client; ``shared`` and ``row`` as in `local`."""
         (key, t, view, x, y), (client_id, client, train, validation) = shared, row
         key = jax.random.fold_in(key, client_id)
         return personalize(Round(key, t), view, client, self._training_data(key, client_id, x, y, train, validation))

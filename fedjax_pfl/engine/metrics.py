@@ -1,9 +1,9 @@
-"""Measures of answers besides the package's own, compiled into the evaluation.
+"""A user's own metrics, compiled into the evaluation in addition to the built-in ones.
 
 A metric is a JAX function in one of two forms:
 
-    (logits [n, classes], labels [n]) -> [n]         a value for each sample, of which the mean over samples is taken
-    (logits, labels, mask [n]) -> []                 one value for all samples with mask 1; those with 0 are padding
+    (logits [n, classes], labels [n]) -> [n]         one value per sample; the mean over the samples is reported
+    (logits, labels, mask [n]) -> []                 one value for all samples with mask 1; samples with 0 are padding
 """
 
 import inspect
@@ -18,7 +18,7 @@ from fedjax_pfl.errors import ConfigError
 
 Metric = Callable[..., Float[Array, "..."]]
 METRICS: dict[str, Metric] = {}
-"""Name -> metric; empty but for what is registered."""
+"""Name -> metric; contains only registered metrics."""
 
 
 def measure(
@@ -27,9 +27,9 @@ def measure(
     labels: Int[Array, " n"],
     mask: Float[Array, " n"],
 ) -> dict[str, Float[Array, ""]]:
-    """The value of each metric on the samples with mask 1; 0 without any.
+    """The value of each metric, [], on the samples with mask 1; 0 if there are none.
 
-    Logits that are NaN or infinite reach the metric as they are.
+    NaN or infinite logits are passed on to the metric.
     """
     count = jnp.sum(mask)
 
@@ -47,7 +47,7 @@ def check_metrics(metrics: Mapping[str, Metric], classes: int) -> None:
     """Traces each metric on shapes alone.
 
     Raises:
-      ConfigError: field ``run.metrics``: one fails, or returns something else than its form says.
+      ConfigError: field ``run.metrics``: a metric fails, or returns another shape than its form requires.
     """
     for name, metric in metrics.items():
         n = 7  # a number that none of the usual axes has
@@ -70,7 +70,7 @@ def check_metrics(metrics: Mapping[str, Metric], classes: int) -> None:
 
 
 def _arguments(metric: Metric) -> int:
-    """Two or three: how many arguments a metric must be given."""
+    """The number of required positional arguments of a metric: two or three."""
     parameters = inspect.signature(metric).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in positional and p.default is p.empty for p in parameters)

@@ -1,4 +1,4 @@
-"""Who takes part in a round."""
+"""Which clients take part in a round."""
 
 import functools
 from dataclasses import dataclass
@@ -13,22 +13,23 @@ from scipy.special import bdtrc
 
 from fedjax_pfl.engine.run import RoundKeys, round_keys
 
-# How likely a round may be to draw more clients than it has rows for, of which those with the luckiest draws stay.
+# The probability with which a round may draw more clients than it has rows for; then only those with the smallest draws
+# take part.
 _OVERFLOW = 1e-15
-# Up to so many clients, a cohort is the head of a random permutation: two sorts, about 2 microseconds per client.
+# Up to this number of clients, a cohort is the head of a random permutation: two sorts, 2 microseconds per client.
 _MOST_SORTED = 20_000
 
 
 @dataclass(frozen=True)
 class Participation:
-    """Who takes part in a round.
+    """The rule by which a round selects its participants.
 
     Attributes:
       low: smallest share of the clients that is selected, in (0, 1].
-      high: largest share; the share of a round is drawn uniformly between the two.
-      dropout: probability that a selected client fails and leaves no trace in the round.
-      sampling: ``fixed``: just this share of the clients, at random; ``poisson``: each client with this probability,
-        whoever else is selected, so that there may be nobody.
+      high: largest share; each round draws its share uniformly between the two.
+      dropout: probability that a selected client drops out and has no effect on the round.
+      sampling: ``fixed``: exactly this share of the clients, at random; ``poisson``: each client with this probability,
+        independently of the others, so that a round may have no participants.
     """
 
     low: float = 1.0
@@ -38,7 +39,7 @@ class Participation:
 
     @property
     def full(self) -> bool:
-        """Whether every client takes part in every round."""
+        """Whether all clients take part in every round."""
         return self.low == 1.0 and self.dropout == 0.0
 
     @property
@@ -47,7 +48,7 @@ class Participation:
         return self.full or (self.low == self.high and self.dropout == 0.0 and self.sampling == "fixed")
 
     def cohort_size(self, clients: int) -> int:
-        """K, the most clients that a round selects; with ``poisson``, one round in 10^15 would have selected more."""
+        """K, the largest number of clients in a round; with ``poisson`` it is exceeded with probability 10^-15."""
         if self.sampling == "poisson":
             more = bdtrc(np.arange(clients + 1), clients, self.high)
             return max(1, int(np.argmax(more < _OVERFLOW)))
@@ -57,12 +58,12 @@ class Participation:
         """Draws the cohort of a round.
 
         Args:
-          keys: of the round.
-          clients: how many may take part, the first ones.
-          absent: what stands in the place of an id where nobody is drawn, or one drops out; `clients` or more.
+          keys: the keys of the round.
+          clients: number of clients that may take part, the first ones.
+          absent: the id of a row for which no client is drawn, or whose client drops out; ``clients`` or more.
 
         Returns:
-          The ids, and how many were selected before any dropped out.
+          The ids, [K], and the number of clients that were selected before any dropped out.
         """
         size, (key_order, key_ratio) = self.cohort_size(clients), jax.random.split(keys.select)
         ratio: Any = self.high
@@ -91,13 +92,13 @@ class Participation:
 def rounds_participated(
     participation: Participation, clients: int, key: Key[Array, ""], rounds: Int[Array, ""]
 ) -> Int[Array, " clients"]:
-    """In how many of the first rounds each client takes part: who does depends on nothing but the key and the round.
+    """The number of rounds in which each client takes part, [clients], which follows from the key alone.
 
     Args:
-      participation: who takes part in a round.
-      clients: how many may.
-      key: of all rounds of the run.
-      rounds: how many rounds, from the first one on.
+      participation: the rule by which a round selects its participants.
+      clients: number of clients that may take part.
+      key: the key of the run's rounds.
+      rounds: number of rounds to count, from the first one on.
     """
 
     def one(t: Int[Array, ""], counts: Int[Array, " clients"]) -> Int[Array, " clients"]:

@@ -1,10 +1,11 @@
 """Where clients run: one after the other, side by side, or split over devices.
 
-- ``map``: one after the other on one device. Each runs just its own steps, on cached operands: right for CPUs.
+- ``map``: one after the other on one device. Each client runs only its own steps, and its operands stay in the cache.
+  This suits CPUs.
 - ``vmap``: in chunks on one device. A chunk runs as long as its largest client, so a cohort is ordered by size.
-- ``shard``: split over a mesh axis ``clients`` of the local devices; within a device as above.
+- ``shard``: split over a mesh axis ``clients`` of the local devices; within each device as above.
 
-All three compute the same; only the order of floating-point sums differs (tests hold them to 1e-5).
+All three compute the same; only the order of floating-point sums differs (the tests allow a difference of 1e-5).
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from jaxtyping import Int, PyTree
 
 # The axis of the clients that run side by side on a device.
 SIDE_BY_SIDE = "side_by_side"
-# A leaf of at most so many bytes, over all rows, is copied to every device: to split the work on it would cost more.
+# A leaf with at most this number of bytes, over all rows, is copied to every device; splitting its work costs more.
 _SMALL = 2**26
 
 
@@ -28,8 +29,8 @@ class Placement:
     """Where clients run.
 
     Attributes:
-      mesh: one axis, ``clients``, over the devices; None for one device.
-      chunk: clients that run side by side on a device; 1 for one after the other.
+      mesh: a mesh with one axis, ``clients``, over the devices; None for one device.
+      chunk: number of clients that run side by side on a device; 1 for one after the other.
     """
 
     mesh: Mesh | None = None
@@ -37,25 +38,25 @@ class Placement:
 
     @property
     def devices(self) -> int:
-        """Number of devices that clients are split over."""
+        """Number of devices over which the clients are split."""
         return 1 if self.mesh is None else self.mesh.size
 
     def padded(self, clients: int) -> int:
-        """The number of rows that this many clients need: full chunks on every device."""
+        """The number of rows for this number of clients, rounded up to full chunks on every device."""
         step = self.devices * self.chunk
         return -(-clients // step) * step
 
     def balanced_order(self, rows: int) -> Int[np.ndarray, " rows"]:
-        """The order that spreads rows, largest first, evenly over the devices: a snake, there and back again."""
+        """The order that deals rows, largest first, evenly to the devices: snake order (0, 1, ... 1, 0, 0, 1, ...)."""
         rounds = np.arange(rows).reshape(-1, self.devices)
         rounds[1::2] = rounds[1::2, ::-1]
         return rounds.T.reshape(-1)
 
     def gather_small(self, rows: PyTree) -> PyTree:
-        """Gives every device all rows of the small leaves, and leaves the large ones split.
+        """Copies all rows of small leaves to every device, and leaves large leaves split.
 
-        What a server computes from statistics step by step (a quadratic program, training on prototypes) would
-        otherwise exchange a few numbers between the devices in every step; a mean over large leaves is best split.
+        If a server computes step by step from statistics (a quadratic program, training on prototypes), the devices
+        would otherwise exchange a few numbers in every step. A mean over large leaves is fastest if they stay split.
         """
         if self.mesh is None:
             return rows
@@ -65,7 +66,7 @@ class Placement:
         )
 
     def shardings(self, clients: int) -> tuple[NamedSharding | None, NamedSharding | None]:
-        """Shardings of what all devices share and of rows per client (split if the devices divide their number)."""
+        """The shardings of shared values, and of rows per client (split if the devices divide their number)."""
         if self.mesh is None:
             return None, None
         shared = NamedSharding(self.mesh, P())
@@ -76,8 +77,8 @@ def map_clients(fn: Callable, shared: PyTree, rows: PyTree, placement: Placement
     """Applies ``fn(shared, row)`` to every row; the one place that decides how clients are mapped.
 
     Args:
-      fn: a function of one client.
-      shared: what all clients see, without a client axis.
+      fn: (shared, row) -> result, for one client.
+      shared: values that are the same for all clients, without a client axis.
       rows: every leaf [K, ...], with K a multiple of devices x chunk.
       placement: where clients run.
 

@@ -1,8 +1,8 @@
-"""The engine: a communication round, and rounds in a row.
+"""The engine: one communication round, and blocks of rounds.
 
 A round selects a cohort, gathers its rows of the state, maps ``method.local`` over them (`cohort.py`), lets
-``method.aggregate`` combine the uploads, and scatters the rows back; models are scored by `evaluation.py`. Functions
-that end in ``_of`` take the states of some clients as arguments; the others gather and scatter them on the device.
+``method.aggregate`` combine the uploads, and scatters the rows back. `evaluation.py` scores the models. Functions whose
+names end in ``_of`` take the states of some clients as arguments; the others gather and scatter them on the device.
 """
 
 import functools
@@ -26,14 +26,14 @@ from fedjax_pfl.models.norm import without_statistics
 from fedjax_pfl.ops.tree import keep_rows, put_rows, take_rows
 
 UPDATE_COSINE = "update_cosine"
-"""The diagnostic that the engine adds to those of a method, where an upload has the form of what was sent down."""
+"""A diagnostic that the engine adds to those of a method, if an upload has the form of what was sent down."""
 
 
 def pair_of(function: str, returned: Any, first: str, second: str) -> tuple[PyTree, PyTree]:
-    """What a method's function returns, which must be a pair.
+    """The value that a function of a method has returned, checked to be a pair.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: it is not a pair.
     """
     if not isinstance(returned, tuple) or len(returned) != 2:
         what = type(returned).__name__ + (f" of {len(returned)}" if isinstance(returned, tuple) else "")
@@ -42,10 +42,10 @@ def pair_of(function: str, returned: Any, first: str, second: str) -> tuple[PyTr
 
 
 def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
-    """Checks that a round leaves a part of the state, called ``what``, in the form in which it found it.
+    """Checks that a part of the state, called ``what``, has the same arrays, shapes and types after a round as before.
 
     Raises:
-      ConfigError: it has other arrays, or one of another shape or type.
+      ConfigError: an array is missing or new, or has another shape or type.
     """
 
     def arrays(tree: PyTree) -> dict[str, str]:
@@ -59,14 +59,14 @@ def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
 
 
 def mean_cosine(updates: PyTree, present: Bool[Array, " K"]) -> Float[Array, ""]:
-    """The mean cosine of two participants' updates, over all pairs; running statistics have no part in it.
+    """The mean cosine of two participants' updates, over all pairs; running statistics are left out.
 
     Args:
-      updates: upload - view, or an upload that is a change already; every leaf has K rows.
-      present: which rows count.
+      updates: upload - view, or an upload that is already a change; every leaf is [K, ...].
+      present: the rows that count, [K].
 
     Returns:
-      1 where all are parallel, around 0 where they have nothing in common; NaN for fewer than two.
+      The mean cosine, []: 1 if all updates are parallel; NaN for fewer than two updates that are not zero.
     """
     leaves = [leaf.reshape(len(present), -1) for leaf in jax.tree.leaves(without_statistics(updates))]
     length = jnp.sqrt(sum(jnp.sum(leaf**2, axis=1) for leaf in leaves))
@@ -79,9 +79,9 @@ def mean_cosine(updates: PyTree, present: Bool[Array, " K"]) -> Float[Array, ""]
 
 @dataclass(frozen=True)
 class Engine(Evaluator):
-    """A method, set to run on a number of clients; for the attributes see `Cohorts`.
+    """A method, ready to run on a number of clients; for the attributes see `Cohorts`.
 
-    Its functions are pure and meant to be jitted.
+    Its functions are pure, and meant to be called under ``jax.jit``.
     """
 
     def init(self, key: Key[Array, ""], data: Federation) -> Run:
@@ -97,7 +97,7 @@ class Engine(Evaluator):
         return run._replace(state=state, post=post, traffic=traffic)
 
     def start(self, key: Key[Array, ""], data: Federation) -> Run:
-        """One common initial model (rule R5): the state before round 0, with one client for all, and nobody scored."""
+        """The state before round 0, with one initial client state for all (rule R5), and without any scores."""
         server, client = self.method.init(jax.random.split(key, 3)[0], self.clients)
         nothing = Scores(*(jnp.zeros((self.clients,), jnp.float32) for _ in Scores._fields))
         no_hits = jnp.zeros(data.test.class_counts.shape, jnp.float32)
@@ -121,11 +121,11 @@ class Engine(Evaluator):
 
         Args:
           key: the randomness of the whole run, the same at every call.
-          run: what the last round left.
+          run: the state before these rounds.
           start: first round.
-          stop: one past the last round. Both bounds are traced: one program serves blocks of every length.
-          evaluate: whether to take POST scores in the last of these rounds. Under partial participation they are taken
-            in every round, since a client's counts from its last participation.
+          stop: one past the last round. Both bounds are traced, so that one program serves blocks of any length.
+          evaluate: whether to compute POST scores in the last of these rounds. Under partial participation they are
+            computed in every round, because a client keeps the score of its last participation.
           data: the federation.
         """
 
@@ -155,19 +155,22 @@ class Engine(Evaluator):
         score_now: Bool[Array, ""],
         data: Federation,
     ) -> tuple[Run, PyTree]:
-        """A round of a cohort whose states are at hand.
+        """One round of a cohort whose states are given.
 
         Args:
           key: the randomness of the whole run.
           t: the round.
-          run: what the last one left; its clients are not looked at.
-          group: the cohort that `select` gives, with its rows alone.
-          selected: how many were, before any dropped out.
-          score_now: whether participants are scored.
+          run: the state after the round before; its clients' states are not used.
+          group: the cohort that `select` has drawn, with the states of these clients only.
+          selected: the number of clients that were selected, before any dropped out.
+          score_now: whether participants are scored at POST.
           data: the federation.
 
         Returns:
-          The run, its clients as they were, and the cohort's new states; every leaf [K, ...].
+          The run, whose clients' states are unchanged, and the cohort's new states, every leaf [K, ...].
+
+        Raises:
+          ConfigError: the method's ``local`` or ``aggregate`` returns another form than the contract requires.
         """
         method, server, ids, old = self.method, run.state.server, group.ids, group.clients
         keys = round_keys(key, t)
@@ -196,7 +199,7 @@ class Engine(Evaluator):
         combined, new = pair_of("aggregate", returned, "server", "clients")
         check_unchanged("server", combined, server)
         check_unchanged("clients", new, old)
-        # With no samples left the round did not happen: a weighted mean over nothing would be zero.
+        # Without any samples the server stays as it was, because a weighted mean over nothing would be zero.
         happened = jnp.any(cohort.weight > 0) | method.acts_alone
         server = jax.tree.map(lambda new, old: jnp.where(happened, new, old), combined, server)
 

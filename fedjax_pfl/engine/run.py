@@ -1,4 +1,4 @@
-"""What a run carries from round to round, and the randomness of a round."""
+"""The values that a run carries from round to round, and the randomness of a round."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,14 @@ from fedjax_pfl.method import Diagnostics, State
 
 
 class Run(NamedTuple):
-    """What is carried from round to round.
+    """The values that are carried from round to round.
 
     Attributes:
-      state: server and clients.
+      state: the state of server and clients.
       post: each client's POST scores, from its last participation that was evaluated; every leaf [N].
-      loss: mean training loss over the participants of the last round that had any; NaN before the first.
+      loss: mean training loss over the participants of the last round that had any; NaN before the first such round.
       traffic: communication so far.
-      diagnostics: mean over the same participants of what each says of the method's parts; NaN before the first.
+      diagnostics: mean of the method's diagnostics over the same participants; NaN before the first such round.
     """
 
     state: State
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 class RoundKeys(NamedTuple):
-    """The randomness of a round; a client's is ``fold_in(clients, id)`` (rule R12)."""
+    """The keys of a round; the key of a client is ``fold_in(clients, id)`` (rule R12)."""
 
     select: Key[Array, ""]
     dropout: Key[Array, ""]
@@ -38,5 +38,5 @@ class RoundKeys(NamedTuple):
 
 
 def round_keys(key: Key[Array, ""], t: Int[Array, ""]) -> RoundKeys:
-    """Keys of round t; they depend on nothing but the seed and t."""
+    """The keys of round t; they depend only on the run's key and t."""
     return RoundKeys(*jax.random.split(jax.random.fold_in(key, t), 4))

@@ -1,4 +1,4 @@
-"""Evaluation: what is measured on one client's samples."""
+"""Evaluation: the scores of one model on one set of samples."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,14 +17,14 @@ BATCH = 64
 
 
 class Scores(NamedTuple):
-    """Test results, of one client or, with a leading axis, of each client.
+    """Scores on test samples, of one client or, with a leading axis, of each client.
 
     Attributes:
       correct: number of test samples classified correctly.
       accuracy: correct / n_test.
-      macro_f1: F1 averaged over the classes in the client's test samples.
-      macro_f1_union: F1 averaged over these and the classes that were predicted (scikit-learn's default).
-      loss: mean cross-entropy; not finite where the model has diverged.
+      macro_f1: F1 averaged over the classes among the client's test samples.
+      macro_f1_union: F1 averaged over these and the predicted classes (scikit-learn's default).
+      loss: mean cross-entropy; not finite if the model has diverged.
     """
 
     correct: Float[Array, "..."]
@@ -38,10 +38,10 @@ class Scored(NamedTuple):
     """The scores of a model on the samples that it is evaluated on.
 
     Attributes:
-      test: on the test samples, or what ``data.evaluate_on`` puts in their place.
-      validation: on the validation samples, where they are scored beside the test samples.
-      hits: test samples of each class that were classified correctly.
-      own: metric -> its value on the samples of ``test``, for the metrics that a config names.
+      test: scores on the test samples (with ``data.evaluate_on = "validation"``, on the validation samples).
+      validation: scores on the validation samples, if these are scored in addition; else None.
+      hits: number of correctly classified test samples of each class.
+      own: metric -> its value on the samples of ``test``, for the metrics that the config names.
     """
 
     test: Scores
@@ -54,11 +54,11 @@ class Evaluation(NamedTuple):
     """All scores after a round.
 
     Attributes:
-      pre: of each client after aggregation and personalisation; every leaf [N].
-      post: of each client right after its last local training; every leaf [N].
-      shared: of the global model on the pooled test set; None where the method has none.
-      diagnostics: what clients and server say of the parts of the method; those of clients are NaN before round 0.
-      shared_own: metric -> its value for the global model, likewise; empty where the method has none.
+      pre: scores of each client after aggregation and personalisation; every leaf [N].
+      post: scores of each client right after its last local training; every leaf [N].
+      shared: scores of the global model on the pooled test set; None if the method has none.
+      diagnostics: the diagnostics of clients and server; those of the clients are NaN before round 0.
+      shared_own: metric -> its value for the global model; empty if the method has none.
     """
 
     pre: Scored
@@ -69,11 +69,11 @@ class Evaluation(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What the models of some clients make of the samples that these are scored on, at the positions of their lists.
+    """Outputs of some clients' models on the samples that they are scored on, in the order of the clients' samples.
 
     Attributes:
-      logits: [clients, capacity, classes]; anything at the padding.
-      features: z, likewise; None where they are not wanted.
+      logits: [clients, capacity, classes]; arbitrary at the padding.
+      features: z, [clients, capacity, dim], likewise; None if they are not wanted.
     """
 
     logits: Float[Array, "clients capacity classes"]
@@ -81,11 +81,11 @@ class Answers(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """What is counted on test samples; the tallies of parts of a test set add up to that of the whole.
+    """Counts on test samples; the tallies of the parts of a test set add up to the tally of the whole set.
 
     Attributes:
-      hits: samples of each class classified correctly.
-      guesses: samples taken for each class.
+      hits: number of correctly classified samples of each class.
+      guesses: number of samples that were predicted to be of each class.
       loss: the sum of the cross-entropies.
     """
 
@@ -95,11 +95,11 @@ class Tally(NamedTuple):
 
 
 def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch classes"]], data: ClientData) -> Tally:
-    """Counts what the scores of one client are made of, in batches.
+    """The `Tally` of one client, computed in batches.
 
     Args:
-      predict: x -> logits.
-      data: the client's test samples; it may have none.
+      predict: x [batch, ...] -> logits [batch, classes].
+      data: the client's test samples; there may be none.
     """
     width = min(BATCH, data.capacity)
     classes = data.class_counts.shape[-1]
@@ -109,7 +109,7 @@ def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch cl
         batch = data.take(slots, slots < data.count)
         logits = predict(batch.x)
         loss = cross_entropies(logits, batch.y)
-        # Of a diverged model's logits, all NaN, argmax would make class 0; -inf rules a class out.
+        # If a diverged model's logits are all NaN, argmax would give class 0. A logit of -inf excludes its class.
         answered = batch.mask * jnp.isfinite(jnp.max(logits, axis=-1)).astype(jnp.float32)
         guess = jax.nn.one_hot(jnp.argmax(logits, axis=-1), classes) * answered[:, None]
         hits = guess * jax.nn.one_hot(batch.y, classes)
@@ -122,7 +122,7 @@ def tally(predict: Callable[[Shaped[Array, "batch ..."]], Float[Array, "batch cl
 
 
 def scores_of(counted: Tally, class_counts: Float[Array, " classes"]) -> Scores:
-    """The scores on a test set with so many samples of each class; all zeros where it has none."""
+    """The scores on a test set, from its tally and its number of samples per class; all zeros if it is empty."""
     f1 = 2 * counted.hits / jnp.maximum(counted.guesses + class_counts, 1.0)
     held = class_counts > 0
 

@@ -1,4 +1,4 @@
-"""What is exchanged: counted in every round on the device, turned into bytes by the shapes of view and upload."""
+"""Communication: messages are counted on the device in every round; shapes of view and upload turn them into bytes."""
 
 from typing import NamedTuple
 
@@ -14,14 +14,15 @@ class Traffic(NamedTuple):
     """Communication so far.
 
     Attributes:
-      down: how often the view was sent to a client.
-      up: how often an upload came back.
-      rows_down: class rows sent in the per-class part of these views.
-      rows_up: class rows sent in the per-class part of these uploads.
-      sent_if_down: how many of these views came with the part that is sent only if its flag is true (`SentIf`).
-      sent_if_up: how many of these uploads did.
+      down: number of views sent to clients.
+      up: number of uploads received.
+      rows_down: number of class rows sent in the `PerClass` parts of these views.
+      rows_up: number of class rows sent in the `PerClass` parts of these uploads.
+      sent_if_down: number of these views that included the `SentIf` part.
+      sent_if_up: number of these uploads that included the `SentIf` part.
     """
 
+    # int32 holds the rows of 200 classes sent by 10,000 clients in 1,000 rounds; bytes are integers of Python.
     down: Int[Array, ""]
     up: Int[Array, ""]
     rows_down: Int[Array, ""]
@@ -31,13 +32,20 @@ class Traffic(NamedTuple):
 
 
 def flags_set(tree: PyTree, kind: type[Part]) -> Int[Array, ""]:
-    """How many flags of the part of this kind are set, over all clients if it has a client axis; 0 without a part."""
+    """The number of flags set in the part of this kind, summed over a client axis if any; 0 without such a part."""
     part = part_of(tree, kind)
     return jnp.zeros((), jnp.int32) if part is None else jnp.sum(part[0].astype(bool), dtype=jnp.int32)
 
 
 def traffic_of(down: Int[Array, ""], view: PyTree, up: Int[Array, ""], uploads: PyTree) -> Traffic:
-    """What a round sends: the view to so many clients, and the uploads of so many, stacked."""
+    """The traffic of a round: the view is sent to ``down`` clients, and ``up`` clients send an upload.
+
+    Args:
+      down: number of clients that receive the view.
+      view: what each of them receives.
+      up: number of clients that send an upload.
+      uploads: their uploads; every leaf [K, ...], zeros for absent rows.
+    """
     return Traffic(
         down=down,
         up=up,
@@ -53,9 +61,9 @@ class Exchange(NamedTuple):
 
     Attributes:
       view: what is sent down to every participant.
-      client: a client's personal state. Its field ``inbox``, if any, is sent down anew in every round.
+      client: a client's personal state. Its field ``inbox``, if any, is sent down again in every round.
       upload: what is sent up.
-      diagnostics: names of what it says for the record, which counts as no traffic.
+      diagnostics: names of the diagnostics that a client reports, which are not counted as traffic.
     """
 
     view: PyTree
@@ -65,25 +73,25 @@ class Exchange(NamedTuple):
 
     @property
     def down(self) -> PyTree:
-        """All that a client receives in a round."""
+        """Everything that a client receives in a round."""
         return self.view, getattr(self.client, "inbox", ())
 
     @property
     def up(self) -> PyTree:
-        """All that a client sends in a round."""
+        """Everything that a client sends in a round."""
         return self.upload
 
     @property
     def comes_back(self) -> bool:
-        """Whether an upload is what was sent down, trained: numbers of the same form."""
+        """Whether an upload has the form of the view, as trained parameters have: real arrays of the same shapes."""
         return has_form_of(self.view, self.upload)
 
     def dense_bytes(self, traffic: Traffic) -> int:
-        """Bytes exchanged if all parts were always sent whole."""
+        """Bytes exchanged, if all parts were always sent whole."""
         return int(traffic.down) * size(self.down) + int(traffic.up) * size(self.up)
 
     def sent_bytes(self, traffic: Traffic) -> int:
-        """Bytes exchanged: only the class rows that are held, and no part in rounds that leave it out."""
+        """Bytes exchanged, counting only the class rows and the `SentIf` parts that were really sent."""
         left_out = 0
         for tree, times, rows, flagged in (
             (self.view, traffic.down, traffic.rows_down, traffic.sent_if_down),

@@ -1,4 +1,4 @@
-"""Any method without collaboration, the control that says what of its gain comes from other clients."""
+"""Any method without collaboration: the control that shows how much of its gain comes from other clients."""
 
 from typing import NamedTuple
 
@@ -12,20 +12,20 @@ from fedjax_pfl.ops.training import phase_key
 
 
 class Alone(NamedTuple):
-    """Personal: a client's state, and that of the server that serves nobody else."""
+    """Personal: the state of the client, and the state of a server that serves only this client."""
 
     server: PyTree
     client: PyTree
 
 
 def alone(method: Method) -> Method:
-    """The method in as many federations as there are clients, each of one client; nothing is exchanged.
+    """The method as N separate federations of one client each; nothing is exchanged.
 
-    What the method learns from a client's own statistics stays (its prototypes, its regularisers, its phases of
-    training); what it learns from others goes. FedAvg without collaboration is Local.
+    What the method learns from a client's own statistics remains (its prototypes, its regularisers, its phases of
+    training); what it learns from other clients is lost. FedAvg without collaboration is Local.
 
     Args:
-      method: what each client runs, with a server of its own.
+      method: the method that each client runs, with a server of its own.
     """
 
     def cohort(data: ClientData) -> Cohort:
@@ -105,5 +105,5 @@ def _only(tree: PyTree) -> PyTree:
 
 
 def _first(data: ClientData) -> ClientData:
-    """The client as its federation knows it: the first, and only one."""
+    """The client's data with id 0: the client is the first and only one of its federation."""
     return data._replace(id=jnp.zeros((), jnp.int32))

@@ -19,7 +19,7 @@ from fedjax_pfl.ops.training import Progress, Trainer
 
 
 class Client(NamedTuple):
-    """Personal: v_i, and alpha_i where it is learned."""
+    """Personal: v_i, and alpha_i if it is learned."""
 
     params: Params
     alpha: Float[Array, ""] | None
@@ -35,18 +35,20 @@ def apfl(
 ) -> Method:
     """APFL: participants train w_i as FedAvg does, and v_i on the loss of the mix alpha v_i + (1 - alpha) w_i.
 
-    Shared: w. Personal: v_i, and alpha_i if adaptive. Headline: PRE, the mix with the newest w; POST, which the
-    authors' FedTorch and PFLlib score, is with w_i. Both models take their step on the same batch, from where they
-    stood before it. The parameters are mixed, as in the paper; the authors' later FedTorch mixes logits, and adds a
-    decay to the approximate gradient of alpha_i that it takes, which here is exact. alpha = 0 scores as FedAvg does,
-    and alpha = 1 as Local. Running statistics of v_i go towards those of the batches under the mix.
+    Shared: w. Personal: v_i, and alpha_i if adaptive. Headline: PRE, the mix with the newest w. POST, which the
+    authors' FedTorch and PFLlib score, is the mix with w_i.
+
+    Both models take their step on the same batch, and both gradients are taken before either step. The parameters are
+    mixed, as in the paper. The authors' later FedTorch mixes logits; it also approximates the gradient of alpha_i and
+    adds a decay to it, while here this gradient is exact. alpha = 0 scores as FedAvg does, and alpha = 1 as Local.
+    Running statistics of v_i move towards those of the batches under the mix.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      alpha: the share of v_i in the mix, or what it starts from; the paper's grid is 0.25, 0.5, 0.75.
-      adaptive: whether alpha_i takes one step of gradient descent, within [0, 1], with the first batch of each round.
+      alpha: the share of v_i in the mix, or its initial value if adaptive; the paper's grid is 0.25, 0.5, 0.75.
+      adaptive: whether alpha_i takes one step of gradient descent, within [0, 1], on the first batch of each round.
 
     Reference:
       Y. Deng, M. M. Kamani, M. Mahdavi. Adaptive Personalized Federated Learning. arXiv:2003.13461, 2020.
@@ -91,7 +93,7 @@ def apfl(
         return jax.tree.map(lambda v, w: a * v + (1.0 - a) * w, v, w)
 
     def with_statistics(mix: Params, v: Params) -> Params:
-        """The mix with v's running statistics, so that their gradient leads from there to the batch's."""
+        """The mix with v's running statistics, so that their gradient points from these to the batch's statistics."""
         return jax.tree.map_with_path(lambda path, mix, v: v if is_statistic(path) else mix, mix, v)
 
     def personal(view: Params, client: Client) -> Params:

@@ -1,4 +1,4 @@
-"""Any method with some clients that are malicious, the same ones in the whole run."""
+"""Any method in which some clients are malicious, the same clients during the whole run."""
 
 from collections.abc import Callable
 
@@ -29,20 +29,20 @@ LIES: dict[str, Lie] = {
 
 
 def attacked(method: Method, kind: str, attackers: Bool[Array, " N"], scale: Scalar = 1.0) -> Method:
-    """The method, some of whose clients lie.
+    """The method with some malicious clients.
 
-    With ``label_flip``, an attacker trains on labels C - 1 - y. With the others it trains honestly, and lies in what it
-    sends: of each array's update u (see `origin_of`; all of an array that is no update of anything sent down) it sends
-    -u (``sign_flip``), scale u (``scaled``), or u and noise whose standard deviation is ``scale`` times the root mean
-    square of u (``gaussian``). Of a `PerClass` these are the rows of the classes that it holds. Running statistics,
-    covariances, whole numbers, counts of classes held, and n_i, by which the server weighs, are not lied about. It lies
-    in every upload, also in that of round -1.
+    With ``label_flip``, an attacker trains on labels C - 1 - y. With the other kinds it trains honestly and falsifies
+    what it sends. Let u be the update in one array (see `origin_of`; u is the whole array if the array is no update of
+    anything sent down). The attacker sends -u (``sign_flip``), scale u (``scaled``), or u plus noise whose standard
+    deviation is ``scale`` times the root mean square of u (``gaussian``). Of a `PerClass`, only the rows of the classes
+    that it holds are falsified. Running statistics, covariances, integers, counts of classes held, and n_i, by which
+    the server weights, are never falsified. An attacker falsifies every upload, also that of round -1.
 
     Args:
-      method: what the others run.
+      method: the method that is attacked.
       kind: ``label_flip``, or one of ``LIES``.
-      attackers: whether each client is one.
-      scale: of ``gaussian`` and ``scaled``.
+      attackers: whether each client is an attacker.
+      scale: factor of ``gaussian`` and ``scaled``.
     """
 
     everything = jnp.array(True)
@@ -85,7 +85,7 @@ def attacked(method: Method, kind: str, attackers: Bool[Array, " N"], scale: Sca
 
 
 def _relabelled(data: ClientData, flipped: Bool[Array, ""]) -> ClientData:
-    """The client's training samples with labels C - 1 - y, if flipped; its validation samples stay."""
+    """The client's training samples with labels C - 1 - y if flipped; its validation samples are unchanged."""
     counts = data.class_counts
     original = None if data.original is None else _relabelled(data.original, flipped)
     labels = jnp.where(flipped, counts.shape[-1] - 1 - data.y, data.y)

@@ -1,4 +1,4 @@
-"""What base methods change of the local loss, so that FedAvg and pFedCSPC can train on either of them."""
+"""Local losses of base methods, as changes of the cross-entropy: FedAvg and pFedCSPC can train on any of them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,14 +21,14 @@ Term = Callable[[Params, Float[Array, "batch K"], Logits, Batch], Float[Array, "
 
 
 class BaseLoss(NamedTuple):
-    """A local loss, as a change of plain cross-entropy; without any, it is that.
+    """A local loss, as a change of the plain cross-entropy; without any change it is the cross-entropy itself.
 
     Attributes:
-      term: received, last -> the term that is added, given the model that training starts from and the client's last
-        local model; None for none.
-      around: a loss -> the loss whose gradient a step takes instead; None for the loss itself.
-      keeps_last: whether the term asks for the last local model. Where it does not, and in a client's first
-        participation, ``last`` is the received model.
+      term: received, last -> the term that is added, given the model from which training starts and the client's last
+        local model; None if nothing is added.
+      around: a loss -> the loss whose gradient a step uses instead; None for the loss itself.
+      keeps_last: whether the term needs the last local model. If not, and in a client's first participation, ``last``
+        is the received model.
     """
 
     term: Callable[[Params, Params], Term] | None = None
@@ -43,11 +43,11 @@ class Last(NamedTuple):
     known: Bool[Array, ""]
 
     def or_received(self, received: Params) -> Params:
-        """The last local model, or the received one before there is any."""
+        """The last local model, or the received model if the client has not trained yet."""
         return jax.tree.map(lambda own, w: jnp.where(self.known, own, w), self.params, received)
 
     def replaced(self, params: Params, info: TrainInfo) -> "Last":
-        """After training; a client without samples has not trained."""
+        """The state after training; a client without samples has not trained."""
         return Last(params, self.known | (info.steps > 0))
 
 

@@ -1,4 +1,4 @@
-"""The local losses that another method can be put on, by the name of the method that they come from."""
+"""The local losses on which another method can be based, by the name of the method that they come from."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -27,9 +27,9 @@ def loss_named(name: Base, model: Model, coefficient: Scalar | None) -> BaseLoss
     """The local loss of this method.
 
     Args:
-      name: of the method.
+      name: name of the method.
       model: extractor and head.
-      coefficient: of what it adds to the cross-entropy, or its rho; the method's default for None. FedAvg has none.
+      coefficient: the coefficient of the added term, or rho; None for the method's default. FedAvg has none.
     """
     loss = _LOSSES[name]
     return loss(model) if coefficient is None or name == "fedavg" else loss(model, coefficient)

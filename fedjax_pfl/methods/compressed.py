@@ -1,4 +1,4 @@
-"""Any method with uploads that are compressed. They are what is uploaded, so that their bytes are what is counted."""
+"""Any method with compressed uploads. The compressed arrays are what is uploaded, so their bytes are counted."""
 
 import math
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from fedjax_pfl.ops.uploads import map_values, origin_of
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "indices"], meta_fields=["shape"])
 @dataclass(frozen=True)
 class Sparse:
-    """An array, or one for each leading index, of which only some entries are not 0: these, and where they stand."""
+    """An array, or one per leading index, of which only some entries are not 0: their values and positions."""
 
     values: Float[Array, "*many k"]
     indices: Int[Array, "*many k"]
     shape: tuple[int, ...]
 
     def dense(self) -> Float[Array, "..."]:
-        """The whole array."""
+        """The full array."""
         if self.values.ndim > 1:
             whole: Array = jax.vmap(Sparse.dense)(self)
             return whole
@@ -38,13 +38,13 @@ class Sparse:
 @partial(jax.tree_util.register_dataclass, data_fields=["levels", "scale"], meta_fields=[])
 @dataclass(frozen=True)
 class Quantised:
-    """An array, or one for each leading index, in whole multiples of one number."""
+    """An array, or one per leading index, as integer multiples of one number."""
 
     levels: Int[Array, "..."]
     scale: Float[Array, "*many"]
 
     def dense(self) -> Float[Array, "..."]:
-        """The whole array."""
+        """The full array."""
         scale = self.scale.reshape(*self.scale.shape, *(1,) * (self.levels.ndim - self.scale.ndim))
         return scale * self.levels.astype(scale.dtype)
 
@@ -55,7 +55,7 @@ Codec = Callable[[Key[Array, ""], Array], Packed]
 
 
 def top_k(share: float) -> Codec:
-    """The entries of largest magnitude, this share of them rounded up; each costs 4 bytes and 4 for its index.
+    """Keeps the entries of largest magnitude, a share of all, rounded up; each costs 4 bytes, and 4 for its index.
 
     Reference:
       A. F. Aji, K. Heafield. Sparse Communication for Distributed Gradient Descent. EMNLP 2017. arXiv:1704.05021.
@@ -71,7 +71,7 @@ def top_k(share: float) -> Codec:
 
 
 def int8() -> Codec:
-    """A byte for each entry: whole multiples of the largest magnitude / 127, rounded up or down at random, unbiased.
+    """One byte per entry: integer multiples of the largest magnitude / 127, rounded up or down at random, unbiased.
 
     Reference:
       D. Alistarh, D. Grubic, J. Li, R. Tomioka, M. Vojnovic. QSGD: Communication-Efficient SGD via Gradient
@@ -90,13 +90,13 @@ def int8() -> Codec:
 def compressed(method: Method, encode: Codec) -> Method:
     """The method with uploads compressed array by array, without error feedback.
 
-    Of each array the update is compressed (see `origin_of`), which the server adds to what it sent. In a `PerClass`,
-    each class's row is an array. Sent whole: what is no real number, running statistics, counts of classes held, arrays
-    that would not shrink, all that goes down, and what is for evaluation alone. POST scores w_i as trained.
+    The update in each array is compressed (see `origin_of`), and the server adds it to what it sent. In a `PerClass`,
+    the row of each class is an array. Not compressed: arrays that are not real, running statistics, counts of classes
+    held, arrays that would not shrink, all that goes down, and what is for evaluation only. POST scores w_i as trained.
 
     Args:
-      method: what sends.
-      encode: what becomes of an array.
+      method: the method whose uploads are compressed.
+      encode: the compression of one array.
     """
 
     def packed(now: Round, view: PyTree, upload: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""Ditto (Li et al., ICML 2021): FedAvg, and beside it a personal model that is tied to the global one."""
+"""Ditto (Li et al., ICML 2021): FedAvg, plus a personal model on each client that is tied to the global model."""
 
 from typing import Annotated
 
@@ -24,17 +24,18 @@ def ditto(
 ) -> Method:
     """Ditto: the global branch is FedAvg; the personal branch trains v_i on CE + (lam / 2) ||v_i - w^t||^2.
 
-    Shared: w. Personal: v_i. Headline: POST (equal to the next round's PRE). The anchor is the model that was received,
-    in both branches; both see the same batches (the official code alternates single steps of the two). Participants are
-    sampled uniformly and averaged by n_i, as in FedAvg (official code: all alike). Stable for lr * lam < 2; lam = 0
-    trains v_i as Local does.
+    Shared: w. Personal: v_i. Headline: POST (equal to the next round's PRE).
+
+    w^t is the model that was received. Both branches see the same batches (the official code alternates single steps of
+    the two). Participants are sampled uniformly and averaged by n_i, as in FedAvg (the official code weights all of
+    them equally). Stable for lr * lam < 2. lam = 0 trains v_i as Local does.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
       lam: strength of the tie; the paper's grid is 0.1, 1, 2.
-      personal_epochs: epochs of the personal branch; those of local training unless given.
+      personal_epochs: epochs of the personal branch; as many as local training unless given.
 
     Reference:
       T. Li, S. Hu, A. Beirami, V. Smith. Ditto: Fair and Robust Federated Learning Through Personalization. ICML 2021.

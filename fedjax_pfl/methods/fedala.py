@@ -30,7 +30,7 @@ class Client(NamedTuple):
 
 
 class Adaptation(NamedTuple):
-    """Where the adaptation of A_i stands: epochs done, A_i, and the mean losses of the last epochs, newest first."""
+    """Progress of the adaptation of A_i: epochs done, A_i, and the mean losses of the last epochs, newest first."""
 
     epochs: Int[Array, ""]
     mix: Params
@@ -50,24 +50,27 @@ def fedala(
 ) -> Method:
     """FedALA: the last layers start from A_i * w + (1 - A_i) * w_i, with A_i learned on a share of the samples.
 
-    Shared: w. Personal: the last layers of w_i, and A_i in [0, 1], one weight for each of their parameters, 1 at first.
-    Headline: PRE, the model right after the mixing; all clients are scored so, but only participants keep their A_i.
-    In its first participation a client has no model of its own and takes w; before the second, A_i is trained until it
-    converges, later for one epoch each. The paper counts layers, the official code tensors (its 2 are the head), and
-    stops by the losses of last batches, without a bound; here by means over epochs.
+    Shared: w. Personal: the last layers of w_i, and A_i in [0, 1], one weight per parameter of these layers, initially
+    1. Headline: PRE, the model right after the mixing. All clients are scored in this way, but only participants keep
+    their A_i.
+
+    In its first participation a client has no model of its own and takes w. Before its second participation A_i is
+    trained until it converges, and before each later one for one epoch. The paper counts layers, the official code
+    tensors (its 2 are the head). The official code stops by the losses of last batches, without a bound; here the mean
+    losses of epochs decide.
 
     Args:
       model: extractor and head.
-      train: the local trainer; its batch size is that of the mixing, too.
+      train: the local trainer; its batch size is also used for the mixing.
       combine: the server's rule for averaging models.
-      mixed_layers: p, how many of the last layers are mixed, the head one of them.
-      share: s, the share of the client's samples, drawn in each round, that A_i is trained on; paper: 0.8.
-      mix_lr: eta_A, the rate of A_i; 0 leaves A_i at 1, which is FedAvg.
-      threshold: A_i has converged when the standard deviation of ten epochs' losses is below this.
-      most_epochs: bound on the epochs until it has.
+      mixed_layers: p, how many of the last layers are mixed, including the head.
+      share: s, the share of the client's samples on which A_i is trained, drawn anew in each round; paper: 0.8.
+      mix_lr: eta_A, the learning rate of A_i; 0 leaves A_i at 1, which is FedAvg.
+      threshold: A_i has converged when the standard deviation of the losses of ten epochs is below this value.
+      most_epochs: bound on the number of epochs until A_i has converged.
 
     Raises:
-      ValueError: the model has fewer layers than are to be mixed.
+      ValueError: the model has fewer layers than ``mixed_layers``.
 
     Reference:
       J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan. FedALA: Adaptive Local Aggregation for Personalized
@@ -82,7 +85,7 @@ def fedala(
         return params, Client(upper, jax.tree.map(jnp.ones_like, upper), jnp.zeros((), jnp.int32))
 
     def adapt(now: Round, view: Params, client: Client, data: ClientData) -> tuple[Params, Params]:
-        """The model that the client starts from, and the A_i that it is mixed with."""
+        """The model from which the client starts, and the A_i with which it is mixed."""
         lower, received = split_layers(view, names)
         samples = _sample(phase_key(now.key, "sample"), data, share)
 
@@ -129,7 +132,7 @@ def fedala(
 
 
 def _sample(key: Key[Array, ""], data: ClientData, share: Scalar) -> ClientData:
-    """A share of the client's samples, at least one, drawn at random; ``class_counts`` stay those of all."""
+    """A random share of the client's samples, at least one; ``class_counts`` remain those of all its samples."""
     order = permutation(key, data.count, data.capacity)
     count = jnp.round(share * data.count.astype(jnp.float32)).astype(jnp.int32)
     return data._replace(index=data.index[order], count=jnp.clip(count, jnp.minimum(data.count, 1), data.count))

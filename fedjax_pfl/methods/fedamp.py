@@ -1,4 +1,4 @@
-"""FedAMP (Huang et al., AAAI 2021): every client is drawn to a mixture of the models that resemble its own."""
+"""FedAMP (Huang et al., AAAI 2021): every client is pulled towards a mixture of the models that resemble its own."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ from fedjax_pfl.ops.tree import put_rows, take_rows
 
 
 class Server(NamedTuple):
-    """Kept by the server alone: the last upload of each of the N clients, and who has sent one."""
+    """Kept by the server only: the last upload of each of the N clients, and which clients have sent one."""
 
     models: Params
     known: Bool[Array, " N"]
@@ -34,7 +34,7 @@ class Client(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """K models beside all N, over all parameters but running statistics: <w_i, w_j>, the squared lengths, and |w|."""
+    """K models against all N, over all parameters except running statistics: <w_i, w_j>, squared lengths, and |w|."""
 
     products: Float[Array, "K N"]
     own: Float[Array, "K 1"]
@@ -54,22 +54,24 @@ def fedamp(
     sigma: Annotated[float, Gt(0)] = 1e-3,
     lam: Annotated[float, Ge(0)] = 0.1,
 ) -> Method:
-    """FedAMP: client i trains w_i on CE + (lam / 2) ||w - u_i||^2, from where it stands, with u_i = sum_j xi_ij w_j.
+    """FedAMP: client i trains its own w_i on CE + (lam / 2) ||w - u_i||^2, where u_i = sum_j xi_ij w_j.
 
-    Shared: nothing but the u_i. Personal: w_i. Headline: POST (equal to the next round's PRE). xi_ij = alpha A'(d_ij)
-    with A'(d) = exp(-d / sigma) / sigma, and xi_ii is what is left to 1; where the others come to more than 1, they are
-    divided by their sum. d_ij is the mean of (w_i - w_j)^2 over the parameters, so that one sigma suits models of any
-    size; the paper's is the sum, and its alpha and sigma |w| times these. Models much farther apart than sigma do not
-    influence each other (as in Local), and much nearer ones count alike: the diagnostic ``attention``, the mean of
-    1 - xi_ii, tells. The last models of all clients that have ever taken part are mixed; server and clients hold 3 N
-    models. In PFLlib the pull has no gradient, so that its clients train alone.
+    Shared: only the u_i. Personal: w_i. Headline: POST (equal to the next round's PRE).
+
+    xi_ij = alpha A'(d_ij) with A'(d) = exp(-d / sigma) / sigma, and xi_ii is the rest up to 1. If the xi_ij of the
+    other clients add up to more than 1, they are divided by their sum. d_ij is the mean of (w_i - w_j)^2 over the
+    parameters, so that one sigma suits models of any size; the paper uses the sum, and its alpha and sigma are |w|
+    times these. Models much farther apart than sigma do not influence each other (as in Local), and models much closer
+    than sigma all get the same weight. The diagnostic ``attention``, the mean of 1 - xi_ii, shows which is the case.
+    The last models of all clients that have ever taken part are mixed; server and clients hold 3 N models. In PFLlib
+    the pull has no gradient, so that its clients train as in Local.
 
     Args:
       model: extractor and head.
       train: the local trainer.
-      alpha: alpha_k; alpha / sigma is the weight of another model that is equal. 0 is Local.
+      alpha: alpha_k; alpha / sigma is the weight of another client's model if it equals the own one. 0 is Local.
       sigma: scale of the distances; try 0.0001, 0.001 and 0.01.
-      lam: strength of the pull, the paper's lambda / alpha_k; stable for lr * lam < 2. 0 is Local.
+      lam: strength of the pull, lambda / alpha_k in the paper; stable for lr * lam < 2. 0 is Local.
 
     Reference:
       Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang. Personalized Cross-Silo Federated Learning on
@@ -87,7 +89,7 @@ def fedamp(
 
 
 def drawn_together(model: Model, train: Trainer, attention: Attention, pull: Scalar) -> Method:
-    """Attentive message passing with these weights, and a pull to u_i of this strength."""
+    """Attentive message passing with these weights, and a pull of this strength towards u_i."""
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
         params = model.init(key)

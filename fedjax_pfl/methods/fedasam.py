@@ -19,7 +19,7 @@ from fedjax_pfl.ops.training import Loss, Scalar, Trainer, is_off
 
 
 class Averaged(NamedTuple):
-    """Shared: w, the average w_swa of the models at the ends of cycles, and how many these are."""
+    """Shared: w, the average w_swa of the models at the ends of cycles, and the number of these models."""
 
     params: Params
     average: Params
@@ -38,26 +38,26 @@ def fedasam(
     swa_cycle: Annotated[int, Ge(1)] = 10,
     swa_lr: Annotated[float, Gt(0)] = 1e-4,
 ) -> Method:
-    """FedASAM: FedAvg whose steps take the gradient where the loss around w is highest; with SWA, scored as an average.
+    """FedASAM: FedAvg with the gradient taken where the loss around w is highest; with SWA, an average is scored.
 
-    Shared: w; with SWA the server also keeps w_swa. Personal: nothing. Headline: PRE. With ``swa_start`` the rate falls
-    linearly to ``swa_lr`` over every cycle from that round on, the model at the end of each is captured, and the mean
-    of the captured models is what is scored, PRE and as the global model; w itself goes on being trained and sent.
-    ``training.lr_decay`` comes on top. The official code starts its average with a copy that it then discards, counts
-    its cycles from round 0 and captures a round after each has ended; here cycles begin with ``swa_start``, and each
-    ends with a capture, unless nobody takes part in its last round; the first is the first of the average. rho = 0
-    without SWA is FedAvg, bit for bit.
+    Shared: w; with SWA the server also keeps w_swa. Personal: nothing. Headline: PRE. From round ``swa_start`` on, the
+    learning rate falls linearly to ``swa_lr`` in every cycle, and the model at the end of each cycle is captured. The
+    mean of the captured models is scored, PRE and as the global model, while w itself continues to be trained and sent.
+    ``training.lr_decay`` is applied in addition. The official code starts its average with a copy that it then
+    discards, counts its cycles from round 0, and captures one round after a cycle has ended. Here cycles begin with
+    ``swa_start``, and each ends with a capture, unless nobody takes part in its last round; the first captured model is
+    the first of the average. rho = 0 without SWA is FedAvg, bit for bit.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      rho: radius of the neighbourhood; official: 0.7 on CIFAR-10, with ``adaptive = false`` 0.1.
-      eta: what is added to |w| in the scale of a weight; official: 0.2.
-      adaptive: ASAM; otherwise SAM, in whose neighbourhood every parameter counts alike.
-      swa_start: t_0, the first round of SWA, three quarters of all rounds in the paper; None for no SWA.
-      swa_cycle: c, rounds of a cycle; with 1 every round's model is captured, and the rate stays as it is.
-      swa_lr: the rate at the end of a cycle; official: 1e-4, from 0.01.
+      rho: radius of the neighbourhood; official: 0.7 on CIFAR-10, and 0.1 with ``adaptive = false``.
+      eta: added to |w| in the scale of a weight; official: 0.2.
+      adaptive: whether this is ASAM; otherwise it is SAM, in whose neighbourhood every parameter counts alike.
+      swa_start: t_0, the first round of SWA, in the paper after three quarters of all rounds; None for no SWA.
+      swa_cycle: c, number of rounds in a cycle; with 1 every round's model is captured, and the rate does not change.
+      swa_lr: the learning rate at the end of a cycle; official: 1e-4, from 0.01.
 
     Reference:
       D. Caldarola, B. Caputo, M. Ciccone. Improving Generalization in Federated Learning by Seeking Flat Minima.
@@ -72,7 +72,7 @@ def fedasam(
 def asam_loss(model: Model, rho: Scalar = 0.7, eta: Scalar = 0.2, adaptive: bool = True) -> BaseLoss:
     """The loss at w, with the gradient at w + e.
 
-    e = rho s^2 g / ||s g||, with s = |w| + eta for weights and 1 for biases; 1 for all in SAM.
+    e = rho s^2 g / ||s g||, with s = |w| + eta for weights and 1 for biases; in SAM s = 1 for all parameters.
     """
     del model
     if is_off(rho):

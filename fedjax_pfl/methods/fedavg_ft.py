@@ -22,11 +22,13 @@ def fedavg_ft(
     finetune_lr: Annotated[float, Gt(0)] | None = None,
     finetune_scope: Scope = "full",
 ) -> Method:
-    """FedAvg-FT: FedAvg; each client fine-tunes the aggregated model before evaluation, and throws the result away.
+    """FedAvg-FT: FedAvg; each client fine-tunes the aggregated model before evaluation, and then discards the result.
 
-    Shared: w. Personal: nothing that lasts. Headline: PRE, which is taken after fine-tuning. State the scope and the
-    epochs next to every number: head-only and full fine-tuning differ by several points. With
-    ``run.eval_every = training.rounds`` only the last global model is fine-tuned, as FedRep's paper does.
+    Shared: w. Personal: nothing that is kept. Headline: PRE, which is measured after fine-tuning.
+
+    State the scope and the epochs next to every number: fine-tuning the head only and fine-tuning everything differ by
+    several points. With ``run.eval_every = training.rounds`` only the last global model is fine-tuned, as in FedRep's
+    paper.
 
     Args:
       model: extractor and head.
@@ -34,7 +36,7 @@ def fedavg_ft(
       combine: the server's rule for averaging models.
       finetune_epochs: E_ft; 0 gives FedAvg's PRE exactly.
       finetune_lr: eta_ft; the local learning rate unless given.
-      finetune_scope: ``"full"``, ``"head"`` (the last layer alone, on cached features) or ``"extractor"``.
+      finetune_scope: ``"full"``, ``"head"`` (only the last layer, on cached features) or ``"extractor"``.
 
     Reference:
       The fine-tuning baseline of Collins et al. (ICML 2021, arXiv:2102.07078) and Xu et al. (ICLR 2023,

@@ -16,7 +16,7 @@ from fedjax_pfl.ops.training import Trainer
 
 
 class Server(NamedTuple):
-    """Shared: w. Kept by the server alone: the velocity u."""
+    """Shared: w. Kept by the server only: the velocity u."""
 
     params: Params
     velocity: Params
@@ -33,18 +33,19 @@ def fedavgm(
 ) -> Method:
     """FedAvgM: with d = w - mean(w_i), the server keeps u <- beta u + d and takes w <- w - server_lr u.
 
-    Shared: w. Personal: nothing. Headline: PRE. Three forms of the momentum are in use: this one (heavy ball),
-    Nesterov's, and a moving average u <- beta u + (1 - beta) d, which is this one with a ``server_lr`` of 1 - beta.
-    Running statistics are averaged without momentum, which could make a variance negative. beta = 0 with a
-    ``server_lr`` of 1 is FedAvg.
+    Shared: w. Personal: nothing. Headline: PRE.
+
+    Three forms of the momentum are in use: this one (heavy ball), Nesterov's, and a moving average u <- beta u + (1 -
+    beta) d. The last is this one with a ``server_lr`` of 1 - beta. Running statistics are averaged without momentum,
+    which could make a variance negative. beta = 0 with a ``server_lr`` of 1 is FedAvg.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
       beta: the server's momentum; the paper tries 0, 0.7, 0.9, 0.97 and 0.99.
-      server_lr: the server's learning rate; at most 0.5 for a beta of 0.97 and more, which makes long steps.
-      nesterov: step along d + beta u instead.
+      server_lr: the server's learning rate; use at most 0.5 for a beta of 0.97 and more, with which the steps are long.
+      nesterov: whether the step is along d + beta u instead.
 
     Reference:
       T.-M. H. Hsu, H. Qi, M. Brown. Measuring the Effects of Non-Identical Data Distribution for Federated Visual

@@ -24,16 +24,18 @@ def fedbabu(
     finetune_lr: Annotated[float, Gt(0)] | None = None,
     finetune_scope: Scope = "full",
 ) -> Method:
-    """FedBABU: a FedAvg round on the extractor alone, under the initial head phi^0 everywhere; fine-tuned to evaluate.
+    """FedBABU: FedAvg rounds of the extractor only, under one initial head phi^0; fine-tuned before evaluation.
 
-    Shared: theta. Personal: nothing that lasts (phi^0 is the same on all clients, and is sent once). Headline: PRE,
-    which is taken after fine-tuning; (theta, phi^0) is the global model. Averaged by n_i (official code: uniformly).
+    Shared: theta. Personal: nothing that is kept (phi^0 is the same on all clients, and is sent once). Headline: PRE,
+    which is measured after fine-tuning; (theta, phi^0) is the global model.
+
+    Extractors are averaged by n_i (the official code averages uniformly).
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging extractors.
-      finetune_epochs: E_ft; the paper's is 5.
+      finetune_epochs: E_ft; the paper has 5.
       finetune_lr: eta_ft; the local learning rate unless given.
       finetune_scope: ``"full"``, ``"head"`` or ``"extractor"``.
 

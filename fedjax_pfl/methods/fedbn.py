@@ -13,12 +13,14 @@ from fedjax_pfl.ops.training import Trainer
 
 
 def fedbn(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Method:
-    """FedBN: participants train all layers jointly; scale, shift and running statistics of normalisation stay.
+    """FedBN: participants train all layers jointly; scale, shift and running statistics of normalisation stay local.
 
-    Shared: all other layers. Personal: the normalisation layers. Headline: PRE, the averaged layers between each
-    client's own normalisation. The paper is about batch normalisation (``norm = "batch"`` of ``resnet18``), for clients
-    whose inputs differ; scale and shift of any other kind of normalisation stay alike. The paper averages uniformly,
-    here the average is weighted by n_i.
+    Shared: all other layers. Personal: the normalisation layers. Headline: PRE, the averaged layers with each client's
+    own normalisation.
+
+    The paper is about batch normalisation (``norm = "batch"`` of ``resnet18``), for clients whose inputs differ. Scale
+    and shift of any other kind of normalisation stay on the client, too. The paper averages uniformly; here the average
+    is weighted by n_i.
 
     Args:
       model: extractor and head.
@@ -58,10 +60,10 @@ def fedbn(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Met
 
 
 def _split(params: Params) -> tuple[Params, Params]:
-    """(layers, normalisation): two trees like the params, each with None for the leaves of the other.
+    """(layers, normalisation): two trees like the parameters, each with None where the other has a leaf.
 
-    A layer that has a ``scale`` or running statistics is normalisation: Flax gives the first name to the factor of all
-    of its own, as ``norm.py`` does.
+    A layer with a ``scale`` or with running statistics is normalisation: Flax gives the name ``scale`` to the factor of
+    all its normalisation layers, and ``norm.py`` does the same.
     """
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
     normalisation = {path[:-1] for path in paths if getattr(path[-1], "key", None) in ("scale", *STATISTICS)}
@@ -75,5 +77,5 @@ def _split(params: Params) -> tuple[Params, Params]:
 
 
 def _join(layers: Params, normalisation: Params) -> Params:
-    """The params that `_split` has split."""
+    """The parameters that `_split` has split."""
     return jax.tree.map(lambda a, b: b if a is None else a, layers, normalisation, is_leaf=lambda leaf: leaf is None)

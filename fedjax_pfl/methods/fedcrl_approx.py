@@ -19,7 +19,7 @@ from fedjax_pfl.ops.training import Progress, Trainer, is_off
 
 
 class Client(NamedTuple):
-    """Personal: w_i, and k_i in [0, 1], how much of the global model the next round starts from."""
+    """Personal: w_i, and k_i in [0, 1], the share of the global model in the model that the next round starts from."""
 
     params: Params
     share: Float[Array, ""]
@@ -34,22 +34,25 @@ def fedcrl_approx(
     temperature: Annotated[float, Gt(0)] = 0.5,
     weigh_by_loss: bool = True,
 ) -> Method:
-    """An approximation of FedCRL: a contrast with global prototypes, and a local model that takes w by its loss.
+    """An approximation of FedCRL: a contrast with global prototypes, and a mix of local and global model by the loss.
 
-    Shared: w, P. Personal: w_i, k_i. Headline: POST, w_i; PRE is what a round starts from, w_i + k_i (w - w_i). Neither
-    text nor code of FedCRL (later FedCoSR) was at hand beyond the abstract: never report it as FedCRL. Known is that
-    the server averages parameters and class means of features, that clients contrast their features with these, and
-    that a local aggregation is weighted by that loss; the rule k_i = contrast / (contrast + CE), of the round's mean
-    losses, and all numbers are ours. k_i is 1 until one of the client's classes has a prototype, and stays as it was in
-    a round without a step. With lam = 0 and k_i held at 1 it is FedAvg, bit for bit.
+    Shared: w, P. Personal: w_i, k_i. Headline: POST, w_i; PRE is the model that a round starts from, w_i + k_i (w -
+    w_i).
+
+    Neither text nor code of FedCRL (later FedCoSR) was at hand beyond the abstract: never report this method as FedCRL.
+    The abstract says that the server averages parameters and class means of features, that clients contrast their
+    features with these means, and that a local aggregation is weighted by that loss. The rule k_i = contrast /
+    (contrast + CE), of the round's mean losses, and all numbers are ours. k_i is 1 until one of the client's classes
+    has a prototype, and does not change in a round without a step. With lam = 0 and k_i held at 1 it is FedAvg, bit for
+    bit.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
       lam: lambda, weight of the contrast.
-      temperature: tau; the contrast's cosines are divided by it.
-      weigh_by_loss: whether k_i follows the losses; else it stays at 1.
+      temperature: tau, by which the cosines of the contrast are divided.
+      weigh_by_loss: whether k_i follows the losses; otherwise it stays at 1.
 
     Reference:
       C. Huang, X. Chen, Y. Zhang, H. Wang. FedCRL: Personalized Federated Learning with Contrastive Shared

@@ -32,7 +32,7 @@ class Upload(NamedTuple):
 
 
 class Server(NamedTuple):
-    """What is shared, and the mean drift of all clients, which the server keeps for itself."""
+    """What is shared, and the mean drift of all clients, which only the server keeps."""
 
     params: Params
     control: Params
@@ -56,22 +56,23 @@ def feddc(
 ) -> Method:
     """FedDC: CE + (alpha / 2) ||w_i + h_i - w||^2 + <w_i, c - c_i>; then h_i <- h_i + w_i - w for the trained w_i.
 
-    Shared: w, c. Personal: h_i, c_i. Headline: PRE, the global model: the mean of the participants' w_i, plus that of
-    the h_i over all clients that may take part. Participants count alike, whatever their size. The variates are those
-    of SCAFFOLD, with each client's own number of steps (the official code takes that of the average client) and the
-    rate of the round (the official code: of round 0, and steps with ``training.clip_norm = 10``). The server finds h_i
-    and w_i from w_i - w, so that 2 |w| go down and up. Running statistics are averaged, and have neither drift nor
-    variate. As in SCAFFOLD, a participant that took no step counts as one that has not moved, and with another rule
-    than the mean, or altered uploads, the server's drift and c are its own estimates of the means. Stable for lr *
-    alpha < 2.
+    Shared: w, c. Personal: h_i, c_i. Headline: PRE, the global model, which is the mean of the participants' w_i plus
+    the mean of the h_i over all clients that may take part.
+
+    Participants count alike, whatever their size. The variates are those of SCAFFOLD, with each client's own number of
+    steps and the rate of the round. (The official code has the number of steps of the average client and the rate of
+    round 0, and steps with ``training.clip_norm = 10``.) The server computes h_i and w_i from w_i - w, so that 2 |w|
+    numbers go down and up. Running statistics are averaged, and have neither drift nor variate. As in SCAFFOLD, a
+    participant that took no step counts as one that has not moved. With another rule than the mean, or with altered
+    uploads, the server's drift and c are its own estimates of the means. Stable for lr * alpha < 2.
 
     Args:
       model: extractor and head.
-      train: the local trainer; the paper's is without momentum.
+      train: the local trainer; the paper has no momentum.
       combine: the server's rule for averaging the changes of the participants.
-      alpha: strength of the drift's penalty; 0.01 on CIFAR and 0.1 on MNIST, the paper's grid is 0.005, 0.01, 0.1.
-      mean_size: the mean of n_i over the clients, to weigh as the official code does where sizes differ: with u_i = n_i
-        / mean_size, alpha / u_i and c / u_i locally, and u_i times the change of c_i in c. None for u_i = 1.
+      alpha: strength of the penalty on the drift; 0.01 on CIFAR and 0.1 on MNIST, the paper's grid is 0.005, 0.01, 0.1.
+      mean_size: the mean of n_i over the clients, to weight as the official code does if sizes differ: with u_i = n_i /
+        mean_size, alpha / u_i and c / u_i are used locally, and u_i times the change of c_i in c. None for u_i = 1.
 
     Reference:
       L. Gao, H. Fu, L. Li, Y. Chen, M. Xu, C.-Z. Xu. FedDC: Federated Learning with Non-IID Data via Local Drift

@@ -33,8 +33,8 @@ def feddecorr(
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      beta: weight of the term; the official 0.1 goes with ``norm = "code"``, and 0.01 to 0.3 are as good there.
-      norm: how the term is scaled, see :func:`decorrelation`.
+      beta: weight of the term; the official 0.1 belongs to ``norm = "code"``, with which 0.01 to 0.3 are as good.
+      norm: scale of the term, see :func:`decorrelation`.
 
     Reference:
       Y. Shi, J. Liang, W. Zhang, V. Y. F. Tan, S. Bai. Towards Understanding and Mitigating Dimensional Collapse in
@@ -44,7 +44,7 @@ def feddecorr(
 
 
 def decorrelated(model: Model, beta: Scalar, norm: Norm = "code") -> Model:
-    """The model, every loss of which that trains the extractor on labels has FedDecorr's term beside it."""
+    """The model with FedDecorr's term added to every loss that trains the extractor on labels."""
     if is_off(beta):
         return model
 
@@ -55,13 +55,13 @@ def decorrelated(model: Model, beta: Scalar, norm: Norm = "code") -> Model:
 
 
 def decorrelation(z: Float[Array, "batch K"], mask: Float[Array, " batch"], *, norm: Norm = "code") -> Float[Array, ""]:
-    """R(z) of the features of a batch of b samples; 0 for fewer than two samples or, by ``"code"``, features.
+    """R(z) of the features of b samples; 0 for fewer than two samples or, with ``"code"``, fewer than two features.
 
     Args:
       z: features.
       mask: 1 for a sample, 0 for padding.
-      norm: ``"paper"``: ||corr||_F^2 / K^2 (Eq. 5). ``"code"``, the official one: with M = (b - 1) corr, the mean of
-        M_jk^2 over the pairs j != k, divided by b; about b times as much.
+      norm: ``"paper"``: ||corr||_F^2 / K^2 (Eq. 5). ``"code"``, as in the official code: with M = (b - 1) corr, the
+        mean of M_jk^2 over the pairs j != k, divided by b; this is about b times as much.
     """
     samples = jnp.sum(mask)
     centred = mask[:, None] * (z - jnp.sum(mask[:, None] * z, axis=0) / jnp.maximum(samples, 1.0))

@@ -1,4 +1,4 @@
-"""FedETF (Li et al., ICCV 2023): a fixed simplex in the place of the head, and extractors that are trained for it."""
+"""FedETF (Li et al., ICCV 2023): a fixed simplex instead of the head, and extractors that are trained for it."""
 
 from dataclasses import replace
 from functools import partial
@@ -35,22 +35,26 @@ def fedetf(
 ) -> Method:
     """FedETF: logits s V' mu of the normalised projection mu of z; theta, projection and s are trained on balanced CE.
 
-    Shared: theta, projection, s; V stays as it is drawn, and is sent once. Personal: nothing that lasts. Headline: PRE,
-    which is taken after fine-tuning: one more local training, then V_i and the projection in turns, on features that
-    stand still, by plain CE. With ``run.eval_every = training.rounds`` only the last global model is fine-tuned, as in
-    the paper. A class that a client lacks counts as one with a single sample, as in the official code, which leaves s
-    out of its answers; while s > 0 they are the same. The model's own linear head has no part.
+    Shared: theta, projection, s; V stays as it was drawn, and is sent once. Personal: nothing that is kept.
+    Headline: PRE, which is measured after fine-tuning: one more local training, then V_i and the projection in turns,
+    by plain CE on fixed features.
+
+    With ``run.eval_every = training.rounds`` only the last global model is fine-tuned, as in the paper. A class that a
+    client lacks counts as a class with a single sample, as in the official code. That code leaves s out of its
+    predictions, which are the same as long as s > 0. The model's own linear head is not used.
 
     Args:
       model: extractor; its head is neither trained nor sent.
-      train: the local trainer; momentum and weight decay are the projection's in fine-tuning, too, but not V_i's.
+      train: the local trainer; in fine-tuning its momentum and weight decay also apply to the projection, but not to
+        V_i.
       combine: the server's rule for averaging theta, projection and s.
       gamma: strength of the class prior in training; 0 for plain CE.
       projection_dim: d, at least C; C unless given.
-      finetune_loops: turns of fine-tuning.
+      finetune_loops: number of turns of fine-tuning.
       finetune_epochs: epochs of each half of a turn.
-      etf_lr: of V_i; like the next, it decays as the local rate, where the official code has constants.
-      projection_lr: of the projection.
+      etf_lr: learning rate of V_i; it and ``projection_lr`` decay as the local rate, and are constant in the official
+        code.
+      projection_lr: learning rate of the projection.
 
     Raises:
       ValueError: d is less than the number of classes.
@@ -130,7 +134,7 @@ def fedetf(
 
 
 def _simplex(key: Key[Array, ""], dim: int, classes: int) -> ETF:
-    """V = sqrt(C / (C - 1)) U (I - 11' / C), U with orthonormal columns: C unit vectors as far apart as can be."""
+    """V = sqrt(C / (C - 1)) U (I - 11' / C), U with orthonormal columns: C unit vectors as far apart as possible."""
     orthonormal, _ = jnp.linalg.qr(jax.random.normal(key, (dim, classes)))
     centred = orthonormal - jnp.mean(orthonormal, axis=1, keepdims=True)
     return jnp.sqrt(classes / (classes - 1)) * centred

@@ -33,7 +33,7 @@ class Server(NamedTuple):
 
 
 class View(NamedTuple):
-    """What is sent down: phi_g, or None without fusion, and the GFR, of no class where lambda is 0."""
+    """What is sent down: phi_g, or None without fusion, and the GFR, without any class if lambda is 0."""
 
     head: Params | None
     representations: PerClass
@@ -55,20 +55,21 @@ def fedfcd(
     """FedFCD: no client parameters are uploaded, only class means of features; two heads decide together.
 
     Shared: phi_g, GFR. Personal: theta_i, phi_i. Headline: PRE, with the newest phi_g; POST is with the received one.
-    ``training.epochs`` counts passes over the extractor, then the head. The paper states no epochs or batch sizes.
+    Each of ``training.epochs`` is a pass for the extractor, then one for the head. The paper states no epochs or batch
+    sizes.
 
     Args:
       model: extractor and head; all extractors start from the same parameters.
       train: the local trainer.
       lam: lambda, weight of the pull to the GFR (Eq. 6); the paper's is 1 on Fashion-MNIST and 5 on CIFAR.
-      fusion: whether the logits of both heads are added up (Eqs. 7, 8), or the personal head decides alone.
-      hierarchical: train extractor and head in turns (Eqs. 9, 10), or in one pass.
-      train_extractor_on: logits in the extractor's loss: both heads' sum, or the personal head's, which Eq. 9 prints;
-        in one pass they are the head's, too.
-      server_lr: lr_g of phi_g.
+      fusion: whether the logits of both heads are added (Eqs. 7, 8), or only the personal head decides.
+      hierarchical: whether extractor and head are trained in turns (Eqs. 9, 10), or in one pass.
+      train_extractor_on: logits in the extractor's loss: the sum of both heads, or only the personal head, as Eq. 9
+        prints; in one pass they are also those in the head's loss.
+      server_lr: lr_g, the learning rate of phi_g.
       server_epochs: passes of the server over the class means of a round.
       server_batch_size: class means per step of the server.
-      reduction: mean or sum of the pull over the features.
+      reduction: whether the pull is a mean or a sum over the features.
 
     Reference:
       K. Li, X. Wang, H. Wang. Hierarchical Optimization Method for Federated Learning with Feature Alignment and

@@ -25,14 +25,16 @@ def fedgh(
     """FedGH: participants train extractor and received head, and send the mean feature of each of their classes.
 
     Shared: phi. Personal: theta_i; a client's own phi_i ends with the round. Headline: PRE, (theta_i, phi^{t+1}), as in
-    PFLlib; POST is (theta_i, phi_i), the official script's. That script's server steps the optimiser of a client, so
-    that its head never changes; here it does, as in the paper. Its class means are means over batches; here over
-    samples. Every pair of client and class counts once. All heads start alike.
+    PFLlib; POST is (theta_i, phi_i), as in the official script.
+
+    In the official script the server steps the optimiser of a client, so that its head never changes; here the head
+    changes, as in the paper. The script's class means are means over batches; here they are means over samples. Every
+    pair of client and class counts once. All heads start alike.
 
     Args:
       model: extractor and head; all extractors start from the same parameters.
       train: the local trainer.
-      server_lr: eta_s of phi; PFLlib's 1 diverges easily.
+      server_lr: eta_s, the learning rate of phi; PFLlib's 1 diverges easily.
       server_epochs: E_s, passes of the server over the class means of a round.
       server_batch_size: class means per step of the server; 1 in the official script, B in PFLlib.
 

@@ -1,4 +1,4 @@
-"""FedNova (Wang et al., NeurIPS 2020): FedAvg that takes out how many steps each participant has made."""
+"""FedNova (Wang et al., NeurIPS 2020): FedAvg that corrects for the number of steps of each participant."""
 
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from fedjax_pfl.ops.training import Trainer, effective_steps
 
 
 class Upload(NamedTuple):
-    """Sent up: (w_i - w) / A_i, the change of running statistics as it is, and the number of steps, which A_i is of."""
+    """Sent up: (w_i - w) / A_i, the unscaled change of running statistics, and the number of steps, which gives A_i."""
 
     change: Params
     steps: Int[Array, ""]
@@ -26,11 +26,13 @@ class Upload(NamedTuple):
 def fednova(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Method:
     """FedNova: w <- w + A_eff * mean((w_i - w) / A_i) with A_eff = mean(A_i), both means weighted by n_i.
 
-    Shared: w. Personal: nothing. Headline: PRE, the global model. A_i is the number of steps that the client took, or
-    with momentum the weight that this gives to all its gradients together; weight decay and clipping are part of the
-    gradient. A client with more batches pulls no harder than its n_i says; with as many steps each it is FedAvg. One
-    that took no step, with ``training.drop_last`` and less than a batch, is in neither mean. Running statistics are
-    averaged as they are. With another rule than the mean, A_eff stays the mean weighted by n_i.
+    Shared: w. Personal: nothing. Headline: PRE, the global model.
+
+    A_i is the number of steps that the client took or, with momentum, the total weight that momentum gives to all its
+    gradients; weight decay and clipping are part of the gradient. A client with more batches has no more influence than
+    its n_i gives it; if all clients take the same number of steps, it is FedAvg. A client that took no step, because it
+    has less than one batch with ``training.drop_last``, is in neither mean. Running statistics are averaged as they
+    are. With another rule than the mean, A_eff remains the mean weighted by n_i.
 
     Args:
       model: extractor and head.

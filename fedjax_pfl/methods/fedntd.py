@@ -1,4 +1,4 @@
-"""FedNTD (Lee et al., NeurIPS 2022), Algorithm 1: distils the global model's view of the classes that are not true."""
+"""FedNTD (Lee et al., NeurIPS 2022), Algorithm 1: distils the global model's predictions for all but the true class."""
 
 from typing import Annotated
 
@@ -26,8 +26,10 @@ def fedntd(
 ) -> Method:
     """FedNTD: FedAvg with the local loss CE + beta * tau^2 KL(q^g || q^l) over all classes but the label's.
 
-    Shared: w. Personal: nothing. Headline: PRE. What the received model knows of other classes is kept so, and the
-    label's own logit is left to the cross-entropy. With two classes the term is 0. beta = 0 is FedAvg, bit for bit.
+    Shared: w. Personal: nothing. Headline: PRE.
+
+    The term keeps what the received model knows of the other classes, and leaves the label's own logit to the
+    cross-entropy. With two classes the term is 0. beta = 0 is FedAvg, bit for bit.
 
     Args:
       model: extractor and head.

@@ -17,7 +17,7 @@ from fedjax_pfl.ops.training import Scalar, Trainer
 
 
 class Server(NamedTuple):
-    """Shared: w. Kept by the server alone: m and v, the first and second moment of the mean change."""
+    """Shared: w. Kept by the server only: m and v, the first and second moment of the mean change."""
 
     params: Params
     m: Params
@@ -34,12 +34,13 @@ def fedadam(
     beta2: Annotated[float, Ge(0), Lt(1)] = 0.99,
     adaptivity: Annotated[float, Gt(0)] = 1e-3,
 ) -> Method:
-    """FedAdam: FedAvg whose server feeds the mean change of the participants to Adam, as though it were a gradient.
+    """FedAdam: FedAvg whose server passes the mean change of the participants to Adam, as if it were a gradient.
 
-    Shared: w. Personal: nothing. Headline: PRE. With Delta = mean(w_i) - w: m <- beta1 m + (1 - beta1) Delta,
-    v <- beta2 v + (1 - beta2) Delta^2, w <- w + server_lr m / (sqrt(v) + tau), without bias correction; v starts at
-    tau^2. Participants are averaged by n_i, as in the paper's experiments. Running statistics are averaged without
-    moments.
+    Shared: w. Personal: nothing. Headline: PRE.
+
+    With Delta = mean(w_i) - w: m <- beta1 m + (1 - beta1) Delta, v <- beta2 v + (1 - beta2) Delta^2, w <- w + server_lr
+    m / (sqrt(v) + tau), without bias correction; v starts at tau^2. Participants are averaged by n_i, as in the paper's
+    experiments. Running statistics are averaged without moments.
 
     Args:
       model: extractor and head.
@@ -48,7 +49,7 @@ def fedadam(
       server_lr: eta; tune it with the local rate. The paper's grid is 10^-3 to 10^1 in steps of half a decade.
       beta1: decay of the first moment; paper: 0.9.
       beta2: decay of the second moment; paper: 0.99.
-      adaptivity: tau: coordinates that change by less are hardly scaled up; the paper's grid is 10^-5 to 10^-1, its
+      adaptivity: tau; coordinates that change by less are hardly scaled up. The paper's grid is 10^-5 to 10^-1, its
         default 10^-3.
 
     Reference:
@@ -74,8 +75,10 @@ def fedyogi(
 ) -> Method:
     """FedYogi: FedAdam with Yogi's second moment, v <- v - (1 - beta2) Delta^2 sign(v - Delta^2).
 
-    Shared: w. Personal: nothing. Headline: PRE. Where v is much larger than Delta^2 it shrinks by (1 - beta2) Delta^2
-    only, so that the steps grow slowly; all else is FedAdam's.
+    Shared: w. Personal: nothing. Headline: PRE.
+
+    Where v is much larger than Delta^2, it shrinks only by (1 - beta2) Delta^2, so that the steps grow slowly. All else
+    is as in FedAdam.
 
     Args:
       model: extractor and head.
@@ -83,7 +86,7 @@ def fedyogi(
       combine: the server's rule for averaging models.
       server_lr: eta; tune it with the local rate. The paper's grid is 10^-3 to 10^1 in steps of half a decade.
       beta1: decay of the first moment; paper: 0.9.
-      beta2: 1 - beta2 is how fast the second moment follows; paper: 0.99.
+      beta2: 1 - beta2 is the speed with which the second moment follows; paper: 0.99.
       adaptivity: tau; the paper's grid is 10^-5 to 10^-1, its default 10^-3.
 
     Reference:

@@ -11,10 +11,12 @@ from fedjax_pfl.ops.training import Trainer
 
 
 def fedper(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Method:
-    """FedPer: participants train extractor and head jointly; only the extractor is averaged, the head stays.
+    """FedPer: participants train extractor and head jointly; only the extractor is averaged, the heads stay local.
 
     Shared: theta. Personal: phi_i (one personal layer, K_P = 1). Headline: PRE, the aggregated extractor under each
-    client's own head; the head of a client that was long absent is stale against it.
+    client's own head.
+
+    The head of a client that was absent for long is outdated relative to the extractor.
 
     Reference:
       M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary. Federated Learning with Personalization Layers.

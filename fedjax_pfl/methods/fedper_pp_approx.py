@@ -23,20 +23,21 @@ def fedper_pp_approx(
     gamma: Annotated[float, Ge(0)] = 0.0,
     lam: Annotated[float, Ge(0)] = 1.0,
 ) -> Method:
-    """An approximation of FedPer++: FedPer against drift of the features and against imbalance of the classes.
+    """An approximation of FedPer++: FedPer with losses against drift of the features and imbalance of the classes.
 
-    Shared: theta. Personal: phi_i. Headline: PRE, as in FedPer. Neither the text nor code of FedPer++ was at hand: its
-    title and the authors' FedPAC say what it works against, and both losses are ours. Mark its numbers as those of an
-    approximation. The local loss is CE(l + gamma log n_ic, y) + (lam / K) ||f_theta(x) - f_theta^t(x)||^2; the model
-    answers with l. gamma = lam = 0 is FedPer, bit for bit.
+    Shared: theta. Personal: phi_i. Headline: PRE, as in FedPer.
+
+    Neither the text nor the code of FedPer++ was at hand. Its title and the authors' FedPAC say what it works against,
+    and both losses are ours. Mark its numbers as those of an approximation. The local loss is CE(l + gamma log n_ic, y)
+    + (lam / K) ||f_theta(x) - f_theta^t(x)||^2; the model predicts with l. gamma = lam = 0 is FedPer, bit for bit.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging extractors.
-      gamma: strength of the class prior, 0 or 1; 1 takes it out of the head, which costs accuracy where the test
+      gamma: strength of the class prior, 0 or 1. 1 removes the prior from the head, which costs accuracy if the test
         samples are as imbalanced as the training samples.
-      lam: lambda, weight of the features' distance to those of the received extractor.
+      lam: lambda, weight of the distance between the features and those of the received extractor.
 
     Reference:
       J. Xu, Y. Yan, S.-L. Huang. FedPer++: Toward Improved Personalized Federated Learning on Heterogeneous and

@@ -1,4 +1,4 @@
-"""FedProc (Mu et al., FGCS 2023): FedAvg that goes from a contrast with global prototypes over to cross-entropy."""
+"""FedProc (Mu et al., FGCS 2023): FedAvg that moves from a contrast with global prototypes to cross-entropy."""
 
 from typing import Annotated, NamedTuple
 
@@ -29,7 +29,7 @@ class Server(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What is sent down and, with class sums in the place of the means, up."""
+    """What is sent down and, with class sums instead of the means, up."""
 
     params: Params
     per_class: PerClass
@@ -45,17 +45,19 @@ def fedproc(
 ) -> Method:
     """FedProc: the local loss is a CE + (1 - a) contrast, where a = min(1, t / T_a) grows from round to round.
 
-    Shared: w, P. Personal: nothing. Headline: PRE, the global model. Round 0, and a sample whose class has no prototype
-    yet, have CE alone. CE hardly counts in the rounds after: the head, and with it the accuracy, comes late. The
-    official network has a projection head on top, whose normalised output is classified; here the head sees z, and only
-    contrast and prototypes normalise it. a = 1 is FedAvg.
+    Shared: w, P. Personal: nothing. Headline: PRE, the global model.
+
+    Only CE is used in round 0, and for a sample whose class has no prototype yet. In the rounds after, CE hardly
+    counts: the head, and with it the accuracy, comes late. The official network has a projection head on top, whose
+    normalised output is classified; here the head sees z, and only contrast and prototypes normalise it. a = 1 is
+    FedAvg.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      anneal_rounds: T_a; the paper's is the number of rounds, 100.
-      temperature: the cosines of the contrast are divided by it; the paper has none.
+      anneal_rounds: T_a; in the paper the number of rounds, 100.
+      temperature: divides the cosines of the contrast; the paper has none.
 
     Reference:
       X. Mu, Y. Shen, K. Cheng, X. Geng, J. Fu, T. Zhang, Z. Zhang. FedProc: Prototypical Contrastive Federated Learning

@@ -34,20 +34,23 @@ def fedproto(
 ) -> Method:
     """FedProto: clients train on CE + lam MSE(z, P_y) and send class means of their features, but no parameters.
 
-    Shared: P. Personal: w_i. Headline: PRE, the client's model as it is and the newest P, which is what PFLlib
-    evaluates; with ``reading = "head"`` that is the model of its last POST. The pull is on each feature, as in all
-    public code, where the paper's is on a client's class means. Prototypes come from a pass over the samples with the
-    trained model; official code and PFLlib collect features while the model still changes. All classes with a prototype
-    are candidates; the official test routine considers only those that a client holds. lam = 0 is Local, bit for bit.
+    Shared: P. Personal: w_i. Headline: PRE, the client's unchanged model and the newest P, which is what PFLlib
+    evaluates; with ``reading = "head"`` it is the model of the client's last POST.
+
+    The pull acts on each feature, as in all public code; in the paper it acts on a client's class means. Prototypes
+    come from a pass over the samples with the trained model; the official code and PFLlib collect features while the
+    model still changes. All classes with a prototype are candidates; the official test routine considers only those
+    that a client holds. lam = 0 is Local, bit for bit.
 
     Args:
       model: extractor and head; all clients start from the same parameters.
       train: the local trainer.
       lam: lambda, weight of the pull to P; the paper's is 1 on MNIST and FEMNIST, 0.1 on CIFAR-10.
-      reading: who decides: each client's own ``"head"``, as in methods that share weights, or the nearest
-        ``"prototype"``, as in the paper; before there is any, that is class 0.
-      weighting: P_c as mean over all ``"samples"``, as the paper's weights |D_ij| / N_j have it but for a further 1 /
-        |N_j|, which would shrink P_c, or of the clients' means, all alike, as all public code has it.
+      reading: what decides: each client's own ``"head"``, as in methods that share weights, or the nearest
+        ``"prototype"``, as in the paper. Before there is any prototype, the latter answers class 0.
+      weighting: P_c as the mean over all ``"samples"``, which is the paper's weights |D_ij| / N_j without a further
+        factor 1 / |N_j|, which would shrink P_c; or as the unweighted mean of the clients' means, as in all public
+        code.
 
     Reference:
       Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang. FedProto: Federated Prototype Learning across

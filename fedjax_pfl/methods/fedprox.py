@@ -1,4 +1,4 @@
-"""FedProx (Li et al., MLSys 2020), Algorithm 2: FedAvg whose local loss is tied to the global model."""
+"""FedProx (Li et al., MLSys 2020), Algorithm 2: FedAvg with a local loss that ties the model to the global one."""
 
 from typing import Annotated
 

@@ -25,8 +25,8 @@ def fedprox_ft(
 ) -> Method:
     """FedProx-FT: FedProx's global model, fine-tuned by plain cross-entropy (no proximal term) before evaluation.
 
-    Shared: w. Personal: nothing that lasts. Headline: PRE. Differs from FedAvg-FT in the global model alone; mu = 0 is
-    FedAvg-FT, bit for bit.
+    Shared: w. Personal: nothing that is kept. Headline: PRE. It differs from FedAvg-FT only in the global model; mu = 0
+    is FedAvg-FT, bit for bit.
 
     Args:
       model: extractor and head.

@@ -1,4 +1,4 @@
-"""Fed-RoD (Chen and Chao, ICLR 2022): a generic head on balanced losses, and a personal head on top of its answers."""
+"""Fed-RoD (Chen and Chao, ICLR 2022): a generic head on balanced losses, and a personal head added to its logits."""
 
 from typing import Annotated
 
@@ -18,19 +18,21 @@ from fedjax_pfl.ops.training import Trainer
 def fedrod(
     model: Model, train: Trainer, combine: Combine = weighted_mean, *, strength: Annotated[float, Ge(0)] = 1.0
 ) -> Method:
-    """Fed-RoD: theta and G train on the balanced softmax of G(z), P on the plain one of G(z) + P(z), given G(z) and z.
+    """Fed-RoD: theta and G train on the balanced softmax of G(z), P on the plain one of G(z) + P(z), G(z) and z fixed.
 
-    Shared: theta, G. Personal: P, a linear head. Headline: PRE, which answers with both heads; the global model is G
-    alone. The reported loss is the sum of both. A class that a client does not hold counts in its prior as if it had
-    one sample; public codes take log 0, and so leave it out of the client's softmax. P starts as G does, as in these
+    Shared: theta, G. Personal: P, a linear head. Headline: PRE, which predicts with both heads; the global model uses
+    only G.
+
+    The reported loss is the sum of both losses. A class that a client does not hold counts in its prior as if it had
+    one sample; public codes take log 0, and so exclude it from the client's softmax. P starts as G does, as in these
     codes. The paper's hypernetwork, which gives new clients a P, is left out.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      strength: factor on the prior log n_ic in the loss of theta and G; with 0 these are FedAvg's, up to rounding (a
-        limit on the gradient's norm, off by default, would see that of P, too).
+      strength: factor on the prior log n_ic in the loss of theta and G. With 0 these are FedAvg's, up to rounding (a
+        limit on the gradient's norm, off by default, would also include the gradient of P).
 
     Reference:
       H.-Y. Chen, W.-L. Chao. On Bridging Generic and Personalized Federated Learning for Image Classification.

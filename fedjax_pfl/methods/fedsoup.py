@@ -16,7 +16,7 @@ from fedjax_pfl.ops.training import Trainer
 
 
 class Pool(NamedTuple):
-    """Personal: the mean of the global models that the client has accepted, and how many these are."""
+    """Personal: the mean of the global models that the client has accepted, and their number."""
 
     mean: Params
     size: Int[Array, ""]
@@ -27,18 +27,20 @@ def fedsoup(
 ) -> Method:
     """FedSoup: after local training, w_i becomes the mean of itself and a pool of global models that the client keeps.
 
-    Shared: w. Personal: the pool, as mean and size. Headline: POST, w_i after the averaging, which is what is sent; the
-    global model is for clients outside the federation. The received model joins the pool if the mean with it classifies
-    more validation samples rightly than the mean without; at a tie, or without validation samples, it does not. (The
-    public code selects on test samples; its local training after the last round is left out.)
+    Shared: w. Personal: the pool, as mean and size. Headline: POST, w_i after the averaging, which is also what is
+    sent; the global model is for clients outside the federation.
+
+    The received model joins the pool if the mean with it classifies more validation samples correctly than the mean
+    without it; at a tie, or without validation samples, it does not join. (The public code selects on test samples. Its
+    local training after the last round is left out.)
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      start_round: the first round, counted from 0, in which clients average. Set it to 0.75 T for T rounds, as in the
-        paper, or 0.5 T: a run that ends before it is FedAvg, and from early on, first global models hold training back.
-        The default is for ``training.rounds`` at its default, 100.
+      start_round: the first round, counted from 0, in which clients average. For T rounds set it to 0.75 T, as in the
+        paper, or to 0.5 T. A run that ends before this round is FedAvg; if it is early, the first global models hold
+        training back. The default is for ``training.rounds`` at its default, 100.
 
     Reference:
       M. Chen, M. Jiang, Q. Dou, Z. Wang, X. Li. FedSoup: Improving Generalization and Personalization in Federated
@@ -51,7 +53,7 @@ def fedsoup(
         return server, Pool(server, jnp.zeros((), jnp.int32))
 
     def right(params: Params, data: ClientData | None) -> Float[Array, ""]:
-        """How many samples the model classifies rightly."""
+        """Number of samples that the model classifies correctly."""
         if data is None:
             return jnp.zeros(())
         answers = data.map(lambda x, _: jnp.argmax(model.apply(params, x), axis=1))

@@ -1,4 +1,4 @@
-"""Any method, with the model that a client is scored on fine-tuned before a PRE evaluation."""
+"""Any method, with the model that is scored for each client fine-tuned before a PRE evaluation."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from fedjax_pfl.ops.training import Scalar, Trainer
 
 
 class Tuned(NamedTuple):
-    """In the place of a view: the model that fine-tuning has made of it and the client."""
+    """Takes the place of a view: the model that fine-tuning has made of the view and the client."""
 
     params: Params
 
@@ -20,11 +20,11 @@ class Tuned(NamedTuple):
 def finetuned(method: Method, model: Model, train: Trainer, *, epochs: int, lr: Scalar | None, scope: Scope) -> Method:
     """The method with its PRE models fine-tuned on the client's samples by plain cross-entropy before they are scored.
 
-    Training, the global model and POST are the method's.
+    Training, the global model and POST are unchanged.
 
     Args:
-      method: what the clients and the server do.
-      model: of the method.
+      method: the method to which fine-tuning is added.
+      model: the model of the method.
       train: the local trainer.
       epochs: E_ft; with 0 nothing changes.
       lr: eta_ft; None for the rate of local training.

@@ -28,13 +28,15 @@ def grace(
     inner_lr: Annotated[float, Ge(0)] | None = None,
     server_lr: Annotated[float, Gt(0)] = 1.0,
 ) -> Method:
-    """GRACE: a step descends CE + lam Align on half of its batch after an inner step on the other half.
+    """GRACE: each step descends CE + lam Align on one half of its batch, after an inner step on the other half.
 
-    Shared: w. Personal: nothing that lasts. Headline: POST, w_i as it is sent; the global model is for clients outside
-    the federation. Align is CORAL between the features under the adapted and the received extractor. The server weighs
-    the participants by n_i r_i, where r_i is the mean cosine of w^t - w_i to the updates of the others, shifted so that
+    Shared: w. Personal: nothing that is kept. Headline: POST, w_i as it is sent; the global model is for clients
+    outside the federation.
+
+    Align is CORAL between the features under the adapted and the received extractor. The server weights the
+    participants by n_i r_i, where r_i is the mean cosine of w^t - w_i to the updates of the others, shifted so that
     none is negative. The public code has no client: this one is put together from the abstract and the other trainers
-    there, with plain SGD where these mix in Adam. The half that is judged gets the odd sample. With lam = 0,
+    in that code, with plain SGD where these mix in Adam. The half of the outer loss gets the odd sample. With lam = 0,
     inner_lr = 0 and equal r_i it is FedAvg on these halves.
 
     Args:
@@ -42,7 +44,7 @@ def grace(
       train: the local trainer; b is its rate.
       combine: the server's rule for averaging models.
       lam: weight of the alignment; public code: 0.1, from 0.01, 0.1, 1.
-      inner_lr: a, which decays as the local rate, to which it is equal unless given.
+      inner_lr: a, the rate of the inner step, which decays as the local rate; equal to the local rate unless given.
       server_lr: eta_s, the server's step along the weighted mean of the updates.
 
     Reference:

@@ -23,15 +23,17 @@ def heur_fedamp(
 ) -> Method:
     """HeurFedAMP: FedAMP with a fixed xi_ii, and xi_ij = (1 - xi_ii) softmax_j(sigma cos(w_i, w_j)) of the others.
 
-    Shared: nothing but the u_i. Personal: w_i. Headline: POST. Angles tell models of many parameters apart better than
-    distances do; all else is FedAMP's. As long as no other client has taken part, xi_ii is 1.
+    Shared: only the u_i. Personal: w_i. Headline: POST.
+
+    Angles separate models of many parameters better than distances do; all else is as in FedAMP. As long as no other
+    client has taken part, xi_ii is 1.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       self_weight: xi_ii, from 1 / N to 0.5.
-      sigma: sharpness of the softmax; 0 counts all others alike; try 5, 25 and 100.
-      lam: strength of the pull, the paper's lambda / alpha_k; stable for lr * lam < 2. 0 is Local.
+      sigma: sharpness of the softmax; 0 weights all others alike; try 5, 25 and 100.
+      lam: strength of the pull, lambda / alpha_k in the paper; stable for lr * lam < 2. 0 is Local.
 
     Reference:
       Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang. Personalized Cross-Silo Federated Learning on

@@ -27,18 +27,19 @@ def lg_fedavg(
     """LG-FedAvg: participants train all layers jointly; only the last ones are averaged.
 
     Shared: the head phi and the layers next to it. Personal: the layers below, all of theta by default. Headline: PRE.
+
     The official code shares the last two layers of a CNN and three of an MLP, starts from a model that FedAvg has
-    trained, and averages uniformly; here the average is weighted by n_i. From scratch it is close to Local.
+    trained, and averages uniformly; here the average is weighted by n_i. Trained from scratch it is close to Local.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging layers.
-      shared_layers: how many of the last layers are shared, the head one of them; with all of them it is FedAvg.
+      shared_layers: how many of the last layers are shared, including the head; with all layers it is FedAvg.
       warmup_rounds: rounds of FedAvg, on all layers, before the lower ones become personal.
 
     Raises:
-      ValueError: the model has fewer layers than are to be shared.
+      ValueError: the model has fewer layers than ``shared_layers``.
 
     Reference:
       P. P. Liang, T. Liu, L. Ziyin, N. B. Allen, R. P. Auerbach, D. Brent, R. Salakhutdinov, L.-P. Morency. Think
@@ -74,24 +75,24 @@ def lg_fedavg(
 
 
 class Shared(NamedTuple):
-    """With a warm-up: the upper layers, and the lower ones as long as FedAvg averages them."""
+    """With a warm-up: the upper layers, and the lower layers as long as FedAvg averages them."""
 
     upper: Params
     lower: SentIf
 
 
 class Personal(NamedTuple):
-    """With a warm-up: the client's lower layers, and whether it has trained them on its own account."""
+    """With a warm-up: the client's lower layers, and whether it has trained them as its own."""
 
     lower: Params
     own: Bool[Array, ""]
 
 
 def _warmed_up(cold: Method, combine: Combine, rounds: int) -> Method:
-    """The method after so many rounds of FedAvg.
+    """The method after ``rounds`` rounds of FedAvg.
 
-    The lower layers go down once more in the round after the warm-up. A client whose first participation is later is
-    taken to have received them with the others.
+    The lower layers are sent down once more in the round after the warm-up. A client whose first participation is later
+    is assumed to have received them with the others.
     """
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Shared, Personal]:

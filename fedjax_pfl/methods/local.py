@@ -12,8 +12,10 @@ from fedjax_pfl.ops.training import Trainer
 def local(model: Model, train: Trainer) -> Method:
     """Local: every client trains its own model on its own samples; nothing is exchanged.
 
-    Shared: nothing. Personal: w_i. Headline: POST (equal to the next round's PRE). A client trains in the rounds that
-    it is selected for; with full participation that is rounds x epochs epochs in all.
+    Shared: nothing. Personal: w_i. Headline: POST (equal to the next round's PRE).
+
+    A client trains in the rounds for which it is selected; with full participation this makes rounds x epochs epochs in
+    all.
 
     Reference:
       The control without communication of the comparisons that the other methods cite.

@@ -1,4 +1,4 @@
-"""MOON (Li et al., CVPR 2021), Algorithm 1: features drawn to the global model's, away from the last local model's."""
+"""MOON (Li et al., CVPR 2021), Algorithm 1: pulls features to the global model's, away from the last local model's."""
 
 from typing import Annotated
 
@@ -27,17 +27,18 @@ def moon(
 ) -> Method:
     """MOON: FedAvg with the local loss CE + mu * a contrast of the features under three models.
 
-    Shared: w. Personal: the last local model, which the contrast needs. Headline: PRE. The contrast is on the features
-    z that the head reads, so that all methods share one architecture; the official code puts a projection head of two
-    layers between them, whose output the classifier reads, too. In its first participation a client takes the received
-    model for its last one: the term is then constant, as it is in round 0 of the official code, which compares with a
-    random model where a client takes part for the first time later on. mu = 0 is FedAvg, bit for bit.
+    Shared: w. Personal: the last local model, which the contrast needs. Headline: PRE.
+
+    The contrast is on the features z that the head reads, so that all methods share one architecture. The official code
+    puts a projection head of two layers between them; the classifier reads its output, too. In its first participation
+    a client uses the received model as its last one. The term is then constant, as it is in round 0 of the official
+    code; if a client first takes part later, that code compares with a random model. mu = 0 is FedAvg, bit for bit.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      mu: weight of the contrast; the paper's grid is 0.1, 1, 5, 10, its best 5 on CIFAR-10 and 1 on CIFAR-100.
+      mu: weight of the contrast; the paper's grid is 0.1, 1, 5, 10, its best value 5 on CIFAR-10 and 1 on CIFAR-100.
       temperature: tau of the contrast; paper: 0.5.
 
     Reference:

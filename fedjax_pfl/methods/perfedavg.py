@@ -33,21 +33,24 @@ def perfedavg(
 ) -> Method:
     """Per-FedAvg: every local step descends the loss on D' after an inner step on D, w <- w - b (I - a H) g(w - a g).
 
-    Shared: w. Personal: nothing that lasts. Headline: PRE, after one inner step on one mini-batch of training samples;
-    POST is w_i as it is sent. b is ``training.lr``. A step takes 2 B samples, or 3 B where D'' serves the Hessian H, so
-    that an epoch is one pass over the samples. They are dealt out in turn, to D', D and D'': each gets its share of a
-    short batch, and a lone sample makes a plain step; with ``training.drop_last`` a client with fewer than 2 B (3 B)
-    makes none. Momentum, weight decay and clipping, off by default, belong to the outer step; the inner one is plain.
+    Shared: w. Personal: nothing that is kept. Headline: PRE, after one inner step on one mini-batch of training
+    samples; POST is w_i as it is sent. b is ``training.lr``.
+
+    A step takes 2 B samples, or 3 B if D'' is used for the Hessian H, so that an epoch is one pass over the samples.
+    They are dealt in turn to D', D and D'': each gets its share of a short batch, and a single sample makes a plain
+    step. With ``training.drop_last`` a client with fewer than 2 B (3 B) samples makes no step. Momentum, weight decay
+    and clipping, off by default, belong to the outer step; the inner step is plain.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      inner_lr: a, which decays as the local rate, to which it is equal unless given; paper: 0.01.
-      version: how H g on D'' is had: left out (FO), by a difference of two gradients (HF), or by the derivative of one,
-        at HF's cost. HF loses digits where ||g|| is small.
+      inner_lr: a, the rate of the inner step, which decays as the local rate; equal to the local rate unless given;
+        paper: 0.01.
+      version: how H g on D'' is computed: left out (FO), by a difference of two gradients (HF), or by the derivative of
+        one gradient, at HF's cost. HF loses precision where ||g|| is small.
       delta: HF takes its gradients at w +- delta g.
-      weighting: whether participants count alike, as in the paper, or by n_i.
+      weighting: whether participants are weighted alike, as in the paper, or by n_i.
 
     Raises:
       ValueError: ``"exact"`` for a model with convolutions.

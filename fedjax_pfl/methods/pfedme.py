@@ -31,11 +31,13 @@ def pfedme(
 ) -> Method:
     """pFedMe: per mini-batch, K steps of theta_i down CE + (lam / 2) ||theta_i - w_i||^2, then one of w_i towards it.
 
-    Shared: w, averaged by n_i, where the paper's clients count alike. Personal: theta_i. Headline: POST (equal to the
-    next round's PRE). theta_i starts from w in every round, and on every mini-batch from where the last one left it, as
-    in the official code. That code trains all clients and averages some, with a weight decay of 0.001 on theta_i; here
-    participants alone train, and momentum, weight decay and clipping, off by default, are the trainer's, for theta_i.
-    The step of w_i has the rate ``training.lr``. Stable for training.lr * lam < 1 and personal_lr * lam < 2.
+    Shared: w, averaged by n_i (the paper weights clients alike). Personal: theta_i. Headline: POST (equal to the next
+    round's PRE).
+
+    In every round theta_i starts from w, and on every mini-batch from where the last one left it, as in the official
+    code. That code trains all clients and averages some of them, with a weight decay of 0.001 on theta_i. Here only
+    participants train, and theta_i has the trainer's momentum, weight decay and clipping, which are off by default. The
+    step of w_i has the rate ``training.lr``. Stable for training.lr * lam < 1 and personal_lr * lam < 2.
 
     Args:
       model: extractor and head.
@@ -43,9 +45,10 @@ def pfedme(
       combine: the server's rule for averaging models.
       lam: lambda, strength of the tie between theta_i and w_i; official: 15, from 1, 15, 30.
       inner_steps: K, steps of theta_i on each mini-batch.
-      personal_lr: eta_p, the rate of theta_i, which decays as the local one; official: 0.09, for a linear model 0.1.
-      beta: the server moves so far towards the mean of the w_i; 1 is the mean, official also 2, and 0 stays.
-      local_steps: R, mini-batches per round, official: 20; those of the trainer's epochs unless given.
+      personal_lr: eta_p, the rate of theta_i, which decays as the local one; official: 0.09, and 0.1 for a linear
+        model.
+      beta: the server's step towards the mean of the w_i: 1 moves to the mean, official also 2, and 0 does not move.
+      local_steps: R, mini-batches per round, official: 20; as many as in the trainer's epochs unless given.
 
     Reference:
       C. T. Dinh, N. H. Tran, T. D. Nguyen. Personalized Federated Learning with Moreau Envelopes. NeurIPS 2020.

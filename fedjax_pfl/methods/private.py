@@ -12,15 +12,17 @@ from fedjax_pfl.ops.tree import by_row
 def private(method: Method, *, clip: Scalar, noise: Scalar, expected: float) -> Method:
     """The method with a server that sees of each round only w + (sum_k clipped(w_k - w) + N(0, (z S)^2)) / E[K].
 
-    The server does with this what it would do with a single upload. Every participant counts alike, and a round in
-    which nobody takes part adds noise, too: the number of participants is secret, and does not divide the sum. Updates
-    are clipped where they arrive, whatever clients do; one that is no number, or longer than 1e19, counts as zero.
+    The server treats this as it would treat a single upload. Every participant counts alike. A round in which nobody
+    takes part adds noise, too: the number of participants is secret, and does not divide the sum. Updates are clipped
+    where they arrive, whatever the clients do; an update with a value that is not a number, or longer than 1e19, counts
+    as zero.
 
-    Private is what leaves the server and what follows from it, the models that clients receive; not a client's own
-    state, which it keeps, nor the scores, losses and diagnostics that a simulation reports.
+    Private is what leaves the server and what follows from it, the models that clients receive. A client's own state,
+    which it keeps, is not private; nor are the scores, losses and diagnostics that a simulation reports.
 
     Args:
-      method: uploads have the form of what is sent down (`fedjax_pfl.experiment.privacy` checks what else it takes).
+      method: its uploads have the form of what is sent down (`fedjax_pfl.experiment.privacy` checks what else is
+        required).
       clip: S, the largest 2-norm of a client's update, all arrays together.
       noise: z, the standard deviation of the noise on the sum, as a multiple of S.
       expected: E[K], how many clients take part on average.

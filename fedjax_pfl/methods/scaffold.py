@@ -18,7 +18,7 @@ from fedjax_pfl.ops.variates import tilt, variate_change
 
 
 class Shared(NamedTuple):
-    """Sent down: w and the server's control variate c. Sent up: what the client changes of each."""
+    """Sent down: w and the server's control variate c. Sent up: the client's change of each."""
 
     params: Params
     control: Params
@@ -27,15 +27,17 @@ class Shared(NamedTuple):
 def scaffold(
     model: Model, train: Trainer, combine: Combine = weighted_mean, *, server_lr: Annotated[float, Gt(0)] = 1.0
 ) -> Method:
-    """SCAFFOLD: every local step is w <- w - eta (g - c_i + c), which takes the client's own direction out.
+    """SCAFFOLD: every local step is w <- w - eta (g - c_i + c), which removes the client's own direction.
 
-    Shared: w, c. Personal: c_i. Headline: PRE, the global model. Participants count alike, whatever their size, and c
-    is the mean of the c_i over all clients that may take part; 2 |w| go down and up. c_i is the mean gradient on the
-    client's way, (w - w_i) / (tau_i eta) with the rate of the round; with momentum, tau_i is the weight that it gives
-    to all gradients together (FedNova, arXiv:2007.07481, section 4). Weight decay and clipping are part of the
-    gradient. Running statistics are averaged, without control variates. A participant that took no step, with
-    ``training.drop_last`` and less than a batch, counts as one that has not moved. With another rule than the mean, or
-    altered uploads, c is the server's own estimate of the mean.
+    Shared: w, c. Personal: c_i. Headline: PRE, the global model.
+
+    Participants count alike, whatever their size, and c is the mean of the c_i over all clients that may take part; 2
+    |w| numbers go down and up. c_i is the mean gradient on the client's way, (w - w_i) / (tau_i eta) with the rate of
+    the round; with momentum, tau_i is the total weight that it gives to all gradients (FedNova, arXiv:2007.07481,
+    section 4). Weight decay and clipping are part of the gradient. Running statistics are averaged, without control
+    variates. A participant that took no step, because it has less than one batch with ``training.drop_last``, counts as
+    one that has not moved. With another rule than the mean, or with altered uploads, c is the server's own estimate of
+    the mean.
 
     Args:
       model: extractor and head.

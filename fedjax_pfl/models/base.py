@@ -1,4 +1,4 @@
-"""What every model offers: an extractor, a linear head, and the feature maps in between."""
+"""The interface of every model: an extractor with feature maps, and a linear head."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,9 +16,9 @@ Init = Literal["torch", "flax"]
 
 
 class Projection(NamedTuple):
-    """An extractor in two parts, z = project(theta, encode(theta, x)), where a method works on both levels.
+    """An extractor in two parts, z = project(theta, encode(theta, x)), for methods that use both levels.
 
-    Such a theta is ``{"encoder": ..., "projection": ...}``; each function reads its own part alone.
+    Its parameters theta are ``{"encoder": ..., "projection": ...}``; each function reads only its own part.
 
     Attributes:
       encode: theta, x, mask=None -> f, the output of the encoder, [batch, dim].
@@ -35,12 +35,12 @@ class Model(NamedTuple):
     """An extractor and a head as pure functions; params are ``{"extractor": theta, "head": phi}``.
 
     Inputs x are raw samples, as stored: uint8 images [batch, h, w, c], uint8 tokens [batch, length] or float32 [batch,
-    ...]. The model normalises images itself, so that pixels stay one byte each until the mini-batch is in hand; all
-    else is read as it is.
+    ...]. The model itself normalises images, so that pixels are stored as single bytes until the mini-batch is read.
+    Other inputs are used as they are.
 
-    A mask (``Batch.mask``: 1 for a sample, 0 for padding) says that this is a training pass over that batch; without
-    one the model is evaluated. Every training loss passes it to the extractor that it trains, and nothing else does.
-    Only batch normalisation looks at it (``norm.py``).
+    If a mask is given (``Batch.mask``: 1 for a sample, 0 for padding), this is a training pass over that batch; without
+    a mask the model is evaluated. Every training loss passes the mask to the extractor that it trains, and to no other.
+    Only batch normalisation uses it (``norm.py``).
 
     Attributes:
       init: key -> params.
@@ -51,9 +51,9 @@ class Model(NamedTuple):
       dim: K, the feature dimension.
       classes: C, the number of classes.
       maps: (h, w, c) of each feature map.
-      layers: the extractor's layers by name, as they stand in theta, from the input to the features.
-      projection: the extractor's two parts, where it ends in a projection head; the maps are then the encoder's.
-      regularizer: z, mask -> a term of every loss that trains the extractor on labels; None for no term.
+      layers: names of the extractor's layers in theta, from the input to the features.
+      projection: the extractor's two parts, if it ends in a projection head; the maps are then the encoder's.
+      regularizer: z, mask -> a term [] of every loss that trains the extractor on labels; None for no term.
     """
 
     init: Callable[[Key[Array, ""]], Params]
@@ -70,14 +70,14 @@ class Model(NamedTuple):
 
 
 class Initializers(NamedTuple):
-    """Kernel and bias initialisers for a layer of a given fan-in."""
+    """The kernel and bias initialisers of a layer with a given fan-in."""
 
     kernel: Callable[..., Array]
     bias: Callable[..., Array]
 
 
 def initializers(init: Init, fan_in: int) -> Initializers:
-    """``"torch"``: kernel and bias uniform in +-1/sqrt(fan_in), as PyTorch and PFLlib; ``"flax"``: its defaults."""
+    """``"torch"``: kernel and bias uniform in +-1/sqrt(fan_in), as PyTorch and PFLlib; ``"flax"``: Flax's defaults."""
     if init == "flax":
         return Initializers(nn.initializers.lecun_normal(), nn.initializers.zeros_init())
     bound = fan_in**-0.5
@@ -97,12 +97,12 @@ def dense(features: int, init: Init, fan_in: int, name: str) -> nn.Dense:
 def normalised(
     x: Shaped[Array, "batch ..."], *, mean: Float[Array, " c"] | None, std: Float[Array, " c"] | None
 ) -> Shaped[Array, "batch ..."]:
-    """What a network reads of raw samples: pixels (uint8) scaled to [0, 1] and normalised, all else as it is.
+    """The input of a network from raw samples: pixels (uint8) scaled to [0, 1] and normalised; others unchanged.
 
     Args:
       x: raw samples.
-      mean: per channel; None for tokens, which are uint8, too.
-      std: likewise.
+      mean: mean per channel; None for tokens, which are uint8, too.
+      std: standard deviation per channel, likewise.
     """
     if mean is None or std is None or x.dtype != jnp.uint8:
         return x
@@ -118,17 +118,17 @@ def build(
     mean: Float[Array, " c"] | None = None,
     std: Float[Array, " c"] | None = None,
 ) -> Model:
-    """Joins a Linen extractor, ``x, mask -> (z, maps)``, with a linear head.
+    """Combines a Linen extractor, ``x, mask -> (z, maps)``, with a linear head to a `Model`.
 
     Args:
       extractor: maps normalised float32 images, or uint8 tokens, to features z [batch, dim] and a tuple of feature
-        maps. One with a projection head has the methods ``encode``, x, mask -> f, and ``project``, f -> z, on
-        parameters of these names; one for tokens has a ``vocabulary``.
-      shape: of one sample: (h, w, c), or (length,) of tokens.
+        maps. An extractor with a projection head has the methods ``encode``, x, mask -> f, and ``project``, f -> z, and
+        parameters ``encoder`` and ``projection``; an extractor for tokens has a ``vocabulary``.
+      shape: shape of one sample: (h, w, c), or (length,) for tokens.
       classes: number of classes.
       init: initialisation of the head.
-      mean: per-channel mean of the pixels scaled to [0, 1]; left out, as is ``std``, for tokens.
-      std: per-channel standard deviation of the same.
+      mean: mean per channel of the pixels scaled to [0, 1]; None for tokens, as ``std``.
+      std: standard deviation per channel of the same.
     """
     example = jax.ShapeDtypeStruct((1, *shape), jnp.uint8 if hasattr(extractor, "vocabulary") else jnp.float32)
     layers: list[str] = []

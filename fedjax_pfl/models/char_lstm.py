@@ -13,7 +13,7 @@ from fedjax_pfl.models.base import Init, Maps, Mask, initializers
 class CharLSTM(nn.Module):
     """Embedded tokens, two LSTM layers; the feature is the last hidden state of the second.
 
-    That it has a ``vocabulary`` (the tokens are 0 ... vocabulary - 1) tells it from the models that read images.
+    It has a ``vocabulary`` (the tokens are 0 ... vocabulary - 1), by which it is told from models that read images.
     """
 
     vocabulary: int

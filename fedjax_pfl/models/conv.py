@@ -1,28 +1,28 @@
 """How a convolution is lowered: the one place that decides.
 
-On a CPU, XLA does not re-lay-out operands inside a loop body, and the gradient convolutions that autodiff emits (batch
-and feature axes exchanged) fall off its fast path: a training step inside ``lax.scan`` is some twenty times slower than
-the same step outside (jax-ml/jax issue 12868). :func:`conv2d` therefore carries its own derivative, in which every
-contraction is a channel-last convolution or a matrix product:
+On a CPU, XLA does not change the memory layout of operands inside a loop body. The gradient convolutions that autodiff
+emits (batch and feature axes exchanged) therefore miss its fast path: a training step inside ``lax.scan`` is about
+twenty times slower than the same step outside (jax-ml/jax issue 12868). So :func:`conv2d` has its own derivative, in
+which every contraction is a channel-last convolution or a matrix product:
 
-- output: ``lax.conv`` on NHWC/HWIO operands; where there are few input channels (an image), the rows under the kernel
-  become channels first, since the direct convolution's inner loop would be too short;
+- output: ``lax.conv`` on NHWC/HWIO operands. With few input channels (an image), the rows under the kernel are first
+  turned into channels, because the inner loop of the direct convolution would be too short;
 - gradient of the input: the cotangent times the transposed kernel, one matrix product, whose columns are added back to
   the pixels they came from (for a 5x5 VALID kernel half the arithmetic of convolving the padded cotangent);
-- gradient of the kernel: a convolution of the input, channels as batch, with the cotangent as the kernel; with strides,
-  where that convolution would be dilated, patches of the input times the cotangent, in half the time for ResNet-18; on
-  a CPU, with few input channels and many images times outputs, blocks of output columns times the input columns under
+- gradient of the kernel: a convolution of the input (channels as batch) with the cotangent as the kernel. With strides
+  this convolution would be dilated; then patches of the input times the cotangent, in half the time for ResNet-18. On a
+  CPU, with few input channels and many images times outputs: blocks of output columns times the input columns under
   them, image by image;
 - a 1x1 kernel is a matrix product in every direction;
-- where a kernel is large enough and channels are many (5x5 in the second layer of the papers' networks), all three
-  directions take :class:`FourierConv`'s way on a CPU, with a quarter to a seventh of the multiplications.
+- for large kernels with many channels (5x5 in the second layer of the papers' networks), a CPU computes all three
+  directions by :class:`FourierConv`, with a quarter to a seventh of the multiplications.
 
-Under ``vmap`` with one kernel per client the convolutions would become grouped convolutions, slow on a CPU; there and
-on a GPU they turn into patches and one batched matrix product instead. A GPU whose products are faster than its memory
-takes one patch for several output columns, with the kernels of all of them side by side: 2.5 times fewer bytes for four
-columns under a 5x5 kernel. On a TPU, patches would be padded from a few channels to 128 lanes: its compiler favours the
-grouped convolutions, by 4 to 48 times, in all three directions. A kernel shared by all clients stays one large
-convolution. `benchmarks/conv.py` measures all of this against autodiff of ``lax.conv``, `benchmarks/lowerings.py` has
+Under ``vmap`` with one kernel per client, the convolutions would become grouped convolutions, which are slow on a CPU.
+There and on a GPU, patches and one batched matrix product are used instead. On a GPU whose products are faster than its
+memory, one patch serves several output columns, with the kernels of all of them side by side: 2.5 times fewer bytes for
+four columns under a 5x5 kernel. On a TPU, patches would be padded from a few channels to 128 lanes; there grouped
+convolutions are faster, by 4 to 48 times, in all three directions. A kernel shared by all clients stays one large
+convolution. `benchmarks/conv.py` measures all of this against autodiff of ``lax.conv``; `benchmarks/lowerings.py` has
 the compilers' estimates.
 """
 
@@ -46,15 +46,15 @@ Pooled = Float[Array, "batch height2 width2 inputs"]
 Bias = Float[Array, " outputs"]
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
-# Most input channels with which a direct convolution on a CPU is faster after turning rows into channels (measured).
+# Up to this number of input channels, a CPU's direct convolution is faster with rows turned into channels (measured).
 _FEW_CHANNELS = 8
-# The channels that this makes are filled up with zeros to a multiple of this.
+# The channels made in this way are padded with zeros to a multiple of this number.
 _CHANNEL_MULTIPLE = 8
-# Fewest columns, the outputs, in the product of the kernel's gradient: with fewer, lanes of the processor would idle.
+# The smallest number of columns (outputs) in the product of the kernel's gradient; with fewer, lanes would idle.
 _LANES = 16
-# Output columns taken together in the kernel's gradient of a layer with few channels, on a CPU.
+# The number of output columns per block in the kernel's gradient of a layer with few channels, on a CPU.
 _BLOCK = 4
-# Images times outputs from which on these blocks are faster than the convolution (measured).
+# From this number of images times outputs on, these blocks are faster than the convolution (measured).
 _FASTER_BY_BLOCKS = 300
 
 
@@ -81,8 +81,9 @@ def conv2d(x: Images, kernel: Kernel, *, strides: tuple[int, int] = (1, 1), padd
 def conv_pool2x2(x: Images, kernel: Kernel, bias: Bias, *, padding: int) -> Maps:
     """``max_pool2x2(conv2d(x, kernel)) + bias``, with ``padding`` pixels on each side.
 
-    Where a GPU takes one patch for several output columns, the bias's gradient comes from the same product as the
-    kernel's: adding a constant commutes with a maximum, so that it is the sum of the cotangent before pooling, too.
+    If a GPU uses one patch for several output columns, the gradient of the bias comes from the same product as that of
+    the kernel. Adding a constant commutes with a maximum, so this gradient is also the sum of the cotangent before
+    pooling.
     """
     pads = ((padding, padding), (padding, padding))
 
@@ -98,7 +99,7 @@ def conv_pool2x2(x: Images, kernel: Kernel, bias: Bias, *, padding: int) -> Maps
 
 
 def max_pool3x3(x: Images) -> Pooled:
-    """3x3 max-pooling with stride 2 and a border of 1; but for a TPU, first over rows and then over columns."""
+    """3x3 max-pooling with stride 2 and a border of 1; except on a TPU, first over rows and then over columns."""
 
     def by_slices(x: Images) -> Pooled:
         x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-jnp.inf)
@@ -128,7 +129,7 @@ def max_pool2x2(x: Images) -> Pooled:
 
 
 def _pool_windows(x: Images, size: int, border: int) -> Pooled:
-    """A TPU's own pooling: strided slices cost it more than convolutions. Of equal pixels, the first gets it all."""
+    """Pooling on a TPU, where strided slices cost more than convolutions; of equal pixels the first gets all."""
     pads = ((0, 0), (border, border), (border, border), (0, 0))
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, size, size, 1), (1, 2, 2, 1), pads)
 

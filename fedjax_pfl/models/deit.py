@@ -1,7 +1,7 @@
 """DeiT-S (Touvron et al., ICML 2021, arXiv:2012.12877): a small vision transformer that reads an image in patches.
 
-Left out are the distillation token, which learns from the answers of a trained teacher (there is none here, and this is
-the paper's DeiT-S without distillation), and stochastic depth, a part of its recipe for ImageNet.
+Two parts are left out: the distillation token, which learns from the predictions of a trained teacher (this is the
+paper's DeiT-S without distillation), and stochastic depth, which is part of its recipe for ImageNet.
 """
 
 from typing import Annotated
@@ -20,7 +20,7 @@ EPSILON = 1e-6
 
 
 class Embedding(nn.Module):
-    """The class token, then a linear image of every patch; to each is added what stands for its position."""
+    """The class token, followed by a linear embedding of every patch; a position embedding is added to each."""
 
     patch: int
     width: int
@@ -39,7 +39,7 @@ class Embedding(nn.Module):
         rows, columns, values = height // self.patch, width // self.patch, self.patch * self.patch * channels
         x = x.reshape(batch, rows, self.patch, columns, self.patch, channels).swapaxes(2, 3)
         x = dense(self.width, self.init_style, values, "patches")(x.reshape(batch, rows * columns, values))
-        # The paper's code cuts it off at 100 standard deviations.
+        # The paper's code truncates the normal distribution at 100 standard deviations.
         normal = nn.initializers.normal(0.02)
         token = self.param("class_token", normal, (self.width,))
         x = jnp.concatenate([jnp.broadcast_to(token, (batch, 1, self.width)), x], axis=1)
@@ -47,7 +47,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, then two layers with a GELU between them: each reads its input normalised, and is added to it."""
+    """A pre-norm block: self-attention, then two dense layers with a GELU between them, each with a residual."""
 
     heads: int
     init_style: Init
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class DeiT(nn.Module):
-    """Embedded patches, blocks, layer normalisation; the feature is what has become of the class token."""
+    """Embedded patches, blocks, layer normalisation; the feature is the final class token."""
 
     patch: int
     depth: int
@@ -81,7 +81,7 @@ class DeiT(nn.Module):
     def __call__(self, x: Float[Array, "batch h w c"], mask: Mask = None) -> tuple[Float[Array, "batch dim"], Maps]:
         """Returns features [batch, width] and, as maps [batch, h / patch, w / patch, width], the patches' tokens.
 
-        There is a map between every two blocks, and none behind the last, where the class token alone counts.
+        There is a map between every two blocks, and none after the last, where only the class token is used.
         """
         del mask
         shape = x.shape[0], x.shape[1] // self.patch, x.shape[2] // self.patch, self.width
@@ -110,13 +110,14 @@ def deit_s(
     the tokens of the patches between every two blocks.
 
     Args:
-      patch: side of a patch, in pixels: 4 makes 8x8 patches of 32x32 pixels and 7x7 of 28x28; the paper's is 16, for
+      patch: side of a patch, in pixels: 4 gives 8x8 patches for 32x32 pixels, and 7x7 for 28x28. The paper uses 16 for
         224x224.
       depth: number of blocks.
-      width: of a token, and so of the feature.
-      heads: of the attention; a divisor of ``width``.
-      init: ``"torch"`` as the paper's code, kernels from N(0, 0.02^2) and biases zero, but the patches' as of every
-        dense layer; ``"flax"``: its default, Lecun normal. Class token and positions are from N(0, 0.02^2) in both.
+      width: dimension of a token, and so of the feature.
+      heads: number of attention heads; a divisor of ``width``.
+      init: ``"torch"`` as in the paper's code: kernels from N(0, 0.02^2) and biases zero, except for the patch
+        embedding, which is initialised as every dense layer; ``"flax"``: Flax's default, Lecun normal. Class token and
+        positions are from N(0, 0.02^2) in both.
 
     Raises:
       ConfigError: field ``model.heads``.

@@ -1,17 +1,17 @@
-"""Convolution with fewer multiplications, at the roots of unity: for CPUs, where a 5x5 kernel is bound by arithmetic.
+"""Convolution with fewer multiplications, by Fourier transforms: for CPUs, where arithmetic limits a 5x5 kernel.
 
-The product of two polynomials, of ``outputs`` and ``taps`` coefficients, has n = ``outputs`` + ``taps`` - 1 of them,
-and n points determine it: evaluate both factors there, multiply, interpolate. At roots of unity that is the Fourier
-transform, and rounds no worse than the direct sum; a pair of conjugate roots takes three real multiplications (Gauss),
-a real root one, about 3 n / 2 in all, the ``rank``. Transposed, it is a kernel that slides over the n values of a row
-(Winograd, Arithmetic Complexity of Computations, 1980),
+The product of two polynomials with ``outputs`` and ``taps`` coefficients has n = ``outputs`` + ``taps`` - 1
+coefficients, and n points determine it: evaluate both factors at the points, multiply, interpolate. At roots of unity
+this is the Fourier transform, whose rounding is no worse than that of the direct sum. A pair of conjugate roots takes
+three real multiplications (Gauss) and a real root takes one, about 3 n / 2 in total, the ``rank``. Transposed, it is a
+kernel that slides over the n values of a row (Winograd, Arithmetic Complexity of Computations, 1980),
 
     y = outputs @ ((taps @ kernel) * (points @ x)),     y [outputs], kernel [taps], x [n],
 
-with three constant real matrices. Images use it along both axes, in tiles where there are many channels. The products
-of one pair of points, summed over channels, are a matrix product: tiles times inputs times inputs times outputs. A 5x5
-kernel on 14x14 pixels takes 400 products per pair of channels, 576 in four tiles, instead of 2500. Both gradients are
-the same form with transposed matrices.
+with three constant real matrices. Images use it along both axes, in tiles if there are many channels. The products of
+one pair of points, summed over channels, are a matrix product, [tiles, inputs] times [inputs, outputs]. A 5x5 kernel on
+14x14 pixels takes 400 products per pair of channels (576 in four tiles) instead of 2500. Both gradients have the same
+form with transposed matrices.
 """
 
 import functools
@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-# Largest transformed kernel, in elements, that stays in cache between its uses.
+# The size, in elements, of the largest transformed kernel that stays in the cache between its uses.
 _CACHED = 2**19
-# Ratio of multiplications, direct over ours, above which the transform wins (measured): ours are in smaller products.
+# The ratio of multiplications (direct / transform) above which the transform is faster (measured); it is above 1,
+# because the transform's multiplications are in smaller matrix products.
 _WINNING_RATIO = 1.75
 
 KernelShape = tuple[int, ...]  # height, width, inputs, outputs

@@ -16,10 +16,10 @@ _STATISTICS = dict(zip(("mean", "var"), STATISTICS, strict=True))
 
 
 class LinenNetwork:
-    """A `Network` of a Linen module; parameters are those of the module, with statistics beside scale and bias."""
+    """A `Network` from a Linen module; its parameters also hold the statistics, beside scale and bias."""
 
     def __init__(self, module: nn.Module):
-        """Raises ConfigError unless x, with flags such as ``train``, is all that the module wants."""
+        """Raises a ConfigError if the module needs other arguments than x and flags such as ``train``."""
         self.name, self._module = type(module).__name__, module
         self._flags = flags(self.name, type(module).__call__)
 
@@ -67,7 +67,7 @@ class LinenNetwork:
             return self._module.apply({"params": params}, x, rngs=rngs, **self._arguments(training=mask is not None))
 
     def linear(self, name: str, layer: Any) -> "LinenNetwork | None":
-        """An ``nn.Dense`` by itself."""
+        """A network of a single ``nn.Dense``; None for another layer."""
         del name
         return LinenNetwork(layer.clone(parent=None, name=None)) if type(layer) is nn.Dense else None
 
@@ -76,7 +76,7 @@ class LinenNetwork:
 
 
 def _batch_norm(module: nn.BatchNorm, mask: Mask) -> Callable[..., Any]:
-    """What stands in for the call of a batch normalisation."""
+    """The function that replaces the call of a batch normalisation."""
 
     def call(x: Array, use_running_average: bool | None = None) -> Array:
         frozen = module.use_running_average if use_running_average is None else use_running_average

@@ -19,17 +19,21 @@ Path = tuple[Any, ...]  # attributes (str) and places in lists (int)
 
 
 class NNXNetwork:
-    """A `Network` of an NNX module; a layer in a list, ``self.layers[0]``, is called ``layers_0``.
+    """A `Network` from an NNX module; a layer in a list, ``self.layers[0]``, has the name ``layers_0``.
 
-    Parameters are its ``nnx.Param`` and the statistics of ``nnx.BatchNorm``, under the names that ``norm.py`` wants.
+    Its parameters are the ``nnx.Param`` and the statistics of ``nnx.BatchNorm``, under the names that ``norm.py`` uses.
     """
 
     def __init__(self, name: str, make: Callable[[nnx.Rngs], Any]):
-        """Raises ConfigError unless the function makes a module of x that keeps nothing but parameters and randomness.
+        """Builds the module once, on shapes only.
 
         Args:
-          name: for messages.
+          name: the name for messages.
           make: rngs -> the module with its initial weights.
+
+        Raises:
+          ConfigError: the function does not return a module of x, or the module keeps other state than parameters,
+            statistics of batch normalisation and randomness.
         """
         self.name, self._make = name, make
 
@@ -56,7 +60,7 @@ class NNXNetwork:
                 raise ConfigError("model", name, allowed)
 
     def init(self, key: Key[Array, ""], x: Shaped[Array, "batch ..."]) -> Params:
-        """The weights that the module is made with."""
+        """The initial weights of the module."""
         del x
         leaves = jax.tree.leaves(nnx.state(self._make(nnx.Rngs(key))))
         kept = zip(self._paths, leaves, strict=True)

@@ -1,14 +1,15 @@
-"""Batch normalisation for federated training: what its running statistics are, and how they are updated.
+"""Batch normalisation for federated training: how its running statistics are stored and updated.
 
 The running mean and variance are part of theta (rule R10 in docs/protocol.md): uploaded, averaged and kept with it. A
 training pass (one with a mask) normalises with the mean and variance of the batch's samples, without the padding, and
 gradients flow through these; every other pass uses the running statistics, as constants. A batch of fewer than two
 samples is normalised with the running statistics and leaves them as they are.
 
-Losses are pure functions of theta, so a training pass hands the update over as the gradient of the statistics: what is
-to be subtracted from them. The trainer takes it as is, past learning rate, momentum, weight decay and clipping. (Flax
-does the same for the scales of 8-bit floats, in its collection ``_overwrite_with_gradient``.) A loss without a training
-pass leaves the statistics as they are; one with several adds up their updates.
+Losses are pure functions of theta. So a training pass returns the update as the "gradient" of the statistics: the
+amount to subtract from them. The trainer applies it unchanged, without learning rate, momentum, weight decay and
+clipping.
+(Flax does the same for the scales of 8-bit floats, in its collection ``_overwrite_with_gradient``.) A loss without a
+training pass leaves the statistics unchanged; a loss with several passes adds up their updates.
 """
 
 import flax.linen as nn
@@ -26,12 +27,12 @@ MOMENTUM = 0.1
 
 
 def is_statistic(path: tuple) -> bool:
-    """Whether the leaf at this path of a tree of parameters is a running statistic, which no optimiser may touch."""
+    """Whether the leaf at this path of a parameter tree is a running statistic, which no optimiser may change."""
     return any(getattr(step, "key", None) in STATISTICS for step in path[-1:])
 
 
 def without_statistics(params: PyTree) -> PyTree:
-    """Parameters, a gradient or a change of them, with zeros for running statistics."""
+    """Parameters, or a gradient or change of parameters, with zeros in the place of running statistics."""
     return jax.tree.map_with_path(lambda path, leaf: jnp.zeros_like(leaf) if is_statistic(path) else leaf, params)
 
 
@@ -40,7 +41,7 @@ class BatchNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch h w c"], mask: Mask = None) -> Float[Array, "batch h w c"]:
-        """Applies it; with a mask as in training, without as in evaluation."""
+        """Applies it: as in training if a mask is given, otherwise as in evaluation."""
         channels = x.shape[-1:]
         scale = self.param("scale", nn.initializers.ones_init(), channels)
         bias = self.param("bias", nn.initializers.zeros_init(), channels)
@@ -64,12 +65,12 @@ def batch_norm(
     """Normalises every channel, then scales and shifts it; see the module's docstring.
 
     Args:
-      x: of any number of axes between the batch and the channels.
-      mask: with one it is a training pass, without one an evaluation.
-      running: mean and variance, from theta; their gradient is what to subtract from them.
-      scale: of each channel.
-      bias: of each channel.
-      momentum: how far the running statistics go towards the batch's.
+      x: the input, with any number of axes between the batch and the channels.
+      mask: 1 for a sample, 0 for padding, in a training pass; None in an evaluation.
+      running: running mean and variance, from theta; their gradient is the amount to subtract from them.
+      scale: scale of each channel.
+      bias: bias of each channel.
+      momentum: the share by which the running statistics move towards those of the batch.
       epsilon: added to the variance.
     """
     mean, var = lax.stop_gradient(running)
@@ -82,7 +83,7 @@ def batch_norm(
         batch_mean = jnp.sum(valid * x, axis=all_but_channels) / values
         batch_var = jnp.sum(valid * (x - batch_mean) ** 2, axis=all_but_channels) / values
         enough = samples >= 2
-        # Stored without bias, used with it, as in PyTorch.
+        # The unbiased variance is stored, the biased one is used, as in PyTorch.
         towards = batch_mean, batch_var * values / jnp.maximum(values - 1.0, 1.0)
         update = jax.tree.map(lambda old, new: jnp.where(enough, momentum * (old - new), 0.0), (mean, var), towards)
         x = _with_update(x, running, lax.stop_gradient(update))

@@ -1,4 +1,4 @@
-"""People's own models: how a Flax module becomes an extractor and a head."""
+"""A user's own models: how a Flax module becomes an extractor and a head."""
 
 import functools
 import inspect
@@ -27,11 +27,11 @@ _KINDS = (
 
 
 class Own(NamedTuple):
-    """A model of somebody's own, before it is fitted to data.
+    """A user's own model, before it is built for the shape of the data.
 
     Attributes:
       parts: a classifier, or an extractor and a head.
-      features: where the classifier is cut; see `own_model`.
+      features: the layer after which the classifier is cut; see `own_model`.
     """
 
     parts: tuple[Network, ...]
@@ -39,7 +39,7 @@ class Own(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """The name of the model in messages."""
         names = [part.name for part in self.parts]
         return names[0] if len(names) == 1 else f"({', '.join(names)})"
 
@@ -52,17 +52,18 @@ class Own(NamedTuple):
         mean: Float[Array, " c"] | None = None,
         std: Float[Array, " c"] | None = None,
     ) -> Model:
-        """The model on samples of this shape, with all that can be wrong with it found out.
+        """The model for samples of this shape, after all checks.
 
         Args:
-          shape: of one sample.
+          shape: shape of one sample.
           classes: number of classes.
           text: whether samples are tokens, which stay whole numbers.
-          mean: per-channel mean of pixels scaled to [0, 1]; left out, as is ``std``, for all else.
-          std: per-channel standard deviation of the same.
+          mean: mean per channel of pixels scaled to [0, 1]; None for other samples, as ``std``.
+          std: standard deviation per channel of the same.
 
         Raises:
-          ConfigError: it does not run on such samples, or cannot be cut, or keeps or draws what it may not.
+          ConfigError: the model does not run on such samples, cannot be cut, or keeps state or draws random numbers
+            where this is not allowed.
         """
         halves, dim, draws = _halves(self, shape, "uint8" if text else "float32", classes)
 
@@ -87,26 +88,27 @@ class Own(NamedTuple):
 
 
 def own_model(given: Any, *, features: str | None = None) -> Callable[..., Any]:
-    """A factory, as `MODELS` holds them, of a model that is not the package's.
+    """A factory of a user's own model, in the form of the entries of `MODELS`.
 
-    A classifier is cut into extractor and head. In training passes (those of a batch with a mask) its flags ``train``,
-    ``training``, ``is_train``, ``is_training`` are true, ``deterministic``, ``eval``, ``inference`` false, and dropout
-    draws from the key of the step; in all others it is the other way round, and nothing is drawn. The statistics of
-    ``nn.BatchNorm`` are part of the extractor's parameters (``norm.py``). The head is not told which pass it is in.
+    A classifier is cut into extractor and head. In training passes (with a mask) its flags ``train``, ``training``,
+    ``is_train``, ``is_training`` are true and ``deterministic``, ``eval``, ``inference`` false, and dropout draws from
+    the key of the step. In all other passes the flags have the opposite values, and nothing is drawn. The statistics of
+    ``nn.BatchNorm`` are part of the extractor's parameters (``norm.py``). The head does not know which pass it is in.
 
     Args:
-      given: a Linen module x -> logits [batch, classes]; a pair of modules, x -> z [batch, dim] and z -> logits; a
-        Linen module x, mask -> (z, maps), which gets a linear head (``base.py``); an NNX module, whose weights are the
-        initial ones whatever the seed, or a class or function of ``rngs``, which draws them; or a function, or a class
-        of modules, whose keyword-only arguments, or fields of plain types, are options.
-      features: of a classifier, the layer (child module or attribute) after which it is cut; what follows without
-        parameters still belongs to the extractor. Before its last layer with parameters, unless given.
+      given: one of the following. A Linen module x -> logits [batch, classes]. A pair of modules, x -> z [batch, dim]
+        and z -> logits. A Linen module x, mask -> (z, maps), which gets a linear head (``base.py``). An NNX module,
+        whose weights are the initial ones whatever the seed; or a class or function of ``rngs``, which draws the
+        weights. A function, whose keyword-only arguments are options, that returns one of these; or a class of modules,
+        whose fields of plain types are options.
+      features: the layer (child module or attribute) after which a classifier is cut; following layers without
+        parameters still belong to the extractor. Unless given, the cut is before the last layer with parameters.
 
     Raises:
-      ConfigError: it is none of these.
+      ConfigError: ``given`` is none of these.
     """
-    # The same factory for the same model: that is how a program knows that it need not be compiled again. What an NNX
-    # module holds, in a pair or not, may change in between.
+    # The same model must give the same factory, so that a program is not compiled again. This does not hold for an NNX
+    # module (or a pair with one), whose content may change in between.
     try:
         hash(given)
     except TypeError:
@@ -122,7 +124,7 @@ def _factory(given: Any, features: str | None) -> Callable[..., Any]:
     if not callable(given) or _is_torch(given):
         raise _unknown(given)
     options, takes_rngs = _options(given)
-    made: dict[str, Own | nn.Module] = {}  # by the options: what is found out about it (`_halves`) need be only once
+    made: dict[str, Own | nn.Module] = {}  # by options, so that each model is checked (`_halves`) only once
 
     def factory(**chosen: Any) -> Own | nn.Module:
         key = repr(sorted(chosen.items()))
@@ -138,7 +140,7 @@ _factory_of = functools.lru_cache(maxsize=256)(_factory)
 
 
 def _own(made: Any, features: str | None) -> Own | nn.Module:
-    """What a module, or a pair of them, is to the package."""
+    """The package's form of a module or of a pair of modules."""
     if isinstance(made, tuple | list):
         if len(made) != 2 or not all(isinstance(part, (nn.Module, *_nnx())) for part in made):
             raise ConfigError("model", f"({', '.join(map(_name, made))})", "a pair of Flax modules (extractor, head)")
@@ -174,16 +176,16 @@ def _of_rngs(given: Callable[..., Any], options: dict[str, Any], features: str |
 
 
 def _nnx() -> tuple[type, ...]:
-    """NNX's modules, if there can be any: nothing else imports it, for it takes half a second."""
+    """The class of NNX modules, if NNX has been imported; importing it takes half a second."""
     library = sys.modules.get("flax.nnx")
     return () if library is None else (library.Module,)
 
 
 def _options(given: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
-    """The options of a function or class, and whether it takes ``rngs`` besides.
+    """The options of a function or class, and whether it also takes ``rngs``.
 
-    Of a function, its keyword-only arguments; of a class, those fields, or arguments of ``__init__``, that a config can
-    hold: numbers, strings and flags.
+    For a function these are its keyword-only arguments; for a class, the fields or arguments of ``__init__`` that a
+    config can hold: numbers, strings and flags.
     """
     name, mro = _name(given), inspect.getmro(given) if inspect.isclass(given) else ()
     of_class = bool(mro)
@@ -216,7 +218,7 @@ def _options(given: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether values of this type can stand in a config as they are."""
+    """Whether a config can hold values of this type."""
     if typing.get_origin(hint) is Annotated:
         return _is_plain(hint.__origin__)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -238,9 +240,9 @@ def _described(factory: Callable[..., Any], given: Any, options: list[inspect.Pa
 
 @functools.lru_cache(maxsize=64)
 def _halves(own: Own, shape: tuple[int, ...], dtype: str, classes: int) -> tuple[Halves, int, bool]:
-    """The two halves, the width of the features, and whether a training pass draws random numbers; all of it checked.
+    """The two halves, the width of the features, and whether a training pass draws random numbers; with all checks.
 
-    The same however often a run asks: each time it would be traced ten times over.
+    Cached, because each call traces the model about ten times.
     """
     x = jax.ShapeDtypeStruct((2, *shape), dtype)
     with _in_one_line(own.name, f"on samples of shape {list(shape)}"):
@@ -276,7 +278,7 @@ def _checked(name: str, halves: Halves, x: jax.ShapeDtypeStruct, classes: int) -
 
 @contextmanager
 def _in_one_line(name: str, when: str) -> Iterator[None]:
-    """Turns whatever a module raises on a trace into one line."""
+    """Turns any error that a module raises while it is traced into a one-line ConfigError."""
     try:
         yield
     except ConfigError:

@@ -1,7 +1,7 @@
-"""Convolutions as matrix products of patches, the receptive fields of the output pixels, in all three directions.
+"""Convolutions as matrix products of patches (the receptive fields of the output pixels), in all three directions.
 
-A patch may be for several neighbouring output columns, each of which has channels of its own: then it is written and
-read once for all of them, and the price are products with the zeros of a kernel that holds theirs side by side.
+A patch may serve several neighbouring output columns, each with its own channels. It is then written and read once for
+all of them, at the price of products with the zeros of a wider kernel, which holds their kernels side by side.
 """
 
 import functools
@@ -16,27 +16,27 @@ Images = Float[Array, "batch height width inputs"]
 Maps = Float[Array, "batch height2 width2 outputs"]
 Kernel = Float[Array, "kh kw inputs outputs"]
 
-# What a GPU does in the time in which it reads a number, or between two launches, by the figures of an H200.
+# The work of a GPU during the time of reading one number, and of one launch, by the figures of an H200.
 _PRODUCTS_PER_NUMBER = 120  # multiplications and additions in tensorfloat32
 _LAUNCH = 4_000_000  # numbers read
 _ALIGNED = 4  # numbers that a GPU reads at once
 
 
 def takes_one_column() -> bool:
-    """Whether patches are for one output column each, as in float32, where products take longer than reading."""
+    """Whether each patch serves one output column, as in float32, where products take longer than reading."""
     # JAX adds the attribute when it starts.
     return jax.config.jax_default_matmul_precision in ("float32", "highest")  # type: ignore[attr-defined]
 
 
 def columns_on_a_gpu(rows: int, width: int, kernel: tuple[int, ...], strides: tuple[int, int]) -> int:
-    """How many output columns a GPU computes from one patch: what takes the least time, by estimate.
+    """The number of output columns that a GPU computes from one patch: the fastest by estimate.
 
-    A patch under several columns is written and read once for all of them; products with the zeros of the wider kernel
-    are the price.
+    A patch for several columns is written and read once for all of them, at the price of products with the zeros of the
+    wider kernel.
 
     Args:
-      rows: of all images of all clients, after the convolution.
-      width: columns of each.
+      rows: number of output rows, of all images of all clients.
+      width: number of output columns of each image.
       kernel: kh, kw, inputs, outputs.
       strides: vertical and horizontal step.
     """

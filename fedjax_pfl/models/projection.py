@@ -1,4 +1,4 @@
-"""Models whose extractor is an encoder and, on top of it, a projection head, as contrastive methods want it."""
+"""Models whose extractor is an encoder with a projection head on top, for contrastive methods."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from fedjax_pfl.models.resnet import Norm, Stem, resnet18
 
 
 class ProjectionHead(nn.Module):
-    """H: a hidden ReLU layer as wide as the input, and a linear layer."""
+    """H: a hidden ReLU layer of the same width as the input, and a linear layer."""
 
     dim: int
     init_style: Init
@@ -27,7 +27,7 @@ class ProjectionHead(nn.Module):
 
 
 class Projected(nn.Module):
-    """An encoder E, itself an extractor, and a projection head H of ``dim`` outputs; the feature is H(E(x))."""
+    """An encoder E, which is an extractor, and a projection head H with ``dim`` outputs; the feature is H(E(x))."""
 
     encoder: nn.Module
     dim: int
@@ -59,11 +59,11 @@ def cnn_proj(*, init: Init = "torch") -> Projected:
 def cnn_digits_proj(*, projection: Annotated[int, Ge(1)] = 64, init: Init = "torch") -> Projected:
     """``cnn_digits`` and a projection head, 64 -> 64 -> ``projection``. On 8x8x1: 13,056 + 8,320.
 
-    It has both feature maps and a projection head, so that every method runs on it.
+    It has both feature maps and a projection head, so that every method but FedBN (normalisation layers) runs on it.
 
     Args:
       projection: width of the projected feature.
-      init: of all layers.
+      init: initialisation of all layers.
     """
     return Projected(cnn_digits(init=init), projection, init)
 
@@ -74,9 +74,9 @@ def mlp_proj(
     """``mlp`` and a projection head, hidden -> hidden -> ``projection``; no feature maps. On 8x8x1: 6,500 + 16,564.
 
     Args:
-      hidden: width of the MLP's hidden layer, and of the projection head's.
+      hidden: width of the hidden layers of the MLP and of the projection head.
       projection: width of the projected feature.
-      init: of all layers.
+      init: initialisation of all layers.
     """
     return Projected(mlp(hidden=hidden, init=init), projection, init)
 
@@ -92,10 +92,10 @@ def resnet18_proj(
     """ResNet-18 and a projection head, 512 -> 512 -> ``projection``: 393,984 parameters more at the default.
 
     Args:
-      stem: as of ``resnet18``.
-      norm: likewise.
-      groups: likewise.
+      stem: as in ``resnet18``.
+      norm: as in ``resnet18``.
+      groups: as in ``resnet18``.
       projection: width of the projected feature.
-      init: of the encoder as of ``resnet18``; of the head as of every dense layer.
+      init: initialisation of the encoder, as in ``resnet18``, and of the head, as for every dense layer.
     """
     return Projected(resnet18(stem=stem, norm=norm, groups=groups, init=init), projection, init)

@@ -1,9 +1,9 @@
-"""Random numbers of training passes (dropout): each pass draws from the key of the training step that it is in.
+"""Random numbers of training passes (dropout): each pass draws from the key of its training step.
 
-Losses are functions of parameters and a batch, and hand no key to the model. The trainer says which step is being
-traced, and the model asks for that step's key; where no model asks, nothing is traced. All training passes in a step
-share the key: the loss of a step is one function of the parameters, so that passes of the same layer under other
-parameters (a meta step, a difference of gradients) drop the same units.
+Losses are functions of parameters and a batch, and pass no key to the model. The trainer announces the step that is
+being traced, and the model asks for the key of this step; if no model asks, no key is traced. All training passes of a
+step share the key, because the loss of a step is one function of the parameters: passes of the same layer with other
+parameters (a meta step, a difference of gradients) must drop the same units.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ _step: ContextVar[Callable[[], Key[Array, ""]] | None] = ContextVar("step", defa
 
 @contextmanager
 def within_step(key: Callable[[], Key[Array, ""]]) -> Iterator[None]:
-    """What is traced inside belongs to a step, whose passes draw from the key that this makes."""
+    """Everything traced inside belongs to one step, whose passes draw from the key that ``key()`` returns."""
     token = _step.set(key)
     try:
         yield
@@ -29,7 +29,7 @@ def step_key() -> Key[Array, ""]:
     """The key of the step that is being traced.
 
     Raises:
-      ValueError: a training pass outside of any step.
+      ValueError: the training pass is not inside a step.
     """
     key = _step.get()
     if key is None:

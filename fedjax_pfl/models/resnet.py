@@ -30,7 +30,7 @@ class ConvNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch h w c"], mask: Mask) -> Float[Array, "batch h2 w2 channels"]:
-        """Applies the two to [batch, h, w, c]."""
+        """Applies both to [batch, h, w, c]."""
         init = nn.initializers.lecun_normal()
         if self.init_style == "torch":
             init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
@@ -43,7 +43,7 @@ class ConvNorm(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes."""
 
     channels: int
     stride: int
@@ -60,7 +60,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution, which has the stride, between two 1x1 ones, the second to four times the channels."""
+    """A 3x3 convolution (with the stride) between two 1x1 convolutions; the last has four times the channels."""
 
     channels: int
     stride: int
@@ -79,7 +79,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stages of blocks, each after the first at half the resolution; the feature is the mean over all pixels."""
+    """Stages of blocks; each stage after the first halves the resolution; the feature is the mean over all pixels."""
 
     channels: tuple[int, ...]
     blocks: tuple[int, ...]
@@ -116,8 +116,10 @@ def resnet18(
         max-pooling with stride 2, for 64x64 and more.
       norm: group normalisation, or batch normalisation with running statistics that are part of the extractor
         (``norm.py``; 9,600 numbers more).
-      groups: channels are normalised in this many groups, or in as many as divide both this and their number.
-      init: ``"torch"`` as torchvision's ResNet, kernels from N(0, 2 / fan_out); ``"flax"``: its default, Lecun normal.
+      groups: number of groups of the group normalisation; in each layer, its greatest common divisor with the number of
+        channels. Not used with ``norm = "batch"``.
+      init: ``"torch"`` as in torchvision's ResNet: kernels from N(0, 2 / fan_out); ``"flax"``: Flax's default, Lecun
+        normal.
     """
     return ResNet((64, 128, 256, 512), (2, 2, 2, 2), stem, norm, groups, init)
 
@@ -127,12 +129,13 @@ def resnet50(
 ) -> ResNet:
     """ResNet-50: feature dimension 2048; extractor 23,500,352 parameters on 32x32x3, 23,508,032 with ImageNet's stem.
 
-    Where a bottleneck halves the resolution its 3x3 convolution does, as in torchvision; in the paper, the first 1x1.
+    If a bottleneck halves the resolution, its 3x3 convolution has the stride, as in torchvision; in the paper the first
+    1x1 convolution has it.
 
     Args:
-      stem: as of ``resnet18``.
-      norm: likewise; batch normalisation has 53,120 numbers more.
-      groups: likewise.
-      init: likewise.
+      stem: as in ``resnet18``.
+      norm: as in ``resnet18``; batch normalisation has 53,120 numbers more.
+      groups: as in ``resnet18``.
+      init: as in ``resnet18``.
     """
     return ResNet((64, 128, 256, 512), (3, 4, 6, 3), stem, norm, groups, init, Bottleneck)

@@ -1,1 +1,1 @@
-"""Pure functions that two methods or more share."""
+"""Pure functions that two or more methods share."""

@@ -1,4 +1,4 @@
-"""How a server combines what its clients upload."""
+"""Rules by which a server combines the uploads of its clients."""
 
 from collections.abc import Callable
 
@@ -12,18 +12,18 @@ from fedjax_pfl.ops.tree import by_row
 
 
 def weighted_mean(stacked: PyTree[Float[Array, "K ..."]], weight: Float[Array, " K"]) -> PyTree[Float[Array, "..."]]:
-    """sum_k weight_k x_k / sum_k weight_k for every leaf; zeros where all weights are 0."""
+    """sum_k weight_k x_k / sum_k weight_k for every leaf, [K, ...] -> [...]; zeros if all weights are 0."""
     share = weight / jnp.maximum(jnp.sum(weight), 1e-12)
-    # On accelerators, products of layers may round what they multiply: parameters would lose what a round has changed.
+    # On accelerators, layers may multiply at reduced precision; parameters would lose the small changes of a round.
     return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, axes=1, precision=lax.Precision.HIGHEST), stacked)
 
 
 def coordinate_median(
     stacked: PyTree[Float[Array, "K ..."]], weight: Float[Array, " K"]
 ) -> PyTree[Float[Array, "..."]]:
-    """The unweighted median of the rows with a weight above 0, coordinate by coordinate; zeros where there is none.
+    """The unweighted median of the rows with a weight above 0, coordinate by coordinate; zeros if there are none.
 
-    A value that is no number counts as the largest.
+    NaN counts as the largest value.
 
     Reference:
       D. Yin, Y. Chen, K. Ramchandran, P. Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical
@@ -44,9 +44,9 @@ def coordinate_median(
 def interpolate(
     old: PyTree[Float[Array, "..."]], new: PyTree[Float[Array, "..."]], share: float | Float[Array, ""]
 ) -> PyTree[Float[Array, "..."]]:
-    """(1 - share) old + share new of parameters; running statistics are the new ones, as no rate applies to them.
+    """(1 - share) old + share new for parameters; running statistics are taken from ``new``.
 
-    A share of 0 gives the old parameters, and one of 1 the new, to the bit; it may be larger.
+    A share of 0 gives the old parameters, and a share of 1 the new ones, bit for bit. It may be larger than 1.
     """
 
     def leaf(path: tuple, old: Array, new: Array) -> Array:
@@ -55,5 +55,5 @@ def interpolate(
     return jax.tree.map_with_path(leaf, old, new)
 
 
-# stacked uploads, weights -> one: how a server combines the parameters of its participants.
+# Stacked uploads [K, ...], weights [K] -> combined [...]: how a server combines the parameters of its participants.
 Combine = Callable[[PyTree, Float[Array, " K"]], PyTree]

@@ -16,14 +16,14 @@ def distillation(
     temperature: float | Float[Array, ""],
     scaled: bool = False,
 ) -> Float[Array, ""]:
-    """KL(p_T || p_S) of the softened predictions, mean over the batch (Hinton et al., arXiv:1503.02531).
+    """KL(p_T || p_S) of the softened predictions, mean over the batch, [] (Hinton et al., arXiv:1503.02531).
 
     Args:
-      student: logits that learn.
-      teacher: logits that are learnt from; no gradient flows into them.
+      student: logits of the model that is trained.
+      teacher: logits of the model that it learns from; no gradient flows into them.
       mask: 1 for a sample, 0 for padding.
       temperature: tau; both logits are divided by it.
-      scaled: multiply by tau^2, so that the gradient does not shrink as tau grows.
+      scaled: whether to multiply by tau^2, so that the gradient does not shrink as tau grows.
     """
     log_p = jax.nn.log_softmax(lax.stop_gradient(teacher) / temperature)
     log_q = jax.nn.log_softmax(student / temperature)

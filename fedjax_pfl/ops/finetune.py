@@ -35,8 +35,11 @@ def finetune(
       data: the client's training samples.
       epochs: E_ft.
       lr: eta_ft; None for the rate of local training.
-      scope: ``"full"`` trains everything, ``"extractor"`` all but the last layer, ``"head"`` the last layer alone, on
+      scope: ``"full"`` trains everything, ``"extractor"`` all but the last layer, ``"head"`` only the last layer, on
         cached features.
+
+    Returns:
+      The fine-tuned parameters.
     """
 
     def full_loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Array:

@@ -1,4 +1,4 @@
-"""Training of a head alone, on features."""
+"""Training of a head on features of a frozen extractor."""
 
 from jaxtyping import Array, Key
 
@@ -20,17 +20,17 @@ def train_head(
     epochs: int | None = None,
     lr: Scalar | None = None,
 ) -> Params:
-    """Trains a head with plain cross-entropy.
+    """Trains a head with plain cross-entropy; returns the trained head.
 
     Args:
       now: the round, and the client's key in it.
-      model: classifies features with a head.
+      model: its ``classify`` applies the head to features.
       train: the local trainer.
-      head: phi, to start from.
-      features: samples as an extractor sees them, from :func:`~fedjax_pfl.ops.training.cache_features`.
+      head: phi, the head to start from.
+      features: the client's samples as features, from :func:`~fedjax_pfl.ops.training.cache_features`.
       phase: name of this phase.
-      epochs: instead of the trainer's number.
-      lr: instead of the trainer's rate.
+      epochs: number of epochs, instead of the trainer's.
+      lr: learning rate, instead of the trainer's.
     """
 
     def loss(phi: Params, batch: Batch, key: Key[Array, ""]) -> Array:

@@ -1,10 +1,10 @@
-"""The last layers of a model as one part of its parameters, and the layers below as the other."""
+"""Splits the parameters of a model into its last layers and the layers below."""
 
 from fedjax_pfl.models.base import Model, Params
 
 
 def last_layers(model: Model, number: int) -> tuple[str, ...]:
-    """The names of the extractor's layers among the last ``number`` layers, of which the head is one.
+    """The names of the extractor's layers among the last ``number`` layers of the model; the head counts as one.
 
     Raises:
       ValueError: the model has fewer layers.
@@ -17,12 +17,12 @@ def last_layers(model: Model, number: int) -> tuple[str, ...]:
 
 
 def split_layers(params: Params, names: tuple[str, ...]) -> tuple[Params, Params]:
-    """(lower, upper): the extractor without the layers of these names, and these layers with the head."""
+    """(lower, upper): the extractor without the named layers; and the named layers together with the head."""
     theta = params["extractor"]
     lower = {name: layer for name, layer in theta.items() if name not in names}
     return lower, {"extractor": {name: theta[name] for name in names}, "head": params["head"]}
 
 
 def join_layers(lower: Params, upper: Params) -> Params:
-    """The params that `split_layers` has split."""
+    """Puts the two parts from `split_layers` together again."""
     return {"extractor": {**lower, **upper["extractor"]}, "head": upper["head"]}

@@ -12,15 +12,15 @@ from fedjax_pfl.ops.training import Scalar, is_off
 
 
 def masked_mean(values: Float[Array, " batch"], mask: Float[Array, " batch"]) -> Float[Array, ""]:
-    """Mean over the samples of a padded batch; 0 for a batch of padding alone (rule R1)."""
+    """Mean over the samples of a padded batch, []; 0 for a batch that has only padding (rule R1)."""
     return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
 def cross_entropies(logits: Float[Array, "samples classes"], y: Int[Array, " samples"]) -> Float[Array, " samples"]:
-    """Softmax cross-entropy of each sample; optax's rounds otherwise, in the last bits.
+    """Softmax cross-entropy of each sample; it differs from optax's in the last bits.
 
-    The label's entry is read by its index on a CPU. On accelerators it is picked by a comparison: an indexed read has
-    an indexed write as its derivative, which takes three kernels of its own there.
+    On a CPU the entry of the label is read by its index. On accelerators it is selected by a comparison, because the
+    derivative of an indexed read is an indexed write, which takes three separate kernels there.
     """
 
     def by_index(logs: Array, y: Array) -> Array:
@@ -36,7 +36,7 @@ def cross_entropies(logits: Float[Array, "samples classes"], y: Int[Array, " sam
 def cross_entropy(
     logits: Float[Array, "batch classes"], y: Int[Array, " batch"], mask: Float[Array, " batch"]
 ) -> Float[Array, ""]:
-    """Mean softmax cross-entropy over the samples of a padded batch."""
+    """Mean softmax cross-entropy over the samples of a padded batch, []."""
     return masked_mean(cross_entropies(logits, y), mask)
 
 
@@ -48,16 +48,16 @@ def balanced_cross_entropy(
     *,
     strength: Scalar,
 ) -> Float[Array, ""]:
-    """Balanced softmax: mean cross-entropy of logits + strength * log n_c over the samples of a padded batch.
+    """Balanced softmax: mean cross-entropy of logits + strength * log n_c over the samples of a padded batch, [].
 
-    The logits alone then need not express how frequent a class is (Ren et al., NeurIPS 2020, arXiv:2007.10740).
+    The logits themselves then need not express how frequent a class is (Ren et al., NeurIPS 2020, arXiv:2007.10740).
 
     Args:
-      logits: without the prior.
+      logits: the logits, without the prior log n_c.
       y: labels.
       mask: 1 for a sample, 0 for padding.
-      class_counts: n_c, samples per class. A class without any counts as if it had one: log 0 would take its logit out
-        of the softmax altogether.
+      class_counts: n_c, samples per class. A class without samples counts as if it had one, because log 0 would remove
+        its logit from the softmax.
       strength: factor on the prior: 1 for balanced softmax, 0 for the plain loss.
     """
     if is_off(strength):
@@ -77,13 +77,13 @@ def label_loss(
 ) -> Float[Array, ""]:
     """Cross-entropy of the logits, plus the regulariser of the features z if the model has one.
 
-    For losses that have more to do with z; the others call :func:`supervised`.
+    For losses that also use z for other terms; other losses call :func:`supervised`.
     """
     return regularized(model, cross_entropy(logits, batch.y, batch.mask), z, batch.mask)
 
 
 def supervised(model: Model, params: Params, batch: Batch) -> Float[Array, ""]:
-    """The loss of plain training: `label_loss` of the model on a batch, which is a training pass over it."""
+    """The loss of plain supervised training, []: `label_loss` of the model on a batch, as a training pass."""
     z = model.features(params["extractor"], batch.x, batch.mask)
     return label_loss(model, z, model.classify(params["head"], z), batch)
 
@@ -91,7 +91,7 @@ def supervised(model: Model, params: Params, batch: Batch) -> Float[Array, ""]:
 def proximal(
     params: PyTree[Float[Array, "..."]], anchor: PyTree[Float[Array, "..."]], strength: float | Float[Array, ""]
 ) -> Float[Array, ""]:
-    """(strength / 2) ||params - anchor||^2, summed over all leaves that are trained (running statistics are not)."""
+    """(strength / 2) ||params - anchor||^2, [], over all trained leaves (running statistics are left out)."""
 
     def square(path: tuple, p: Array, a: Array) -> Array:
         return jnp.zeros((), p.dtype) if is_statistic(path) else jnp.sum((p - a) ** 2)

@@ -13,22 +13,22 @@ from fedjax_pfl.ops.training import Scalar
 
 
 def deal(batch: Batch, parts: int) -> tuple[Batch, ...]:
-    """The samples of a mini-batch, dealt out in turn: the parts differ by one sample at most, the first has the most.
+    """Deals the samples of a mini-batch in turn into parts of equal size (up to one sample; the first is the largest).
 
-    A part is empty where there are fewer samples than parts; a mean over it is zero, and so is its gradient.
+    If there are fewer samples than parts, some parts are empty; a mean over an empty part, and its gradient, are zero.
 
     Args:
-      batch: its samples come before its padding.
-      parts: how many.
+      batch: the mini-batch; its samples come before its padding.
+      parts: number of parts.
     """
     return tuple(jax.tree.map(lambda leaf, part=part: leaf[part::parts], batch) for part in range(parts))
 
 
 def inner_step(loss: Callable[[Params], Float[Array, ""]], params: Params, rate: Scalar) -> Params:
-    """w - rate * grad loss(w), one step of plain SGD; running statistics take their update whole (``models/norm.py``).
+    """w - rate * grad loss(w), one step of plain SGD; running statistics take their full update (``models/norm.py``).
 
-    First-order: derivatives of the result take the step for a constant, so that losses need to be differentiable only
-    once, which is all that convolutions here are.
+    First-order: derivatives of the result treat the step as a constant. So losses need to be differentiable only once,
+    and this package's convolutions can only be differentiated once.
     """
     gradient = jax.grad(loss)(lax.stop_gradient(params))
 

@@ -1,7 +1,8 @@
-"""Small parameters as one vector while they are trained: on an accelerator every array's update is a kernel of its own.
+"""Packs small parameters into one vector while they are trained.
 
-A kernel that adds 32 numbers to 32 others takes as long as one that adds a million: its launch. The biases, the scales
-of the norms and the small kernels of a network are updated by one.
+On an accelerator the update of every array is a separate kernel. A kernel that adds 32 numbers takes as long as one
+that adds a million: the time of its launch. When packed, the biases, the scales of the norms and the small convolution
+kernels of a network are updated by one kernel.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,8 @@ class Packed(NamedTuple):
     """The arrays of a tree of parameters.
 
     Attributes:
-      small: the small ones, one after the other.
-      large: the tree with the others, running statistics among them, where they were, and None for the small ones.
+      small: the small arrays, one after the other, [numbers].
+      large: the tree with the other arrays (including running statistics) in their places, and None for small arrays.
     """
 
     small: Float[Array, " numbers"]
@@ -35,7 +36,7 @@ def pack(params: Params, *, largest: int = SMALL) -> tuple[Packed, Callable[[Pac
 
     Args:
       params: any tree of arrays.
-      largest: numbers in the largest array that counts as small.
+      largest: an array with at most this number of entries counts as small.
     """
     paths, structure = jax.tree.flatten_with_path(params)
     leaves = [(jnp.asarray(leaf), is_statistic(path)) for path, leaf in paths]

@@ -17,11 +17,11 @@ Reduction = Literal["mse", "mean_l2"]
 
 
 class Prototypes(NamedTuple):
-    """One point of the feature space per class.
+    """One prototype (a point of the feature space) per class.
 
     Attributes:
-      mean: the points, [C, K]; zeros where there is none.
-      valid: whether the class has a point, [C] (rule R8).
+      mean: the prototypes, [C, K]; zeros for a class without one.
+      valid: whether the class has a prototype, [C] (rule R8).
     """
 
     mean: Float[Array, "C K"]
@@ -29,23 +29,23 @@ class Prototypes(NamedTuple):
 
     @classmethod
     def none(cls, classes: int, dim: int) -> "Prototypes":
-        """The store before round 0: no class has a point."""
+        """The prototypes before round 0: no class has one."""
         return cls(jnp.zeros((classes, dim)), jnp.zeros(classes, bool))
 
     @classmethod
     def as_received(cls, part: PerClass) -> "Prototypes":
-        """Those that have come as a part of a view or an upload."""
+        """The prototypes from the `PerClass` part of a view or an upload."""
         return cls(part.rows, part.held)
 
     def as_sent(self) -> PerClass:
-        """As a part of a view or an upload, of which only the classes that have a point count as traffic."""
+        """The prototypes as a `PerClass` part of a view or an upload: only existing prototypes count as traffic."""
         return PerClass(self.valid, self.mean)
 
 
 def class_sums(
     z: Float[Array, "samples K"], y: Int[Array, " samples"], mask: Float[Array, " samples"], classes: int
 ) -> Float[Array, "C K"]:
-    """The sum of the features of each class.
+    """The sum of the features of each class, [C, K].
 
     Args:
       z: features.
@@ -54,12 +54,12 @@ def class_sums(
       classes: C.
     """
     held = jax.nn.one_hot(y, classes) * mask[:, None]
-    # Full precision: the means are compared and subtracted, not only multiplied by weights.
+    # Full precision, because the means are later compared and subtracted.
     return jnp.matmul(held.T, z, precision=lax.Precision.HIGHEST)
 
 
 def class_sums_under(model: Model, extractor: Params, data: ClientData) -> Float[Array, "C K"]:
-    """The sums of one client's features under an extractor, of each class."""
+    """The sum of one client's features under an extractor, for each class."""
     features = cache_features(lambda x: model.features(extractor, x), data)
     return class_sums(features.x, features.y, data.valid, model.classes)
 
@@ -70,35 +70,37 @@ def class_means(sums: Float[Array, "C K"], counts: Float[Array, " C"]) -> Protot
 
 
 def update_prototypes(old: Prototypes, new: Prototypes) -> Prototypes:
-    """The prototype store after a round: a class without a new prototype keeps its old one (rule R8)."""
+    """The prototypes after a round: a class without a new prototype keeps its old one (rule R8)."""
     return Prototypes(jnp.where(new.valid[:, None], new.mean, old.mean), new.valid | old.valid)
 
 
 def sums_as_sent(model: Model, extractor: Params, data: ClientData) -> PerClass:
-    """What a client uploads for `pool_prototypes`: class sums under an extractor, with the samples of each class."""
+    """A client's upload for `pool_prototypes`: class sums under an extractor, and the number of samples per class."""
     return PerClass(data.class_counts, class_sums_under(model, extractor, data))
 
 
 def pool_prototypes(old: Prototypes, uploads: PerClass) -> Prototypes:
-    """The prototype store after a round, of the samples of all clients together; a class without any keeps its old one.
+    """The prototypes after a round: class means over the samples of all clients together.
+
+    A class without samples keeps its old prototype (rule R8).
 
     Args:
-      old: the store before the round.
-      uploads: of K clients: class sums, [K, C, dim], and samples of each class, [K, C]; zeros of the absent.
+      old: the prototypes before the round.
+      uploads: class sums [K, C, dim] and samples per class [K, C] of K clients; zeros for absent clients.
     """
     counts, sums = (jnp.sum(leaf, axis=0) for leaf in uploads)
     return update_prototypes(old, class_means(sums, counts))
 
 
 def means_as_samples(means: Float[Array, "N C K"], held: Bool[Array, "N C"], ids: Int[Array, " N"]) -> ClientData:
-    """The pairs (mean feature of a class at a client, the class), as though they were the samples of one client.
+    """The pairs (mean feature of a class at a client, class), in the form of one client's samples.
 
-    For servers that train on what their clients have uploaded.
+    For servers that train on the class means that their clients have uploaded.
 
     Args:
-      means: of each client and class.
-      held: which of them there are.
-      ids: whose they are; they order the pairs, so that the placement of the clients does not.
+      means: mean feature of each client and class.
+      held: which of these exist.
+      ids: number of each client; the pairs are ordered by it, so that their order does not depend on the placement.
     """
     clients, classes = held.shape
     rank = (ids[:, None] * classes + jnp.arange(classes)).reshape(-1)
@@ -108,9 +110,9 @@ def means_as_samples(means: Float[Array, "N C K"], held: Bool[Array, "N C"], ids
 
 
 def distances(z: Float[Array, "rows K"], points: Float[Array, "C K"]) -> Float[Array, "rows C"]:
-    """||z - p|| of every row to every point; its gradient is finite at zero, too.
+    """||z - p|| of every row to every point; the gradient is finite, also at distance zero.
 
-    Not by way of |z|^2 - 2 z p + |p|^2, whose rounding can make the square of a small distance negative.
+    Not computed as |z|^2 - 2 z p + |p|^2, whose rounding can make the square of a small distance negative.
     """
     return jnp.sqrt(jnp.sum((z[:, None] - points) ** 2, axis=2) + 1e-12)
 
@@ -128,13 +130,15 @@ def prototype_contrast(
     *,
     temperature: float | Float[Array, ""],
 ) -> Float[Array, ""]:
-    """-log softmax of the cosine to the own class's prototype, among all prototypes; mean over the batch (FedCPD).
+    """Contrast with prototypes, mean over the batch, [] (FedCPD).
+
+    -log softmax, over all prototypes, of the cosine between a feature and the prototype of its own class.
 
     Args:
       z: features.
       y: labels.
       mask: 1 for a sample, 0 for padding.
-      prototypes: one per class; a class without one is no candidate, and its samples contribute zero.
+      prototypes: one per class; a class without one is left out of the softmax, and its samples contribute zero.
       temperature: tau; the cosines are divided by it.
     """
     similarity = jnp.matmul(l2_normalize(z), l2_normalize(prototypes.mean).T)
@@ -150,14 +154,16 @@ def centre_loss(
     *,
     reduction: Reduction = "mse",
 ) -> Float[Array, ""]:
-    """Mean squared distance of each feature to the centre of its class; a class without a centre contributes zero.
+    """Squared distance of each feature to the centre of its class, mean over the batch, [].
+
+    Samples of a class without a centre contribute zero.
 
     Args:
       z: features.
       y: labels.
       mask: 1 for a sample, 0 for padding.
       centres: one per class.
-      reduction: ``"mse"`` means over the K features, ``"mean_l2"`` sums over them; both are means over the batch.
+      reduction: ``"mse"`` takes the mean over the K features, ``"mean_l2"`` the sum over them.
     """
     squares = (z - centres.mean[y]) ** 2
     distance = jnp.mean(squares, axis=1) if reduction == "mse" else jnp.sum(squares, axis=1)

@@ -1,4 +1,4 @@
-"""Rules for combining parameters when some of those who sent them may have sent anything; ``RULES`` names all rules."""
+"""Robust aggregation rules, for parameters of which some senders may be malicious; ``RULES`` lists all rules."""
 
 from collections.abc import Callable
 
@@ -17,14 +17,14 @@ Combined = PyTree[Float[Array, "..."]]
 
 
 def trimmed_mean(stacked: Uploads, weight: Float[Array, " K"], *, trim: float = 0.2) -> Combined:
-    """The mean of what lies between the extremes, coordinate by coordinate; zeros where nobody is present.
+    """The unweighted mean without the extremes, coordinate by coordinate; zeros if no row is present.
 
-    Of the n rows with a weight above 0, all alike, the floor(trim n) smallest values and as many of the largest go.
+    From the n rows with a weight above 0, the floor(trim n) smallest and the floor(trim n) largest values are removed.
 
     Args:
       stacked: the uploads.
-      weight: 0 for an absent row.
-      trim: beta, below 1/2. A value that is no number counts as one of the largest.
+      weight: 0 for an absent row; other values do not matter.
+      trim: beta, below 1/2. NaN counts as one of the largest values.
 
     Reference:
       D. Yin, Y. Chen, K. Ramchandran, P. Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical
@@ -44,18 +44,19 @@ def trimmed_mean(stacked: Uploads, weight: Float[Array, " K"], *, trim: float = 
 
 
 def krum(stacked: Uploads, weight: Float[Array, " K"], *, byzantine: float = 0.2) -> Combined:
-    """Krum: the row that is nearest to its nearest rows, all parameters as one vector; zeros where nobody is present.
+    """Krum: the row that is closest to its nearest neighbours; zeros if no row is present.
 
-    A row's score is the sum of its squared distances to the n - f - 2 nearest rows, at least one, of the n with a
-    weight above 0, all alike; f = floor(byzantine n). Rows with the same score, such as two that are each other's only
-    neighbour, are averaged: the paper takes the first of them, which would depend on the order of the rows. Running
-    statistics are no part of a distance: a variance can be longer than all parameters together. Those of the chosen row
-    come with it.
+    All parameters of a row form one vector. The score of a row is the sum of its squared distances to the n - f - 2
+    nearest other rows (at least one), where n is the number of rows with a weight above 0 and f = floor(byzantine n).
+    The row with the lowest score is returned. Rows with equal scores, such as two rows that are each other's only
+    neighbour, are averaged; the paper takes the first of them, which would depend on the order of the rows. Running
+    statistics are left out of the distances, because a variance can be larger than all parameters together; those of
+    the chosen row are returned with it.
 
     Args:
-      stacked: the uploads; between parameters are the same distances as between updates.
-      weight: 0 for an absent row.
-      byzantine: the share of the rows that may be anything; the paper's guarantee asks for 2 f + 2 < n.
+      stacked: the uploads; distances between parameters equal distances between updates.
+      weight: 0 for an absent row; other values do not matter.
+      byzantine: the share of the rows that may be malicious; the paper's guarantee needs 2 f + 2 < n.
 
     Reference:
       P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer. Machine Learning with Adversaries: Byzantine Tolerant
@@ -65,13 +66,13 @@ def krum(stacked: Uploads, weight: Float[Array, " K"], *, byzantine: float = 0.2
 
 
 def multi_krum(stacked: Uploads, weight: Float[Array, " K"], *, byzantine: float = 0.2) -> Combined:
-    """Multi-Krum: the plain mean of the m = n - f rows with the best scores; arguments and paper as of :func:`krum`."""
+    """Multi-Krum: the mean of the m = n - f rows with the lowest scores; arguments and reference as in :func:`krum`."""
     return _mean_of_best(stacked, weight, byzantine, alone=False)
 
 
 def _mean_of_best(stacked: Uploads, weight: Float[Array, " K"], byzantine: float, *, alone: bool) -> Combined:
     present = weight > 0
-    # A row that holds what is no number is never chosen, unless all do.
+    # A row with a NaN or infinite value is never chosen, unless all rows have one.
     finite = jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda leaf: _all_finite(leaf) & present, stacked))
     present = jnp.where(jnp.any(finite), finite, present)
     weight = jnp.where(present, weight, 0.0)
@@ -91,10 +92,10 @@ def _mean_of_best(stacked: Uploads, weight: Float[Array, " K"], byzantine: float
 
 
 def _squared_distances(stacked: Uploads, weight: Float[Array, " K"]) -> Float[Array, "K K"]:
-    """Between the parameters of any two rows; infinite to oneself, to an absent row, and where it is no number."""
+    """Squared distances between the parameters of any two rows; infinite on the diagonal, for absent rows and NaN."""
     stacked = without_statistics(stacked)
-    # Centred at their median, rows are about as long as their distances, so that products cancel few digits; with the
-    # mean as centre, a single row could make all of them long.
+    # After subtracting the median, the rows are about as long as their distances, so that the products lose few digits.
+    # With the mean instead, a single row could make all rows long.
     centre = coordinate_median(stacked, weight)
 
     def product(leaf: Float[Array, "K ..."], centre: Float[Array, "..."]) -> Float[Array, "K K"]:
@@ -128,4 +129,4 @@ RULES: dict[str, Callable[..., Combined]] = {
     "krum": krum,
     "multi_krum": multi_krum,
 }
-"""What ``aggregation.rule`` names: stacked uploads, weights -> one; its other fields are their keyword arguments."""
+"""``aggregation.rule`` -> (stacked uploads, weights) -> combined; the other fields are its keyword arguments."""

@@ -21,31 +21,31 @@ from fedjax_pfl.ops.packing import SMALL, pack
 Carry = TypeVar("Carry")
 Params = TypeVar("Params")
 Scalar = float | Float[Array, ""]
-# params, batch, key -> the mean loss over the batch
+# params, batch, key -> the mean loss over the batch, []
 Loss = Callable[[Params, Batch, Key[Array, ""]], Float[Array, ""]]
 
 
 def is_off(coefficient: Scalar | int) -> bool:
-    """Whether a coefficient is known to be zero when the method is built, so that its term can be left out (R12)."""
+    """Whether a coefficient is known to be 0 when the method is built, so that its term can be left out (rule R12)."""
     return isinstance(coefficient, int | float) and coefficient == 0
 
 
 def phase_key(key: Key[Array, ""], phase: str) -> Key[Array, ""]:
-    """The key of one named phase of a client's round (R12): phases can be added without moving the others."""
+    """The key of one named phase of a client's round (rule R12); adding a phase does not change the other keys."""
     return jax.random.fold_in(key, np.uint32(zlib.crc32(phase.encode())))
 
 
 def permutation(key: Key[Array, ""], count: Count, capacity: int) -> Int[Array, " capacity"]:
     """A random order of the positions 0 ... count - 1, followed by the padding.
 
-    The draw of a position does not depend on the capacity, so more padding changes nothing.
+    The random number of a position does not depend on the capacity, so more padding does not change the order.
     """
     draws = jax.random.uniform(key, (capacity,))
     return jnp.argsort(jnp.where(jnp.arange(capacity) < count, draws, jnp.inf))
 
 
 def _batches(samples: Count, batch_size: int, width: int, drop_last: bool) -> Count:
-    """The number of batches in an epoch over so many samples."""
+    """The number of batches in an epoch over this number of samples."""
     return samples // batch_size if drop_last else (samples + width - 1) // width
 
 
@@ -60,27 +60,30 @@ def scan_batches(
     batch_size: int,
     drop_last: bool = False,
 ) -> Carry:
-    """Folds a step over the mini-batches of a client, a fresh permutation each epoch (rules R1, R12).
+    """Folds a step over the mini-batches of a client, with a fresh permutation in each epoch (rules R1, R12).
 
-    A client runs its own number of steps; side by side with larger ones, what it carries then stays as it is until the
-    largest is done.
+    A client runs its own number of steps. If it runs side by side with larger clients, its carry then stays unchanged
+    until the largest client is done.
 
     Args:
       key: the randomness of this phase.
-      step: (carry, batch, key) -> carry; anything may be carried, also several models.
-      carry: what the first step starts from.
+      step: (carry, batch, key) -> carry; the carry may be any tree, for instance several models.
+      carry: the carry before the first step.
       data: the client's samples.
-      epochs: passes over the samples; or
-      steps: the number of steps, through as many passes as they take, the last one cut short.
+      epochs: number of passes over the samples; either this or ``steps`` must be given.
+      steps: number of steps, in as many passes as they need; the last pass may be cut short.
       batch_size: B; the last, short batch is padded and masked.
-      drop_last: leave the short batch out instead (PFLlib's way; a client with fewer than B samples does not train).
+      drop_last: leave out the short batch instead, as PFLlib does; a client with fewer than B samples does not train.
+
+    Returns:
+      The carry after the last step.
     """
     assert (epochs is None) != (steps is None), "either epochs or steps"
     width = min(batch_size, data.capacity)
 
     in_epoch = _batches(data.count, batch_size, width, drop_last)
-    # Side by side, all clients share the bound of the largest: bounds of their own would add a choice over all that is
-    # carried to every pass, and hide the number of passes from the compiler.
+    # Side by side, all clients share the loop bound of the largest. With separate bounds, every pass would need a
+    # selection over the whole carry, and the compiler would not know the number of passes.
     side_by_side = data.most is not None and steps is None
     alike = isinstance(data.count, np.integer)
     if steps is not None:
@@ -113,7 +116,7 @@ class Progress(NamedTuple):
     """Running totals over mini-batches; `Trainer.info` turns them into means.
 
     Attributes:
-      total: sum of the losses, each times the samples of its batch.
+      total: sum of the batches' mean losses, each multiplied by the number of samples in the batch.
       steps: number of batches.
     """
 
@@ -126,7 +129,7 @@ class Progress(NamedTuple):
         return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
     def after(self, loss: Float[Array, ""], batch: Batch) -> "Progress":
-        """With one more batch, of this mean loss."""
+        """The totals after one more batch with this mean loss."""
         return Progress(self.total + jnp.sum(batch.mask) * loss, self.steps + 1)
 
 
@@ -134,9 +137,10 @@ class Progress(NamedTuple):
 class Trainer:
     """Local training: mini-batch SGD on a loss, over any sub-tree of the parameters.
 
-    What is not passed as ``params`` is frozen: no gradient, weight decay or momentum reaches it (R3). The optimiser
-    starts afresh at every call (R2). Running statistics take their update from the loss as it is; none of the numbers
-    below reaches them (``models/norm.py``). Numeric fields may be traced values, to be swept with ``vmap``.
+    Parameters that are not passed as ``params`` are frozen: no gradient, weight decay or momentum reaches them (rule
+    R3). The optimiser starts afresh at every call (rule R2). Running statistics take their update from the loss
+    unchanged; none of the numbers below applies to them (``models/norm.py``). Numeric fields may be traced values, so
+    that a sweep can map over them with ``vmap``.
 
     Attributes:
       epochs: E, local epochs.
@@ -180,17 +184,17 @@ class Trainer:
           loss: (params, batch, key) -> mean loss of the batch.
           params: what is trained.
           data: the client's samples.
-          phase: name of this phase; two phases of a round draw different batches, the same phase the same ones.
-          epochs: instead of the configured number.
-          steps: a number of steps instead, through as many epochs as they take.
-          lr: instead of the configured rate; decays alike.
-          record: whether the loss is recorded, which costs an accelerator kernels in every step, read or not.
+          phase: name of this phase. Two phases of a round draw different batches; the same phase draws the same ones.
+          epochs: number of epochs, instead of the configured one.
+          steps: number of steps instead of epochs, in as many epochs as they need.
+          lr: learning rate, instead of the configured one; it decays in the same way.
+          record: whether the loss is recorded; this costs kernels in every step on an accelerator.
 
         Returns:
-          The trained params, and the mean loss (nan where it is not recorded) and number of steps. A client without
-          samples returns its input.
+          The trained params, and the mean loss (NaN if it is not recorded) and number of steps. For a client without
+          samples, ``params`` unchanged.
         """
-        # Packing would change the order in which the norm that clips is summed up.
+        # With clipping nothing is packed, because packing would change the order in which the norm is summed up.
         packed, unpack = pack(params, largest=SMALL if self.clip_norm is None else 0)
         optimizer = self.optimizer(now.t, packed, lr=lr)
 
@@ -207,7 +211,7 @@ class Trainer:
         return unpack(packed), info if record else info._replace(loss=jnp.nan * info.loss)
 
     def info(self, progress: Progress, data: ClientData) -> TrainInfo:
-        """The mean loss over the samples seen, 0 without any, and the number of steps."""
+        """The mean loss over the samples seen (0 if there are none), and the number of steps."""
         width = min(self.batch_size, data.capacity)
         in_epoch = _batches(data.count, self.batch_size, width, self.drop_last)
         samples_in_epoch = in_epoch * width if self.drop_last else data.count
@@ -226,18 +230,21 @@ class Trainer:
         epochs: int | Int[Array, ""] | None = None,
         steps: int | Int[Array, ""] | None = None,
     ) -> Carry:
-        """Folds a method's own step over the mini-batches that a call with the same phase would train on.
+        """Folds a method's own step over the mini-batches on which a call with the same phase would train.
 
-        For methods that take other steps than one of SGD on one loss: with :meth:`optimizer` they take theirs by hand.
+        For methods whose steps are not SGD on one loss; they can use :meth:`optimizer` in their step.
 
         Args:
           now: the round, and the client's key in it.
           step: (carry, batch, key) -> carry.
-          carry: what the first step starts from.
+          carry: the carry before the first step.
           data: the client's samples.
           phase: name of this phase.
-          epochs: instead of the configured number.
-          steps: a number of steps instead.
+          epochs: number of epochs, instead of the configured one.
+          steps: number of steps, instead of epochs.
+
+        Returns:
+          The carry after the last step.
         """
         if steps is None and epochs is None:
             epochs = self.epochs
@@ -255,16 +262,16 @@ class Trainer:
     def gradient_ratios(
         self, now: Round, loss: Loss[Params], terms: Mapping[str, Loss[Params]], params: Params, data: ClientData
     ) -> Diagnostics:
-        """How strongly each term of a loss pulls beside the loss without them: ||grad term|| / ||grad loss||.
+        """The strength of each term of a loss, relative to the loss without the terms: ||grad term|| / ||grad loss||.
 
-        Computed on one mini-batch of the client, for the record, without running statistics; nothing unless
-        ``run.diagnostics``.
+        Computed on one mini-batch of the client, without running statistics, as a diagnostic only. Without
+        ``run.diagnostics`` it returns an empty dictionary.
 
         Args:
           now: the round, and the client's key in it.
           loss: (params, batch, key) -> the loss without the terms.
-          terms: name -> (params, batch, key) -> a term, with its coefficient.
-          params: where the gradients are taken.
+          terms: name -> (params, batch, key) -> the term, including its coefficient.
+          params: the parameters at which the gradients are computed.
           data: the client's samples.
 
         Returns:
@@ -284,16 +291,16 @@ class Trainer:
         return self.over_batches(now, measure, nothing, data, phase="diagnostics", steps=1)
 
     def rate(self, t: Int[Array, ""], *, lr: Scalar | None = None) -> Float[Array, ""]:
-        """The learning rate of round t: ``lr``, or else the configured one, with its decay."""
+        """The learning rate of round t: ``lr``, or the configured one if it is None, times lr_decay^t."""
         return (self.lr if lr is None else lr) * self.lr_decay ** t.astype(jnp.float32)
 
     def optimizer(self, t: Int[Array, ""], params: PyTree, *, lr: Scalar | None = None) -> optax.GradientTransformation:
-        """SGD of round t for these params, with decay, clipping and running statistics as configured.
+        """SGD of round t, with the configured momentum, weight decay and clipping; it applies to parameters only.
 
         Args:
-          t: the round, which decays the rate.
-          params: what it will update, to tell parameters from running statistics.
-          lr: instead of the configured rate; decays alike.
+          t: the round, on which the decayed learning rate depends.
+          params: the tree that will be updated, in which running statistics are told from parameters.
+          lr: learning rate, instead of the configured one; it decays in the same way.
         """
         parts = []
         if self.clip_norm is not None:
@@ -305,17 +312,17 @@ class Trainer:
         statistics = jax.tree.map_with_path(lambda path, _: is_statistic(path), params)
         if not any(jax.tree.leaves(statistics)):
             return sgd
-        # Their gradient is what to subtract from them (models/norm.py).
+        # The gradient of running statistics is the amount to subtract from them (models/norm.py).
         return optax.partition({False: sgd, True: optax.scale(-1.0)}, statistics)
 
 
 def effective_steps(steps: Int[Array, "*clients"], momentum: Scalar) -> Float[Array, "*clients"]:
-    """How many times eta g so many steps of SGD along a constant gradient g go: tau, or more with momentum.
+    """The length of SGD's path along a constant gradient g, in units of eta g: tau steps, or more with momentum.
 
     With rho the momentum: [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho) (FedNova, arXiv:2007.07481, section 4).
 
     Args:
-      steps: tau, the number of steps, from a velocity of zero.
+      steps: tau, the number of steps, starting from a velocity of zero.
       momentum: heavy-ball coefficient, in [0, 1).
     """
     tau = steps.astype(jnp.float32)
@@ -330,13 +337,13 @@ def cache_features(
     *,
     batch_size: int = 128,
 ) -> ClientData:
-    """The client's samples as an extractor sees them: train a head on the result instead of running a frozen extractor.
+    """The client's samples as features of a frozen extractor, computed once, for example to train a head on them.
 
-    Positions keep their meaning, so that the same phase draws the same batches as it would on the samples, and an epoch
-    over the head costs no forward pass of the extractor. Images with an augmentation are seen under the round's draw.
+    The positions stay the same, so that the same phase draws the same batches as on the samples themselves. An epoch of
+    the head then needs no forward pass of the extractor. Augmented images use the augmentation drawn for the round.
 
     Args:
-      features: x -> z, the frozen extractor.
+      features: x [batch, ...] -> z [batch, dim], the frozen extractor.
       data: the client's samples.
       batch_size: samples per forward pass.
 

@@ -1,4 +1,4 @@
-"""Rows and selections of pytrees whose leaves carry a leading client axis."""
+"""Operations on the rows of pytrees whose leaves have a leading client axis."""
 
 import jax
 import jax.numpy as jnp
@@ -6,17 +6,17 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 
 def by_row(values: Shaped[Array, " K"], leaf: Shaped[Array, "K ..."]) -> Shaped[Array, "K ..."]:
-    """A value per row, in the shape that broadcasts against a leaf."""
+    """One value per row, [K] -> [K, 1, ..., 1], so that it broadcasts against a leaf [K, ...]."""
     return values.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
 def where_rows(mask: Bool[Array, " K"], new: PyTree, old: PyTree) -> PyTree:
-    """Takes row k of every leaf from ``new`` where mask[k], else from ``old``."""
+    """Takes row k of every leaf from ``new`` if mask[k], else from ``old``."""
     return jax.tree.map(lambda new, old: jnp.where(by_row(mask, new), new, old), new, old)
 
 
 def keep_rows(mask: Bool[Array, " K"], tree: PyTree) -> PyTree:
-    """Row k of every leaf where mask[k], else zeros."""
+    """Row k of every leaf if mask[k], else zeros."""
     return where_rows(mask, tree, jax.tree.map(jnp.zeros_like, tree))
 
 

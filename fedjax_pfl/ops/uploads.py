@@ -1,4 +1,4 @@
-"""Uploads as updates of what was sent down, for compression, attacks and diagnostics of any method."""
+"""Uploads seen as updates of what was sent down; used by compression, attacks and diagnostics for any method."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from fedjax_pfl.models.norm import is_statistic
 
 
 def has_form_of(view: PyTree, upload: PyTree) -> bool:
-    """Whether an upload has the form of what was sent down: real numbers alone, in arrays of the same shapes."""
+    """Whether an upload has the form of the view: only real numbers, in the same tree of arrays of the same shapes."""
 
     def form(tree: PyTree) -> tuple:
         leaves, structure = jax.tree.flatten(tree)
@@ -24,11 +24,11 @@ def has_form_of(view: PyTree, upload: PyTree) -> bool:
 
 
 def origin_of(method: Method, view: PyTree, upload: PyTree) -> PyTree:
-    """What an upload is an update of, array by array: upload - origin is the update.
+    """The origin of an upload, array by array: upload - origin is the update.
 
-    It is the view's array of the same name, shape and type, which the upload's was trained from. It is zero where there
-    is none, in a `PerClass` or `SentIf`, of which the client may not have got anything, and where the method sends
-    changes: all of such an array is an update. What the server wrote into a client's ``inbox`` does not count here.
+    The origin of an array is the view's array of the same name, shape and type, from which it was trained. The origin
+    is zero, so that the whole array is an update, if there is no such array; in a `PerClass` or `SentIf`, which the
+    client may not have received; and if the method sends changes. A client's ``inbox`` is not considered here.
     """
     received = {} if method.sends_change else dict(jax.tree.leaves_with_path(view, is_leaf=_is_part))
 
@@ -46,14 +46,14 @@ def map_values(
 ) -> PyTree:
     """Applies fn to the arrays of real numbers in an upload.
 
-    Others stay as they are, and so do running statistics and fields called ``covariance``, which anything but an
-    average can make impossible (a variance below 0), and what says which part of a `PerClass` or `SentIf` is sent.
+    Other arrays stay unchanged. So do running statistics and fields called ``covariance``, which operations other than
+    averaging can make invalid (a variance below 0), and the flags of a `PerClass` or `SentIf`.
 
     Args:
-      fn: (path, array, its like in each of the others) -> what takes its place.
-      upload: of one client.
+      fn: (path, array, corresponding array of each of ``others``) -> new array.
+      upload: the upload of one client.
       others: trees of the same structure.
-      in_rows: in the place of fn for the arrays [C, ...] in a `PerClass`, whose ``held`` it is given first.
+      in_rows: replaces fn for the arrays [C, ...] in a `PerClass`; its first argument is the part's ``held``.
     """
 
     def inside(fn: Callable[..., PyTree], outer: tuple, tree: PyTree, *rest: PyTree) -> PyTree:

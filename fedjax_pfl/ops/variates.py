@@ -1,4 +1,4 @@
-"""Control variates: what clients and server know of their mean gradients, to correct the local steps by."""
+"""Control variates: estimates of the mean gradients of clients and server, by which local steps are corrected."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ from fedjax_pfl.ops.training import Trainer, effective_steps
 
 
 def tilt(params: Params, correction: Params) -> Float[Array, ""]:
-    """A term of value 0 and gradient ``correction``: with it in the loss, steps follow g + correction.
+    """A loss term with value 0 and gradient ``correction``: with it, steps follow g + correction.
 
     Args:
       params: w.
-      correction: c - c_i, or what else is added to the gradient; a constant.
+      correction: the constant that is added to the gradient, for instance c - c_i.
     """
     products = jax.tree.map(lambda c, w: jnp.sum(c * w), correction, params)
     total = jax.tree.reduce(jnp.add, products)
@@ -26,13 +26,13 @@ def tilt(params: Params, correction: Params) -> Float[Array, ""]:
 def variate_change(now: Round, train: Trainer, info: TrainInfo, change: Params, control: Params) -> Params:
     """c_i' - c_i for the client's new variate c_i' = c_i - c + (w - w_i) / (tau_i eta) (SCAFFOLD, option II).
 
-    tau_i is the weight that momentum gives to all gradients together, and eta the rate of the round. Running statistics
-    have no variate, and a client without steps keeps its own.
+    tau_i is the number of `effective_steps` (which includes momentum), and eta the learning rate of the round. Running
+    statistics have no variate: their change is 0. So is the change of a client that has taken no step.
 
     Args:
       now: the round.
-      train: what the client has trained with.
-      info: of this training.
+      train: the trainer that the client has used.
+      info: loss and number of steps of this training.
       change: w_i - w.
       control: c.
     """

@@ -1,4 +1,4 @@
-"""What models answer, sample by sample: of runs that export predictions or features."""
+"""Plots of predictions and features, for runs that export them."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,19 +21,20 @@ _NUMBERED = 10
 def plot_confusion(
     result: Result, client: int | None = None, *, ax: "matplotlib.axes.Axes | None" = None
 ) -> "matplotlib.axes.Axes":
-    """Draws which class is taken for which, by the personal models of a run.
+    """Draws the confusion matrix of a run's personal models: predicted class against true class.
 
     Args:
-      result: of a run with ``run.export = ["predictions"]``.
-      client: whose samples; None for those of all that are exported.
-      ax: what to draw on; a figure of its own unless given.
+      result: the result of a run with ``run.export = ["predictions"]``.
+      client: the client whose samples are used; None for all exported clients.
+      ax: matplotlib axes to draw on; a new figure unless given.
 
     Returns:
-      The axes, with an image [classes, classes]: of the samples of a class, a row, the share in % that is given each
-      class. A row adds up to less where a model has diverged and gives no answer; one without samples is empty.
+      The axes, with an image [classes, classes]: each row is a true class, with the share of its samples in % that is
+      predicted as each class. A row adds up to less than 100 if a model has diverged and gives no prediction; a row
+      without samples is empty.
 
     Raises:
-      ConfigError: the run has exported no predictions, or none of that client; matplotlib is not installed.
+      ConfigError: the run has exported no predictions, or none for that client; or matplotlib is not installed.
     """
     chosen = _exported(result, "predictions", "client", None if client is None else [client])
     label, answer = result.exported["label"][chosen], result.exported["prediction"][chosen]
@@ -64,18 +65,19 @@ def plot_features(
     *,
     ax: "matplotlib.axes.Axes | None" = None,
 ) -> "matplotlib.axes.Axes":
-    """Draws the features of samples in two dimensions: a colour per class, a marker per client.
+    """Draws the features of samples in two dimensions: one colour per class, one marker per client.
 
     Args:
-      result: of a run with ``run.export = ["features"]``.
-      clients: whose samples; None for those of all that are exported. More than eight have the same marker.
-      method: ``tsne`` (of scikit-learn, perplexity 30 or a third of the samples, seed 0), of which distances between
-        far groups say nothing; or ``pca``, the two directions of most variance, with their share of it.
-      ax: what to draw on; a figure of its own unless given.
+      result: the result of a run with ``run.export = ["features"]``.
+      clients: the clients whose samples are drawn; None for all exported clients. With more than eight, all have the
+        same marker.
+      method: ``tsne`` (scikit-learn's, perplexity 30 or a third of the samples, seed 0), in which the distances between
+        distant groups mean nothing; or ``pca``, the two directions of largest variance, with their shares of it.
+      ax: matplotlib axes to draw on; a new figure unless given.
 
     Raises:
-      ConfigError: the run has exported no features, or none of such a client, or too few; there is no such method; a
-        model has diverged; matplotlib is not installed.
+      ConfigError: the run has exported no features, none for such a client, or too few; there is no such method; a
+        model has diverged; or matplotlib is not installed.
     """
     if method not in _PROJECTIONS:
         raise ConfigError("method", method, f"one of {', '.join(_PROJECTIONS)}")
@@ -133,10 +135,10 @@ def plot_features(
 
 
 def _exported(result: Result, what: str, argument: str, clients: Sequence[int] | None) -> Int[np.ndarray, " samples"]:
-    """The rows of what is exported that are of these clients, None for all, as an argument named them.
+    """The rows of the exported arrays that belong to these clients, None for all; ``argument`` names them in errors.
 
     Raises:
-      ConfigError: the run has not exported what is asked for, or not of these clients.
+      ConfigError: the run has not exported what is asked for, or not for these clients.
     """
     column = {"predictions": "prediction", "features": "features"}[what]
     if column not in result.exported:

@@ -1,4 +1,4 @@
-"""Where models look: what of an image speaks for a class, by Grad-CAM (Selvaraju et al., ICCV 2017)."""
+"""Which parts of an image support a class, by Grad-CAM (Selvaraju et al., ICCV 2017)."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -33,25 +33,26 @@ def plot_attention(
     *,
     ax: "matplotlib.axes.Axes | None" = None,
 ) -> "matplotlib.axes.Axes":
-    """Draws what of each image speaks for a class: Grad-CAM, as `class_activation` has it, over the image in grey.
+    """Draws which parts of each image support a class: Grad-CAM (`class_activation`), over the image in grey.
 
-    The brighter a place, the more it speaks for the class, compared with the other places of the same image.
+    The brighter a part, the more it supports the class, compared with the other parts of the same image.
 
     Args:
-      result: of a run that has kept its state (``run.keep``), with a model that has feature maps, such as ``cnn2``.
-      x: images as the data of the run has them, [n, h, w, c], of the same dtype; a few, which stand side by side.
-      client: whose model, the one that PRE scores; None for the global model.
-      y: the class of each image that is asked about, whole numbers [n]; the model's own answers unless given.
-      ax: what to draw on; a figure of its own unless given.
+      result: the result of a run that has kept its state (``run.keep``), with a model that has feature maps, such as
+        ``cnn2``.
+      x: a few images, [n, h, w, c], of the shape and dtype of the run's data; they are drawn side by side.
+      client: the client whose model is used, as PRE scores it; None for the global model.
+      y: the class to explain for each image, whole numbers [n]; the model's own predictions unless given.
+      ax: matplotlib axes to draw on; a new figure unless given.
 
     Returns:
-      The axes: for each image two of matplotlib's, the mean over its channels, and, half transparent, its map from 0 to
-      1 (all 0 where nothing speaks for the class). What is asked about stands below.
+      The axes. For each image they hold two matplotlib images: the mean over its channels and, half transparent, its
+      map from 0 to 1 (all 0 if nothing supports the class). The class is written below.
 
     Raises:
-      ConfigError: the state was not kept; the model has no feature maps; it answers by more than an extractor with a
-        head; there is no such client or global model; x or y do not fit; the model has diverged; matplotlib is not
-        installed.
+      ConfigError: the state was not kept; the model has no feature maps; its predictions use more than an extractor
+        with a head; there is no such client or global model; x or y do not fit; the model has diverged; or matplotlib
+        is not installed.
     """
     if result.kept is None:
         raise ConfigError("result", "no state", 'of a run with run.keep = "final" or "best"')
@@ -94,19 +95,19 @@ def plot_attention(
 def class_activation(
     model: Model, params: Params, x: Shaped[np.ndarray, "n h w c"], y: Int[np.ndarray, " n"]
 ) -> Float[np.ndarray, "n h w"]:
-    """Grad-CAM: where the model's last feature maps speak for a class, spread bilinearly over the image.
+    """Grad-CAM: where the model's last feature maps support a class, resized bilinearly to the image.
 
-    The maps are added up, each weighted by the mean over its places of the logit's derivative; what is negative, and so
-    speaks against the class, becomes 0.
+    The maps are added up, each weighted by the mean over its pixels of the logit's derivative. Negative values, which
+    are evidence against the class, become 0.
 
     Args:
-      model: with feature maps.
+      model: a model with feature maps.
       params: ``{"extractor": theta, "head": phi}``.
-      x: images as stored.
-      y: the class of each.
+      x: images, as stored.
+      y: the class to explain for each image.
 
     Returns:
-      In units of the logit, 0 or more.
+      One map per image, in units of the logit, 0 or more.
 
     Raises:
       ConfigError: the features are not computed from the last maps.
@@ -135,10 +136,10 @@ def class_activation(
 
 
 def _behind(traced: ClosedJaxpr) -> Callable[..., Any]:
-    """What a network does behind its last maps: maps, theta's leaves, x -> [z].
+    """The part of a network after its last maps, as a function: maps, theta's leaves, x -> [z].
 
-    A model offers no such function, and of one's own nothing is known; but the operations of a traced network can do
-    without the one that computes the maps, if these are given.
+    A model offers no such function, and nothing is known about a user's own model. But the operations of a traced
+    network do not need the operation that computes the maps, if the maps are given.
 
     Args:
       traced: theta, x -> z and the last maps.

@@ -1,4 +1,4 @@
-"""How unlike clients fare: the accuracies of the clients of each run, side by side."""
+"""Plots of the clients' accuracies, one row per method or combination."""
 
 from typing import TYPE_CHECKING
 
@@ -27,20 +27,20 @@ def plot_clients(
     point: str = "pre",
     ax: "matplotlib.axes.Axes | None" = None,
 ) -> "matplotlib.axes.Axes":
-    """Draws the accuracies of clients after the last round: a row per method or combination, its seeds together.
+    """Draws the accuracies of the clients after the last round: one row per method or combination, all seeds together.
 
-    The circle is the mean, the upright line the median. Left out are, as from all numbers that are reported, malicious
-    clients and those that never train.
+    The circle is the mean, the vertical line the median. Malicious clients, and clients that never train, are left out,
+    as from all reported numbers.
 
     Args:
-      runs: what is drawn.
-      kind: ``violin``, an estimate of the density between the lowest and the highest client; or ``strip``, a dot per
-        client and seed, moved up or down so that all can be seen.
+      runs: a result, comparison or sweep.
+      kind: ``violin``, a density estimate between the lowest and the highest client; or ``strip``, one dot per client
+        and seed, shifted vertically so that all are visible.
       point: ``pre`` or ``post``.
-      ax: what to draw on; a figure of its own unless given.
+      ax: matplotlib axes to draw on; a new figure unless given.
 
     Returns:
-      The axes; methods from top to bottom are at 0, 1, ... of the upright axis.
+      The axes; methods from top to bottom are at 0, 1, ... of the vertical axis.
 
     Raises:
       ConfigError: there is no such kind or point, no run has a client that is scored, or matplotlib is not installed.
@@ -78,7 +78,7 @@ def plot_clients(
 
 
 def _scored(group: Group, point: str) -> Float[np.ndarray, " clients"]:
-    """Accuracies in % of the clients that count, of all seeds."""
+    """Accuracies in % of the clients that count, for all seeds."""
     found = [np.zeros(0)]
     for cell in group.cells.values():
         if cell.clients is not None:
@@ -88,5 +88,5 @@ def _scored(group: Group, point: str) -> Float[np.ndarray, " clients"]:
 
 
 def _apart(number: int) -> Float[np.ndarray, " number"]:
-    """Distances from the middle of a row, spread evenly by the golden ratio: the same ones every time."""
+    """Distances from the middle of a row, spread evenly by the golden ratio; always the same ones."""
     return 0.5 * (np.arange(number) * 0.618034 % 1 - 0.5)

@@ -1,4 +1,4 @@
-"""Metrics over rounds, time or traffic: a line per combination, a band over its seeds."""
+"""Metrics over rounds, time or traffic: one line per combination, and a band over its seeds."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -21,7 +21,7 @@ _MARKS = 8
 
 
 class _Curve(NamedTuple):
-    """What is drawn of a combination: across, and the mean and half the width of the band, [rounds]."""
+    """What is drawn for a combination: the horizontal values, the mean, and half the width of the band, [rounds]."""
 
     label: str
     x: Float[np.ndarray, " rounds"]
@@ -35,11 +35,11 @@ def plot_curves(
     """Draws a metric of runs over rounds, time or traffic; see `Sweep.plot`.
 
     Args:
-      cells: the runs; those of a combination that differ in their seeds alone make one line.
+      cells: the runs; runs of a combination that differ only in their seeds make one line.
       metric: as in `Sweep.plot`.
-      x: likewise.
-      errorbar: likewise.
-      ax: likewise.
+      x: as in `Sweep.plot`.
+      errorbar: as in `Sweep.plot`.
+      ax: as in `Sweep.plot`.
 
     Raises:
       ConfigError: as in `Sweep.plot`.
@@ -80,7 +80,7 @@ def plot_curves(
 
 
 def half_width(values: Float[np.ndarray, "seeds rounds"], errorbar: str | None) -> Float[np.ndarray, " rounds"] | None:
-    """Half the width of a band about the mean over seeds; None where there is no spread to show."""
+    """Half the width of a band around the mean over seeds; None if there is no spread to show."""
     seeds = len(values)
     if errorbar is None or seeds < 2:
         return None
@@ -93,7 +93,7 @@ def half_width(values: Float[np.ndarray, "seeds rounds"], errorbar: str | None) 
 
 
 def _curve(group: Group, metric: str, x: str, errorbar: str | None, scale: float) -> _Curve | None:
-    """A combination's line; None where none of its runs has a value, or they share no evaluated round."""
+    """The line of a combination; None if none of its runs has a value, or if they share no evaluated round."""
     histories = [cell.history for cell in group.cells.values() if cell.history and metric in cell.history]
     held = [history for history in histories if not np.isnan(history[metric]).all()]
     if not held:

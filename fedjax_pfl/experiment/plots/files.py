@@ -1,4 +1,4 @@
-"""Pictures of runs on disk, as files."""
+"""Writes plots of runs on disk as files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,20 +28,21 @@ def write_plot(
     """Draws runs from their directories into a file.
 
     Args:
-      paths: run directories, or folders of comparisons and sweeps. Runs that differ in their seeds alone are one method
-        or combination; those of one comparison or sweep are in the order of its table.
-      out: the file, a ``.pdf``, ``.png`` or ``.svg``.
+      paths: run directories, or folders of comparisons and sweeps. Runs that differ only in their seeds are one method
+        or combination; the order is that of the comparison's or sweep's table.
+      out: the file, with the suffix ``.pdf``, ``.png`` or ``.svg``.
       kind: ``curves``, as `Sweep.plot`; ``clients``, as `plot_clients`, at the point of the metric; ``partition``, as
         `plot_partition`.
       metric: as in `Sweep.plot`.
-      x: likewise.
-      overwrite: replace a file that exists.
+      x: as in `Sweep.plot`.
+      overwrite: whether to replace an existing file.
 
     Returns:
       The directories of runs that have not ended, which are left out.
 
     Raises:
-      ConfigError: nothing can be drawn of these runs, the file exists, cannot be written, or is of no such kind.
+      ConfigError: nothing can be drawn from these runs; the file exists or cannot be written; or there is no such kind
+        or suffix.
     """
     if kind not in _KINDS:
         raise ConfigError("--kind", kind, f"one of {', '.join(_KINDS)}")

@@ -1,4 +1,4 @@
-"""Who holds what: samples per client and class."""
+"""Plots of a partition: samples per client and class."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,18 +22,18 @@ _APART = 40
 def plot_partition(
     partition: Mapping[str, Any], kind: str | None = None, *, ax: "matplotlib.axes.Axes | None" = None
 ) -> "matplotlib.axes.Axes":
-    """Draws who holds what.
+    """Draws the samples per client and class.
 
     Args:
       partition: ``Result.partition``, or the content of a run's ``partition.json``.
-      kind: ``bubbles``, a circle per client and class, with an area proportional to the number of samples; ``shades``,
-        a field per client and class, the darker the more samples, with clients ordered by the class that they have most
-        of; or ``bars``, a bar per client of its samples, class 0 at the bottom. Bubbles unless given, or shades where
-        the largest circle would be too small to tell from others, as with a thousand clients.
-      ax: what to draw on; a figure of its own unless given.
+      kind: ``bubbles``, one circle per client and class, with an area proportional to the number of samples;
+        ``shades``, one field per client and class, darker for more samples, with the clients ordered by their most
+        frequent class; or ``bars``, one stacked bar per client, class 0 at the bottom. Unless given, bubbles, or shades
+        if the circles would be too small, as with a thousand clients.
+      ax: matplotlib axes to draw on; a new figure unless given.
 
     Raises:
-      ConfigError: this is no partition, there is no such kind, or matplotlib is not installed.
+      ConfigError: this is not a partition, there is no such kind, or matplotlib is not installed.
     """
     if kind is not None and kind not in _KINDS:
         raise ConfigError("kind", kind, f"one of {', '.join(_KINDS)}")
@@ -51,7 +51,7 @@ def plot_partition(
 
 
 def _room(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") -> float:
-    """The area that one client has for one class, in square points: that of the largest circle, so that few touch."""
+    """The area of one client and class, in square points; it is the area of the largest circle, so that few touch."""
     inches = ax.bbox.size / ax.figure.dpi
     return float(72**2 * inches.prod() / counts.size)
 
@@ -75,9 +75,10 @@ def _bubbles(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes")
 
 
 def _shades(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") -> None:
-    """Clients of one main class stand side by side, those with the most of it first, so that neighbours are alike.
+    """Draws fields. Clients with the same main class are neighbours, those with the most samples of it first.
 
-    A client may be narrower than a dot of the picture. Few samples are shown darker than their share of the most.
+    A client may be narrower than a pixel of the picture. Small numbers of samples are drawn darker than in proportion
+    to the maximum.
     """
     from matplotlib.colors import PowerNorm
 

@@ -1,4 +1,4 @@
-"""How much hangs on a hyperparameter: a figure over its values."""
+"""Plots of the sensitivity to a hyperparameter: a result against its values."""
 
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -21,22 +21,22 @@ _WIDE = 100
 def plot_sensitivity(
     sweep: Sweep, field: str, metric: str | None = None, *, ax: "matplotlib.axes.Axes | None" = None
 ) -> "matplotlib.axes.Axes":
-    """Draws a figure of a sweep's runs over the values of a field: mean and sample standard deviation over seeds.
+    """Draws a result of a sweep against the values of a field: mean and sample standard deviation over seeds.
 
-    There is a line for each combination of what else varies; runs that do not have the field, such as those of another
-    method, are a line straight across. The scale is logarithmic where values lie two decades or more apart, but for a
-    0 among them.
+    There is one line for each combination of the other varying fields. Runs that do not have the field, such as those
+    of another method, are drawn as a horizontal line. The scale is logarithmic if the values span two decades or more
+    and none is 0.
 
     Args:
-      sweep: the runs.
-      field: of the grid, with numbers, e.g. ``training.lr`` or ``fedprox.mu``.
-      metric: one of the figures of `summary.figures_of`: ``headline``, ``global``, ...; unless given, the accuracy
-        where the sweep compares, ``pre`` or ``post``.
-      ax: what to draw on; a figure of its own unless given.
+      sweep: the sweep.
+      field: a field of the grid with numbers as values, e.g. ``training.lr`` or ``fedprox.mu``.
+      metric: one of the figures of `summary.figures_of`: ``headline``, ``global``, ...; unless given, the accuracy at
+        the point at which the sweep compares, ``pre`` or ``post``.
+      ax: matplotlib axes to draw on; a new figure unless given.
 
     Raises:
-      ConfigError: there is no such field or figure, the field's values are not two numbers or more, no run has the
-        figure, or matplotlib is not installed.
+      ConfigError: there is no such field or figure, the field does not have two or more numbers as values, no run has
+        the figure, or matplotlib is not installed.
     """
     if not isinstance(getattr(sweep, "cells", None), list):
         raise ConfigError("sweep", sweep, "what sweep(...) gives")

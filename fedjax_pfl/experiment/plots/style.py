@@ -1,7 +1,7 @@
-"""How pictures look: a paper's column wide, and told apart without colours as well.
+"""The look of pictures: one column of a paper wide, and readable without colours.
 
-Lines have the colours of Okabe and Ito (2008), which people with colour blindness can tell apart, and differ in
-dashes and markers besides. Classes have the "muted" colours of Tol (2021) and black, from dark to light.
+Lines have the colours of Okabe and Ito (2008), which people with colour blindness can distinguish, and also differ in
+dashes and markers. Classes have the "muted" colours of Tol (2021) and black, from dark to light.
 """
 
 import textwrap
@@ -84,8 +84,8 @@ def drawing(ax: "matplotlib.axes.Axes | None", height: float = 2.5) -> "Iterator
     """Axes to draw on, in the look of all pictures.
 
     Args:
-      ax: those to draw on; None for a figure of their own, a column wide.
-      height: of that figure, in inches.
+      ax: axes to draw on; None for a new figure, a column wide.
+      height: height of the new figure, in inches.
 
     Raises:
       ConfigError: matplotlib is not installed.
@@ -104,7 +104,7 @@ def drawing(ax: "matplotlib.axes.Axes | None", height: float = 2.5) -> "Iterator
 
 @contextmanager
 def look() -> Iterator[None]:
-    """The look of all pictures, for what is made or written within.
+    """The look of all pictures, for everything that is drawn or written within.
 
     Raises:
       ConfigError: matplotlib is not installed.
@@ -121,7 +121,7 @@ def look() -> Iterator[None]:
 
 
 def make_room(ax: "matplotlib.axes.Axes") -> None:
-    """Makes the figure of these axes higher by their legend, which would take its height from them."""
+    """Makes the figure of these axes higher by the height of their legend, which would otherwise shrink the axes."""
     legend, figure = ax.get_legend(), ax.get_figure(root=True)
     if legend is not None and figure is not None:
         figure.set_figheight(figure.get_figheight() + legend.get_window_extent().height / figure.dpi)
@@ -137,13 +137,13 @@ def line_style(number: int) -> dict[str, Any]:
 
 
 def as_label(name: str) -> str:
-    """A name for matplotlib to show as it is: it takes dollars for a formula, and a legend leaves out ``_name``."""
+    """A name that matplotlib shows unchanged: otherwise dollars begin a formula, and a legend leaves out ``_name``."""
     shown = name.replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def quantity(metric: str) -> tuple[float, str]:
-    """How a metric or figure is drawn: what it is multiplied by, and the label of its axis."""
+    """How a metric or figure is drawn: its factor, and the label of its axis."""
     if metric in _SHARES:
         return 100.0, f"{_SHARES[metric]} (%)"
     point, _, measure = metric.rpartition(".")
@@ -153,7 +153,7 @@ def quantity(metric: str) -> tuple[float, str]:
 
 
 def class_colours(classes: int) -> "matplotlib.cm.ScalarMappable":
-    """A colour for each class, from dark to light, as what a colour bar is made of."""
+    """A colour for each class, from dark to light, in the form that a colour bar needs."""
     import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap
@@ -164,7 +164,7 @@ def class_colours(classes: int) -> "matplotlib.cm.ScalarMappable":
 
 
 def class_bar(ax: "matplotlib.axes.Axes", colours: "matplotlib.cm.ScalarMappable") -> None:
-    """Says beside a picture which colour is which class."""
+    """Adds a bar that shows the colour of each class."""
     classes = colours.cmap.N
     bar = ax.figure.colorbar(colours, ax=ax, label="class", pad=0.02, ticks=range(0, classes, max(1, classes // 10)))
     bar.ax.tick_params(length=0)
@@ -173,9 +173,9 @@ def class_bar(ax: "matplotlib.axes.Axes", colours: "matplotlib.cm.ScalarMappable
 
 
 def legend_above(ax: "matplotlib.axes.Axes", handles: Sequence[Any], title: str | None = None) -> None:
-    """A legend above the axes, where it covers nothing, in as many columns as there is room for.
+    """A legend above the axes, where it covers nothing, in as many columns as fit.
 
-    A label that is longer than the axes are wide, such as one with a run's directory, takes several lines.
+    A label that is longer than the width of the axes, such as a run's directory, takes several lines.
     """
     inches = ax.bbox.width / ax.figure.dpi
     room = max(20, int((inches - 0.5) / 0.065))
@@ -193,7 +193,7 @@ def legend_above(ax: "matplotlib.axes.Axes", handles: Sequence[Any], title: str 
 
 
 def whole_numbers(axis: Any) -> None:
-    """Ticks of an axis at whole numbers."""
+    """Puts the ticks of an axis at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True))

@@ -1,4 +1,4 @@
-"""The features of each class as a Gaussian: a client's, all clients' together, and draws from it (CCVR, section 4)."""
+"""The features of each class as a Gaussian: of one client, of all clients, and draws from it (CCVR, section 4)."""
 
 from typing import NamedTuple
 
@@ -18,12 +18,12 @@ EXACT = lax.Precision.HIGHEST
 
 
 class Gaussians(NamedTuple):
-    """How the features of each class are distributed.
+    """The distribution of the features of each class.
 
     Attributes:
-      mean: [C, K].
-      covariance: with Bessel's correction, [C, K, K].
-      size: how many features these are of, [C].
+      mean: means, [C, K].
+      covariance: covariances with Bessel's correction, [C, K, K].
+      size: number of features behind each Gaussian, [C].
     """
 
     mean: Float[Array, "C K"]
@@ -32,14 +32,14 @@ class Gaussians(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """What a client sends of each class: the mean of its features, and the upper half of their covariance, by rows."""
+    """What a client sends for each class: the mean of its features, and the upper half of their covariance, by rows."""
 
     mean: Float[Array, "C K"]
     covariance: Float[Array, "C triangle"]
 
 
 def class_gaussians(model: Model, extractor: Params, data: ClientData) -> Gaussians:
-    """One client's, under an extractor; the covariance of fewer than two samples is zero."""
+    """The Gaussians of one client under an extractor; the covariance of fewer than two samples is zero."""
     z = cache_features(lambda x: model.features(extractor, x), data)
     count = data.class_counts
     mean = class_means(class_sums(z.x, z.y, data.valid, model.classes), count).mean
@@ -53,13 +53,13 @@ def class_gaussians(model: Model, extractor: Params, data: ClientData) -> Gaussi
 
 
 def pool(counts: Float[Array, "N C"], means: Float[Array, "N C K"], upper: Float[Array, "N C triangle"]) -> Gaussians:
-    """Those of the features of N clients together, from what each has sent.
+    """The Gaussians of the features of N clients together, from what each client has sent.
 
-    A class of a single sample gets the covariance within classes, pooled over all of them.
+    A class with a single sample gets the covariance within classes, pooled over all classes.
 
     Args:
-      counts: samples of each client and class; nothing else is read where there are none.
-      means: of their features.
+      counts: number of samples of each client and class; where it is 0, the other arguments are not read.
+      means: means of their features.
       upper: the upper halves of their covariances, row by row.
     """
     count = jnp.sum(counts, axis=0)
@@ -77,7 +77,7 @@ def pool(counts: Float[Array, "N C"], means: Float[Array, "N C K"], upper: Float
 
 
 def draw(key: Key[Array, ""], gaussians: Gaussians, number: int) -> ClientData:
-    """So many features of each class that has a Gaussian, as though they were a client's samples."""
+    """Draws ``number`` features of each class that has a Gaussian, in the form of a client's samples."""
     mean, covariance, size = gaussians
     classes, dim = mean.shape
     variance = jnp.trace(covariance, axis1=1, axis2=2)[:, None, None] / dim

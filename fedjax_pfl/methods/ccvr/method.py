@@ -27,25 +27,26 @@ def ccvr(
     server_epochs: Annotated[int, Ge(0)] = 1,
     server_batch_size: Annotated[int, Ge(1)] = 32,
 ) -> Method:
-    """CCVR on FedAvg: the server retrains the global model's head before it is scored; the rounds are FedAvg's.
+    """CCVR on FedAvg: the server retrains the global model's head before it is scored; the rounds are those of FedAvg.
 
     ``[calibration]`` in a config does the same for every method with a global model.
 
     Shared: the model. Personal: nothing. Headline: PRE, the calibrated model; POST is FedAvg's.
-    Before each evaluation, all clients that may take part send count, mean and covariance of their features of every
-    class that they hold: at most C (K + K (K + 1) / 2 + 1) floats each, which are not part of a round's traffic and
-    stand side by side on the server. It draws equally many features of each class from the pooled Gaussian. The paper
-    calibrates once, after the last round: ``run.eval_every = training.rounds``. FL-bench, whose single pass is the
-    default here, pools biased covariances as though they were unbiased, and leaves out a class of one sample, which
-    here gets the mean covariance within classes.
+
+    Before each evaluation, every client that may take part sends the count, mean and covariance of its features for
+    each class that it holds: at most C (K + K (K + 1) / 2 + 1) floats per client. They are not part of a round's
+    traffic, and the server holds those of all clients at the same time. The server draws the same number of features
+    from the pooled Gaussian of each class. The paper calibrates once, after the last round: ``run.eval_every =
+    training.rounds``. FL-bench, whose single pass is the default here, pools biased covariances as if they were
+    unbiased, and leaves out a class with one sample, which here gets the mean covariance within classes.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      samples_per_class: M_c, features drawn of each class; the grid is 100, 200, 500, 1000.
-      server_lr: rate of the head on the server.
-      server_epochs: passes over the drawn features; with 0 the scores are FedAvg's.
+      samples_per_class: M_c, number of features drawn for each class; the grid is 100, 200, 500, 1000.
+      server_lr: learning rate of the head on the server.
+      server_epochs: passes over the drawn features; with 0 the scores are those of FedAvg.
       server_batch_size: drawn features per step.
 
     Reference:
@@ -57,16 +58,17 @@ def ccvr(
 
 
 def calibrated(host: Method, model: Model, train_server: Trainer, *, samples_per_class: int) -> Method:
-    """The host with its global model scored under a retrained head, which training and POST never see.
+    """The host method with its global model scored under a retrained head, which training and POST never see.
 
     Args:
-      host: its server state, and what it broadcasts, are the global model or have it in a field ``params``.
+      host: the method; its server state, and what it broadcasts, must be the global model or have it in a field
+        ``params``.
       model: extractor and head.
       train_server: trains the head.
-      samples_per_class: M_c.
+      samples_per_class: M_c, number of features drawn for each class.
 
     Raises:
-      ValueError: the host has no such model, or calibrates it already.
+      ValueError: the host has no such model, or already calibrates it.
     """
     if host.global_predict is None or host.calibrate is not None:
         raise ValueError("only a global model that is scored as it is broadcast can be calibrated")
@@ -94,5 +96,5 @@ def calibrated(host: Method, model: Model, train_server: Trainer, *, samples_per
 
 
 def _global_model(shared: PyTree) -> Params:
-    """What the host shares, or the model in it."""
+    """The global model: the field ``params`` of what the host shares, or all of it."""
     return getattr(shared, "params", shared)

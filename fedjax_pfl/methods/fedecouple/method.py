@@ -48,12 +48,12 @@ def fedecouple(
     aggregation: Literal["similarity", "size"] = "similarity",
     first: Literal["received", "initial"] = "received",
 ) -> Method:
-    """FedeCouple: extractor and head are both shared and both personal.
+    """FedeCouple: extractor and head both have a shared and a personal version.
 
-    Shared: theta, phi. Personal: theta_i, phi_i, from the client's last participation. Headline: POST, that is
-    (theta_i, phi_i); with ``head_features="global"`` PRE, (theta, phi_i), as of FedRep. ``training.epochs`` is E_fe.
-    The paper states neither learning rate nor batch size. Anchors stay on the client. Clipping takes both heads'
-    gradients as one.
+    Shared: theta, phi. Personal: theta_i, phi_i, from the client's last participation. Headline: POST, which is
+    (theta_i, phi_i); with ``head_features="global"`` PRE, (theta, phi_i), as in FedRep. ``training.epochs`` is E_fe.
+    The paper states neither learning rate nor batch size. Anchors stay on the client. Clipping treats the gradients of
+    both heads as one.
 
     Args:
       model: extractor and head.
@@ -62,21 +62,21 @@ def fedecouple(
       lam: lambda, weight of the distillation (Eq. 3).
       mu: weight of the anchor loss (Eqs. 5, 6).
       tau: temperature of the distillation.
-      head_lr: of the head phase, decays alike; None for the local rate: the paper has one eta, FedPAC's code 0.1 here.
+      head_lr: rate of the head phase, decays alike; None: the local rate, the paper's only one. FedPAC's code has 0.1.
       head_epochs: E_cl, epochs of the head phase (GPC).
-      frozen_head_epochs: epochs of the extractor under the frozen global head (GLF, Eq. 5); 0 switches them off.
-      teacher: the global head adapts while it teaches, or stays as received, or there is no distillation (Table IX).
+      frozen_head_epochs: epochs of the extractor under the frozen global head (GLF, Eq. 5); 0 turns them off.
+      teacher: whether the global head adapts while it teaches, stays as received, or does not teach (Table IX).
       scale_by_temperature: multiply the distillation by tau^2; the paper has no such factor.
-      head_features: whose features the heads are trained on: those of the client's own extractor, as it left it, or of
-        the one received, as in FedPAC's code; with the latter PRE has the paper's accuracy (docs/papers/fedecouple.md).
-      global_extractor: whether the client goes on from the received extractor or from its own (Table IX).
+      head_features: whose features the heads are trained on: those of the client's own extractor, or of the received
+        one, as in FedPAC's code, with which PRE has the paper's accuracy (docs/papers/fedecouple.md).
+      global_extractor: whether the client continues from the received extractor or from its own (Table IX).
       anchor_on: whether augmented copies count in the anchors.
-      anchor_coverage: share of the client's classes, drawn in each round, that get an anchor (GFA; Table IX).
+      anchor_coverage: share of the client's classes that get an anchor, drawn in each round (GFA; Table IX).
       anchor_reduction: the anchor loss as mean or as sum over the features. The paper sums over samples as well, which
         diverges at its mu = 2.
       aggregation: weights by similarity to the mean model (Eq. 7), or by client size.
-      first: a client's own model before its first participation: what it receives, or that of round 0. The paper does
-        not say; with the latter a late joiner is scored and taught with a random head.
+      first: a client's own model before its first participation: the received one, or that of round 0. The paper does
+        not say; with the latter, a late client is scored and taught with a random head.
 
     Reference:
       M. Yang et al. FedeCouple: Fine-Grained Balancing of Global-Generalization and Local-Adaptability in Federated
@@ -108,7 +108,7 @@ def fedecouple(
         anchors = compute_anchors(now.key, view["extractor"], data)
 
         def parts(extractor: Params, batch: Batch, head: Params) -> tuple[Array, Array]:
-            """Cross-entropy under a head, and the pull to the anchors."""
+            """The cross-entropy under a head, and the pull to the anchors."""
             z = model.features(extractor, batch.x, batch.mask)
             ce = label_loss(model, z, model.classify(head, z), batch)
             if is_off(mu):

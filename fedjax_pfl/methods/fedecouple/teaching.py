@@ -24,18 +24,18 @@ class Heads(NamedTuple):
 
 
 class Teaching(NamedTuple):
-    """How the personal head is trained.
+    """The training of the personal head.
 
-    Both heads take a step on every batch: Eqs. 3 and 4 by turns, which is our reading of lines that say only that the
+    Both heads take a step on every batch, by Eqs. 3 and 4 in turns. This is our reading of lines that say only that the
     two are minimised.
 
     Attributes:
       teacher: whether the global head adapts while it teaches, stays as received, or does not teach.
       lam: lambda, weight of the distillation.
       temperature: tau.
-      scaled: multiply the distillation by tau^2.
+      scaled: whether the distillation is multiplied by tau^2.
       epochs: E_cl.
-      lr: rate of both heads; None for the trainer's.
+      lr: learning rate of both heads; None for the trainer's rate.
     """
 
     teacher: Teacher
@@ -48,7 +48,7 @@ class Teaching(NamedTuple):
     def __call__(
         self, now: Round, model: Model, train: Trainer, heads: Heads, features: ClientData
     ) -> tuple[Params, Diagnostics]:
-        """The personal head after its epochs on the features, and how strongly the teacher pulled at its end."""
+        """The personal head after its epochs on the features, and the strength of the teacher's pull at the end."""
 
         def parts(personal: Params, batch: Batch, teacher: Params) -> tuple[Array, Array, Array]:
             """Cross-entropy of the student, distillation, cross-entropy of the teacher."""

@@ -1,4 +1,4 @@
-"""How FedeCouple's server weighs its clients' models."""
+"""The weights with which FedeCouple's server averages the clients' models."""
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ def cosine_weights(
 ) -> Float[Array, " K"]:
     """Weights in proportion to cos(w_k, w_avg) over the concatenated leaves (Eq. 7); they sum to 1.
 
-    Running statistics have no part in the cosine: a variance can be larger than all parameters together.
+    Running statistics are not part of the cosine: a variance can be larger than all parameters together.
 
     Args:
       stacked: the uploads w_k.
       mean: w_avg.
-      present: whose upload counts; the others get weight 0. A present one gets a similarity of at least 1e-6, which is
-        that of an upload with what is no number, too: a robust rule is to see who is present.
+      present: which uploads count; the others get weight 0. A present upload gets a similarity of at least 1e-6. An
+        upload with a value that is not a number gets 1e-6, too: a robust rule has to see which uploads are present.
     """
     stacked, mean = without_statistics(stacked), without_statistics(mean)
     dots = jax.tree.map(lambda w, mean: jnp.sum((w * mean).reshape(len(present), -1), axis=1), stacked, mean)

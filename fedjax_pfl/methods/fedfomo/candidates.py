@@ -1,4 +1,4 @@
-"""FedFomo's candidates: which models a client is sent, and what it makes of them."""
+"""FedFomo's candidates: which models a client is sent, and how it mixes them."""
 
 from typing import NamedTuple
 
@@ -13,14 +13,14 @@ from fedjax_pfl.ops.losses import cross_entropy, proximal
 
 
 class Candidates(NamedTuple):
-    """The last models of M - 1 other clients, every leaf [M - 1, ...], and whose they are."""
+    """The last models of M - 1 other clients, every leaf [M - 1, ...], and the numbers of these clients."""
 
     models: Params
     ids: Int[Array, " others"]
 
 
 class Mix(NamedTuple):
-    """The mixed model, a_j of the other clients' models, and the weight of all of these in the mix, from 0 to 1."""
+    """The mixed model, a_j of the other clients' models, and the total weight of these in the mix, from 0 to 1."""
 
     params: Params
     gains: Float[Array, " others"]
@@ -39,11 +39,11 @@ def choose(
 
     Args:
       key: the client's randomness.
-      number: how many.
-      free: who may be chosen: all others.
-      known: who has a model to send; the rest are chosen only when no more of these are left.
-      preference: what the client has gained from each so far; the largest is chosen, of equal ones any.
-      explore: the probability of each choice to be made at random instead.
+      number: how many clients to choose.
+      free: who may be chosen: all other clients.
+      known: which clients have a model to send; the rest are chosen only when no more of these are left.
+      preference: the client's gain from each other client so far; the largest is chosen, and any of equal ones.
+      explore: the probability that a choice is made at random instead.
     """
 
     def slot(free: Bool[Array, " N"], key: Key[Array, ""]) -> tuple[Bool[Array, " N"], Int[Array, ""]]:
@@ -60,14 +60,14 @@ def choose(
 def mix(model: Model, reference: Params, own: Params, others: Params | None, validation: ClientData) -> Mix:
     """ref + sum_j a_j (w_j - ref) / sum_j a_j over the a_j > 0, or ref where there is none.
 
-    A model whose loss or distance is no finite number has a_j = 0.
+    A model whose loss or distance is not finite has a_j = 0.
 
     Args:
       model: extractor and head.
-      reference: ref, what the client's model was trained from.
+      reference: ref, the model from which the client's model was trained.
       own: the client's model, the first candidate.
-      others: the other candidates, every leaf with a row for each; None without.
-      validation: the client's validation samples; without any, the own model is what comes out.
+      others: the other candidates, every leaf with a row for each; None if there are none.
+      validation: the client's validation samples; without any, the result is the own model.
     """
 
     def loss(params: Params) -> Float[Array, ""]:

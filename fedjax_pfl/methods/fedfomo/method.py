@@ -17,7 +17,7 @@ from fedjax_pfl.ops.tree import put_rows, take_rows
 
 
 class Server(NamedTuple):
-    """Kept by the server alone: all last uploads, who has sent one, and the sums of a_j for each client i, [i, j]."""
+    """Kept by the server only: all last uploads, which clients have sent one, and sums of a_j for each i, [i, j]."""
 
     models: Params
     known: Bool[Array, " N"]
@@ -25,7 +25,7 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    """Personal: w_i, ref_i that it was trained from, and the candidates that the server sends; () without others."""
+    """Personal: w_i, ref_i from which it was trained, and the candidates that the server sends; () without others."""
 
     params: Params
     reference: Params
@@ -33,7 +33,7 @@ class Client(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """Sent up: w_i, and a_j of the other clients' models."""
+    """Sent up: w_i, and the a_j of the other clients' models."""
 
     params: Params
     gains: Float[Array, " others"]
@@ -49,21 +49,24 @@ def fedfomo(
 ) -> Method:
     """FedFomo: w_i <- ref_i + sum_j a_j (w_j - ref_i) / sum_j a_j over the candidates with a_j > 0, then training.
 
-    Shared: nothing but the candidates. Personal: w_i, ref_i. Headline: POST; PRE is the mix before training. With the
-    mean loss L_i on client i's validation samples, a_j = (L_i(ref_i) - L_i(w_j)) / (||w_j - ref_i|| + 1e-5). Where no
-    candidate is better the client goes back to ref_i; without validation samples it keeps w_i, as Local does. The
-    candidates are w_i and the models of M - 1 others: each of any other with probability max(0, exploration -
-    exploration_decay t), else of the one with the largest sum of a_j so far. Ties are broken at random, and those who
-    have not taken part yet come last, with the initial model, whose a_j is not added up. The norm is the paper's, L2,
-    over all parameters but running statistics (the official code's is L1 by default, and it adds up a_j divided by
-    |sum_j a_j|, so that rounds count alike). Server and clients hold N (M + 2) models.
+    Shared: only the candidates. Personal: w_i, ref_i. Headline: POST; PRE is the mix before training.
+
+    With the mean loss L_i on client i's validation samples, a_j = (L_i(ref_i) - L_i(w_j)) / (||w_j - ref_i|| + 1e-5).
+    If no candidate is better, the client goes back to ref_i; without validation samples it keeps w_i, as Local does.
+
+    The candidates are w_i and the models of M - 1 other clients. Each of these is drawn from all other clients with
+    probability max(0, exploration - exploration_decay t); otherwise it is the one with the largest sum of a_j so far.
+    Ties are broken at random. Clients that have not taken part yet come last, with the initial model, whose a_j is not
+    added to the sums. The norm is the paper's, L2, over all parameters except running statistics. (The official code
+    has L1 by default, and adds up a_j divided by |sum_j a_j|, so that all rounds count alike.) Server and clients hold
+    N (M + 2) models.
 
     Args:
       model: extractor and head.
       train: the local trainer.
-      candidates: M, the own model included; 5 or 10.
-      exploration: epsilon of round 0.
-      exploration_decay: what it loses in every round.
+      candidates: M, including the own model; 5 or 10.
+      exploration: epsilon in round 0.
+      exploration_decay: decrease of epsilon in every round.
 
     Reference:
       M. Zhang, K. Sapra, S. Fidler, S. Yeung, J. M. Alvarez. Personalized Federated Learning with First Order Model

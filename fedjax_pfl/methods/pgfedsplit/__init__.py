@@ -1,4 +1,4 @@
-"""PGFedSplit: the method, its Gaussians of features, and its coefficient of mixture."""
+"""PGFedSplit: the method, its Gaussians of prototypes, and its coefficient of mixture."""
 
 from fedjax_pfl.methods.pgfedsplit.method import pgfedsplit
 

@@ -1,4 +1,4 @@
-"""How the clients' prototypes of a class are distributed (PGFedSplit, Eq. 4)."""
+"""The distribution of the clients' prototypes of each class (PGFedSplit, Eq. 4)."""
 
 from functools import partial
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ Covariance = Literal["diagonal", "full"]
 
 
 class Gaussians(NamedTuple):
-    """How the clients' prototypes of a class are distributed.
+    """The distribution of the clients' prototypes of each class.
 
     Attributes:
       prototypes: p_k, the mean over the clients that hold the class.
@@ -28,19 +28,19 @@ class Gaussians(NamedTuple):
 
     @classmethod
     def none(cls, classes: int, dim: int, covariance: Covariance | None) -> "Gaussians":
-        """Those before round 0; no spread is kept of the covariance None."""
+        """The state before round 0; no spread is kept if the covariance is None."""
         prototypes = Prototypes.none(classes, dim)
         shape = (classes, dim, dim) if covariance == "full" else (classes, dim)
         return cls(prototypes, None if covariance is None else jnp.zeros(shape))
 
 
 def update_gaussians(old: Gaussians, uploaded: PerClass, ids: Int[Array, " K"]) -> Gaussians:
-    """p_k and the root of Sigma_k over the clients that hold class k, all alike (Eq. 4); absent classes keep theirs.
+    """p_k and the root of Sigma_k over the clients that hold class k, unweighted (Eq. 4); absent classes keep theirs.
 
     Args:
-      old: the last ones.
+      old: the previous Gaussians.
       uploaded: class sums, [clients, C, K], with their counts.
-      ids: of the clients.
+      ids: numbers of the clients.
     """
     counts, sums = uploaded
     local, valid = jax.vmap(class_means)(sums, counts)
@@ -61,9 +61,9 @@ def update_gaussians(old: Gaussians, uploaded: PerClass, ids: Int[Array, " K"]) 
 
 
 def _root_of_covariance(deviations: Float[Array, "clients C K"]) -> Float[Array, "C K K"]:
-    """R with R' R = D' D, the covariance of a class: as many rows as features, however many clients there are.
+    """R with R' R = D' D, the covariance of a class: as many rows as features, whatever the number of clients.
 
-    QR of D itself; a Cholesky factor of the singular D' D would be NaN.
+    It is from a QR decomposition of D itself; a Cholesky factor of the singular D' D would be NaN.
     """
     roots = map_matrices(partial(jnp.linalg.qr, mode="r"), deviations.swapaxes(0, 1))
     return jnp.pad(roots, ((0, 0), (0, deviations.shape[2] - roots.shape[1]), (0, 0)))

@@ -1,4 +1,4 @@
-"""PGFedSplit (Algorithms 1, 2): heads combined now and then, and trained on features drawn around global prototypes."""
+"""PGFedSplit (Algorithms 1, 2): heads averaged once per interval, and trained on features drawn around prototypes."""
 
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -25,11 +25,11 @@ class Server(NamedTuple):
 
     Attributes:
       extractor: theta.
-      gaussians: of the features of each class.
+      gaussians: of the clients' prototypes of each class.
       head: phi_tmp, if it is to be sent in the next round.
       interval: tau, rounds from one synchronisation of the heads to the next, [].
-      counter: s, rounds since the last one, [].
-      alpha: alpha_prev, the participants' mean coefficient at the last one, [].
+      counter: s, rounds since the last synchronisation, [].
+      alpha: alpha_prev, the participants' mean coefficient at the last synchronisation, [].
     """
 
     extractor: Params
@@ -41,7 +41,7 @@ class Server(NamedTuple):
 
 
 class View(NamedTuple):
-    """What is sent down: theta, (p_k, root of Sigma_k) of each class that has a prototype, and now and then phi_tmp."""
+    """What is sent down: theta, (p_k, root of Sigma_k) of each class with a prototype, and in some rounds phi_tmp."""
 
     extractor: Params
     per_class: PerClass
@@ -86,25 +86,25 @@ def pgfedsplit(
 
     Shared: theta, prototypes, their dispersion. Personal: phi_i. Headline: PRE, the aggregated extractor under phi_i.
     ``training.epochs`` is E, of the head phase and of the extractor phase. The paper states neither beta, chosen on
-    validation samples (benchmarks/README.md), nor the bounds of tau, which feeds back on itself: a longer interval, a
-    larger Delta, a smaller alpha, a longer interval. Recorded: tau, and alpha, the mean at the last synchronisation (0
-    before it). Traffic counts what the selected clients receive, where Algorithm 1 broadcasts to all.
+    validation samples (benchmarks/README.md), nor the bounds of tau. A longer tau gives a larger Delta, a smaller
+    alpha, and so a longer tau. Recorded: tau, and alpha, the mean at the last synchronisation (0 before it). Traffic
+    counts what the selected clients receive, although Algorithm 1 broadcasts to all.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: how the server averages extractors and heads.
       lam: lambda, weight of the pull to the prototypes (Eq. 14).
-      r: share of synthetic features in what a head is trained on (Eq. 15); 0 for none (without GAU).
+      r: share of synthetic features among those that a head is trained on (Eq. 15); 0 for none (without GAU).
       beta: weight of alpha^2 times the heads' divergence, per round since the last mixture (Eq. 13).
       temperature: T_KD of that divergence.
       alpha: share of the client's own head in the mixture (Eq. 8); None: the minimiser of Eq. 13, for each client.
       interval: tau in round 0.
-      adaptive: whether the interval follows the mean alpha (APA), or stays.
+      adaptive: whether the interval follows the mean alpha (APA); otherwise it is fixed.
       interval_min: smallest tau.
       interval_max: largest tau.
-      covariance: what is sent and used of Sigma_k.
-      scale: gamma_ik, from the client's label shares: each by the largest, as it is, by their mean, or 1.
+      covariance: which part of Sigma_k is sent and used.
+      scale: gamma_ik, from the client's label shares: divided by the largest, as they are, divided by their mean, or 1.
       reduction: the pull as mean over the K features, lambda / K of the paper's (512 in `cnn2`), or as the paper's sum.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The mixture of a client's own head and the received one, and when the next is due (PGFedSplit, Eqs. 8, 10, 13)."""
+"""The mixture of a client's own and the received head, and the interval to the next (PGFedSplit, Eqs. 8, 10, 13)."""
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,13 @@ def mix_heads(
     strength: Float[Array, ""],
     temperature: Scalar,
 ) -> tuple[Params, Float[Array, ""]]:
-    """alpha own + (1 - alpha) received, and alpha (Eq. 8); the own head, and 0, where none was received.
+    """alpha own + (1 - alpha) received, and alpha (Eq. 8); the own head, and 0, if none was received.
 
     Args:
       model: classifies features with a head.
       own: phi_i.
       received: phi_tmp, if it was sent.
-      features: what alpha is chosen on.
+      features: the features on which alpha is chosen.
       alpha: the coefficient; None for the minimiser of Eq. 13.
       strength: beta Delta_i, weight of alpha^2 times the divergence of the two heads.
       temperature: T_KD of the divergence.
@@ -57,9 +57,10 @@ def mixing_coefficient(
 ) -> Float[Array, ""]:
     """The alpha in [0, 1] that minimises ce(alpha own + (1 - alpha) received) + penalty alpha^2 (Eq. 13), to 2^-20.
 
-    The objective is convex: its slope has one sign change, which is bisected. Where it is flat, as between equal heads,
-    the client keeps its own. The slope takes the logits relative to the truth's, whose own part is then 0: as
-    (softmax - truth) times the logits it would be lost in single precision where both heads are sure of the truth.
+    The objective is convex: its slope changes sign once, and the place is found by bisection. Where the objective is
+    flat, as between equal heads, the client keeps its own head. The slope uses the logits relative to the true class's,
+    whose own part is then 0. As (softmax - truth) times the logits, the slope would be lost in single precision where
+    both heads are sure of the true class.
 
     Args:
       own: logits of phi_i.
@@ -86,12 +87,12 @@ def mixing_coefficient(
 
 
 def next_interval(interval: Int[Array, ""], rise: Float[Array, ""], bounds: tuple[int, int]) -> Int[Array, ""]:
-    """Adaptive period adjustment (Eq. 10): tau, a round shorter where the mean alpha has risen, longer where it fell.
+    """Adaptive period adjustment (Eq. 10): tau is a round shorter if the mean alpha has risen, longer if it has fallen.
 
     Args:
-      interval: the last tau, rounds.
-      rise: the mean alpha of this synchronisation less that of the one before; 0 in rounds without one.
-      bounds: tau_min and tau_max; the same twice for a fixed interval.
+      interval: the last tau, in rounds.
+      rise: the mean alpha of this synchronisation minus that of the one before; 0 in rounds without one.
+      bounds: tau_min and tau_max; both the same for a fixed interval.
     """
     change = (rise < -RESOLUTION).astype(jnp.int32) - (rise > RESOLUTION).astype(jnp.int32)
     return jnp.clip(interval + change, *bounds)

@@ -23,15 +23,15 @@ def add_synthetic(
 ) -> ClientData:
     """A client's features, followed by ceil(r / (1 - r) n_i) synthetic ones (Eqs. 15-17); none before any prototype.
 
-    The class of a synthetic feature is drawn from the client's label shares among the classes that have a prototype,
-    the feature from Normal(p_k, gamma_ik^2 Sigma_k). A draw depends on the key and its number alone.
+    The class of a synthetic feature is drawn from the client's label shares among the classes that have a prototype;
+    the feature is drawn from Normal(p_k, gamma_ik^2 Sigma_k). A draw depends only on the key and its number.
 
     Args:
       key: the client's key of this round.
       features: the client's samples under the received extractor, as :func:`cache_features` leaves them.
-      gaussians: of each class.
+      gaussians: the Gaussian of each class.
       r: share of synthetic features.
-      scale: gamma_ik.
+      scale: how gamma_ik follows from the label shares.
     """
     (means, known), spread = gaussians
     assert spread is not None
@@ -82,15 +82,15 @@ def add_synthetic(
 
 
 def synthetic_ratio(model: Model, head: Params, mixed: ClientData, real: Count) -> Diagnostics:
-    """How strongly synthetic features pull at a head beside the real ones, for the record: ||gradient|| / ||gradient||.
+    """A diagnostic: how strongly synthetic features pull at a head, relative to real ones: ||gradient|| / ||gradient||.
 
-    Of all features of a client, since few of one kind may be in a mini-batch.
+    It is over all features of a client, since a mini-batch may have few of one kind.
 
     Args:
       model: classifies features with a head.
       head: phi_i, before it is trained on them.
       mixed: features from `add_synthetic`.
-      real: how many of them, the first ones, are of samples.
+      real: number of features of real samples; they come first.
     """
 
     def norm(counted: Float[Array, " capacity"]) -> Float[Array, ""]:
