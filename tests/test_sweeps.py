@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 from fedjax_pfl import Config, ConfigError, compare, load_sweep, simulate, sweep
 from fedjax_pfl.cli.commands import app
+from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.build import program_inputs
 from fedjax_pfl.experiment.checkpoint import Checkpoints
 from fedjax_pfl.experiment.executors import _run_on_ray
-from fedjax_pfl.experiment.programs import alike
+from fedjax_pfl.experiment.programs import alike, lay_out
 from fedjax_pfl.experiment.sweep import Sweep, _folder, _write_parquet
 from fedjax_pfl.experiment.tables import Cell
 
@@ -489,6 +490,15 @@ def arrays(run):
     """What the newest checkpoint holds."""
     newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
     return ocp.StandardCheckpointer().restore((newest / "run").absolute())
+
+
+def test_no_seed_of_a_program_may_be_one_in_which_nobody_trains():
+    asked = config(training={"batch_size": 400, "drop_last": True})
+    runs = [asked.replace("run.seed", seed) for seed in (0, 1)]  # the largest client has 432 samples, and 356
+    lay_out(runs[:1], load("digits"))
+    for refused in (runs[1:], runs):
+        with pytest.raises(ConfigError, match=r"training\.batch_size = 400 .* at most 356 .* nobody has a whole batch"):
+            lay_out(refused, load("digits"))
 
 
 def test_a_term_that_is_off_in_the_first_run_only_is_recorded_in_all():

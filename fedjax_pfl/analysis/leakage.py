@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 Attack = Literal["idlg", "dlg"]
 Optimiser = Literal["adam", "lbfgs"]
-# Images of a picture; more of them would be too small to be seen.
+# The largest number of images in a plot; more would be too small to see.
 _DRAWN = 12
 
 
 @dataclass(frozen=True)
 class Leakage:
-    """What an attack has found.
+    """The result of an attack.
 
     Attributes:
       method: the name of the method.
-      uploaded: the arrays that the attacker sees, by name.
-      targets: the images that were sent about, [n, h, w, c], of pixels in [0, 1].
-      images: what was made of their uploads, clipped to [0, 1], [n, h, w, c].
-      psnr: of each image to its target in dB, [n].
-      labels: of the targets, [n].
+      uploaded: names of the arrays that the attacker sees.
+      targets: the true images, [n, h, w, c], pixels in [0, 1].
+      images: the reconstructions from their uploads, [n, h, w, c], clipped to [0, 1].
+      psnr: PSNR between each reconstruction and its target in dB, [n].
+      labels: the labels of the targets, [n].
       found: the labels that the attacker has inferred or optimised, [n].
-      loss: distance of each image's upload to the one that was seen, [n]; 0 where it is the same, 1 where nothing is
-        learned. Where it is small and the PSNR is low, the upload does not tell the image; where it is large, the
-        search has failed, which is no proof of privacy.
+      loss: distance between the upload of each reconstruction and the observed upload, [n]; 0 if they are equal, 1 if
+        nothing was learned. If it is small and the PSNR is low, the upload does not determine the image. If it is
+        large, the search has failed, which is no proof of privacy.
     """
 
     method: str
@@ -81,39 +81,38 @@ def leakage(
 ) -> Leakage:
     """Reconstructs images from what a client with this one image, and one local epoch, would send.
 
-    The server is the attacker. It knows the method, the model and its hyperparameters, what it sent down, the random
-    draws of the round, the client's ``inbox``, which it wrote, and the state that all clients begin with, which it
-    drew. It does not know what a client has kept since: it takes that to be as at the beginning. Of an untrained
-    federation (a `Config`) nothing is hidden, therefore; of a `Result` the personal parts are. It sees the upload as
-    ``local`` returns it: of a `PerClass` the classes held and their rows, of a `SentIf` what is sent. With one step of
-    SGD on one image that is the gradient, scaled by the learning rate; methods that take several phases send what
-    comes of all of them. Not part of it: augmentation, malicious clients, and DP-FedAvg, whose server clips and adds
-    noise only after it has seen an upload.
+    The server is the attacker. It knows the method, the model and its hyperparameters, what it has sent down, the
+    random draws of the round, the client's ``inbox``, which it has written, and the initial client state, which it has
+    drawn. It does not know what a client has kept since then, and assumes that it is still the initial state. So
+    nothing is hidden for an untrained federation (a `Config`); for a `Result` the personal parts are hidden. The server
+    sees the upload as ``local`` returns it: for a `PerClass` the classes held and their rows, for a `SentIf` only what
+    is sent. With one step of SGD on one image, this is the gradient times the learning rate; for methods with several
+    phases it is the result of all of them. Not included are augmentation, malicious clients, and DP-FedAvg, whose
+    server clips and adds noise only after it has seen an upload.
 
-    The search goes by second derivatives: it finds more where activations are smooth than under ReLU.
+    The search uses second derivatives, so it finds more with smooth activations than with ReLU.
 
     Args:
-      run: the federation, as it begins, or as a run has left it.
-      x: the images, uint8 [n, h, w, c], each of a client of its own; they are attacked side by side, and what comes of
-        one does not depend on the others.
-      y: their labels.
-      client: of a `Result`: whose personal state the victims have.
-      attack: ``"idlg"`` reads the label off the change of the head's bias, or off the classes held, where either is
-        sent; where neither is, and with ``"dlg"``, labels are optimised with the pixels, at ``classes`` times the
-        arithmetic per step.
-      optimiser: ``"adam"``, or ``"lbfgs"``, which takes several evaluations per step.
-      steps: of the search; all are taken.
-      lr: of Adam at its first step; it falls to 0 along a cosine.
-      tv: weight of the total variation beside a distance of 1 for an image that explains nothing.
-      restarts: how many starting points; the image with the smallest objective counts.
-      seed: of these points.
+      run: the federation: a `Config` for its beginning, or a `Result` for its state after a run.
+      x: the images, uint8 [n, h, w, c], each held by a separate client; they are attacked side by side, independently.
+      y: their labels, [n].
+      client: for a `Result`, the client whose personal state all victims have.
+      attack: ``"idlg"`` reads the label from the change of the head's bias, or from the classes held, if one of these
+        is sent. Otherwise, and with ``"dlg"``, labels are optimised together with the pixels, which takes ``classes``
+        times the arithmetic per step.
+      optimiser: ``"adam"``, or ``"lbfgs"``, which needs several evaluations per step.
+      steps: number of steps of the search; all are taken.
+      lr: Adam's learning rate at the first step; it falls to 0 along a cosine.
+      tv: weight of the total variation, relative to a distance of 1 for an image that explains nothing.
+      restarts: number of starting points; for each image, the result with the smallest objective is kept.
+      seed: seed of the starting points.
 
     Returns:
-      Targets, reconstructions, PSNR, labels and distances.
+      Targets, reconstructions, PSNR in dB, labels and distances.
 
     Raises:
       ConfigError: an argument is out of range; x or y do not fit; samples are not images; the method uploads nothing,
-        cannot be differentiated, or needs what one client alone has not.
+        cannot be differentiated, or needs more than one client has.
     """
     _check_options(attack, optimiser, steps, lr, tv, restarts, seed)
     with with_own_parts(run.parts if isinstance(run, Result) else {}):
@@ -158,17 +157,17 @@ def leakage(
 def plot_leakage(
     found: Leakage | Mapping[str, Leakage], *, ax: "matplotlib.axes.Axes | None" = None
 ) -> "matplotlib.axes.Axes":
-    """Draws the targets, and below them what was made of their uploads, each with its PSNR in dB.
+    """Draws the targets, and below them the reconstructions from their uploads, each with its PSNR in dB.
 
     Args:
-      found: one attack, or several on the same images, a row each, by the name beside it.
-      ax: what to draw on; a figure of its own unless given.
+      found: one attack, or several on the same images as name -> attack, with one row for each.
+      ax: matplotlib axes to draw on; a new figure unless given.
 
     Returns:
       The axes, with the first twelve images.
 
     Raises:
-      ConfigError: there is none, or their targets differ; matplotlib is not installed.
+      ConfigError: no attack is given, or their targets differ; or matplotlib is not installed.
     """
     rows = {found.method: found} if isinstance(found, Leakage) else dict(found)
     first = next(iter(rows.values()), None)
@@ -230,6 +229,8 @@ def _setting(run: Config | Result, client: int) -> tuple[Config, DataShape]:
     config = run if isinstance(run, Config) else run.config
     if config.compression.kind != "none":
         raise ConfigError("compression.kind", config.compression.kind, '"none": whole arrays are compared')
+    if not config.participation.collaborate:
+        raise ConfigError("participation.collaborate", False, "true: alone, clients send nothing")
     if not isinstance(client, int | np.integer) or not 0 <= client < config.data.clients:
         raise ConfigError("client", client, f"a client from 0 to {config.data.clients - 1}")
     if isinstance(run, Result):

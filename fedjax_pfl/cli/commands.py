@@ -247,7 +247,7 @@ def tune(
     seed: Annotated[int, typer.Option(help="The seed of the sampler.")] = 0,
     metric: Annotated[str, typer.Option(help="What trials are judged by, on validation samples.")] = "accuracy",
     point: Annotated[
-        str | None, typer.Option(help="Where: pre or post; by default the point that the method is judged by.")
+        str | None, typer.Option(help="The evaluation point: pre or post; by default the method's headline.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the outcome and errors.")] = False,
 ) -> None:

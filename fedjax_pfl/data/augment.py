@@ -1,8 +1,8 @@
 """Augmentation of one client's images, drawn on the device: the protocol's, and a method's own copies.
 
-Crops and flips move whole pixels. All other operations are an affine map of the coordinates and one of the pixel
-values, so that one gather and one multiplication serve a batch in which every sample has an operation of its own (under
-``vmap`` a branch per sample would run them all).
+Crops and flips move whole pixels. All other operations are an affine map of the coordinates and an affine map of the
+pixel values. So one gather and one multiplication serve a batch in which every sample has a different operation; under
+``vmap``, a branch per sample would run all operations for each sample.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ BRIGHTNESS = (0.5, 1.5)
 class Transform(NamedTuple):
     """One operation for each sample: the output's pixel at p is ``gain * x[turn p - shift] + offset``, clipped.
 
-    Places (row, column) are counted from the image's centre.
+    Positions (row, column) are relative to the centre of the image.
 
     Attributes:
-      turn: maps a place of the output to one of the input, [batch, 2, 2].
+      turn: maps a position in the output to a position in the input, [batch, 2, 2].
       shift: how far the image moves, in pixels (rows, columns), [batch, 2].
       gain: factor on the pixel values, [batch].
       offset: added to the pixel values, [batch].
@@ -49,13 +49,13 @@ def _draw_shift(key: Key[Array, ""]) -> Int[Array, "2"]:
 
 
 def draw_crop(key: Key[Array, ""]) -> tuple[Int[Array, "2"], Bool[Array, ""]]:
-    """Where a crop lies, as a shift of the image, and whether it is flipped."""
+    """The position of a random crop, as a shift of the image [2], and whether it is flipped, []."""
     key_shift, key_flip = jax.random.split(key)
     return _draw_shift(key_shift), jax.random.bernoulli(key_flip)
 
 
 def five_operations(keys: Key[Array, " batch"]) -> Transform:
-    """FedeCouple's augmentation (section IV-D): one of five operations for each sample, and its magnitude, at random.
+    """FedeCouple's augmentation (section IV-D): a random one of five operations per sample, with random magnitude.
 
     Shift by -4 ... 4 pixels per axis, horizontal flip, rotation by -30 ... 30 degrees, brightness times 0.5 ... 1.5,
     inversion (255 - x). The paper names the operations; the magnitudes are ours.
@@ -86,7 +86,7 @@ def crop_flip(
     Args:
       keys: one for each sample.
       x: images.
-      reflect: pad with what lies inside, as in a mirror on the outermost pixels; else with black.
+      reflect: whether to pad by reflection at the outermost pixels; else with black.
     """
     edge, size = MAX_SHIFT, x.shape[1:]
     padded = jnp.pad(x, ((0, 0), (edge, edge), (edge, edge), (0, 0)), mode="reflect" if reflect else "constant")
@@ -102,7 +102,7 @@ def crop_flip(
 def crop_flip_rotate(keys: Key[Array, " batch"]) -> Transform:
     """Crop and flip as in :func:`crop_flip`, then a rotation by -15 ... 15 degrees.
 
-    All in one move: what the crop has cut off may come back into view at the corners.
+    Crop, flip and rotation are one map: pixels that the crop has cut off may reappear at the corners.
     """
 
     def draw(key: Key[Array, ""]) -> Transform:
@@ -118,7 +118,7 @@ def crop_flip_rotate(keys: Key[Array, " batch"]) -> Transform:
 
 
 def apply_transform(transform: Transform, x: UInt8[Array, "batch h w c"]) -> UInt8[Array, "batch h w c"]:
-    """Moves the pixels (bilinear between them, black from outside) and maps their values, rounded and clipped."""
+    """Moves the pixels (bilinear interpolation, black outside) and maps their values, rounded and clipped."""
     height, width = x.shape[1:3]
     centre = jnp.array([(height - 1) / 2, (width - 1) / 2], jnp.float32)
     corner = jnp.stack(jnp.meshgrid(jnp.arange(height), jnp.arange(width), indexing="ij"), axis=-1)
@@ -144,15 +144,15 @@ _DRAWS: dict[str, Callable[[Key[Array, " batch"], UInt8[Array, "batch h w c"]], 
 
 
 def augment(key: Key[Array, ""], data: ClientData, kind: Augment, *, every: Literal["epoch", "round"]) -> ClientData:
-    """A client whose images are augmented whenever they are read, each by an image in its place.
+    """A client whose images are replaced by augmented ones whenever they are read.
 
     Args:
-      key: of the round's draw.
+      key: the key of the round's draw.
       data: the client's images, uint8.
-      kind: ``"none"``; ``"crop_flip"``, a random crop, black outside, and flip; ``"crop_flip_reflect"``, with the image
-        mirrored outside; ``"crop_flip_rotate"``, with a rotation by up to 15 degrees besides.
-      every: whether each epoch of training draws anew, or sees the round's draw, as all other passes do (features that
-        a head is trained on, class means).
+      kind: ``"none"``; ``"crop_flip"``, a random crop (black outside) and flip; ``"crop_flip_reflect"``, the same with
+        reflection outside; ``"crop_flip_rotate"``, crop, flip and a rotation by up to 15 degrees.
+      every: ``"epoch"``: each training epoch draws anew; ``"round"``: it uses the round's draw, as all other passes
+        always do (features on which a head is trained, class means).
     """
     if kind == "none":
         return data
@@ -161,16 +161,16 @@ def augment(key: Key[Array, ""], data: ClientData, kind: Augment, *, every: Lite
 
 
 def add_copies(key: Key[Array, ""], data: ClientData, kind: Copies) -> ClientData:
-    """A client's images with a copy of each under one of FedeCouple's five operations; the copies stay for a round.
+    """A client's images with a copy of each by one of FedeCouple's five operations; the copies stay for a round.
 
     Args:
       key: the randomness of this draw.
       data: the client's images, uint8.
-      kind: ``"none"``; ``"concat"`` adds the copies (the client doubles in size, originals first); ``"replace"`` puts
-        each in its sample's place.
+      kind: ``"none"``; ``"concat"`` adds the copies (the client doubles in size, originals first); ``"replace"`` uses
+        the copies instead of the originals.
 
     Returns:
-      The client with a pool of its own; ``original`` is the client that was given.
+      The client with its own pool of samples; ``original`` is the client that was given.
     """
     if kind == "none":
         return data

@@ -1,4 +1,4 @@
-"""What a source gives: labelled images, texts or rows of numbers in one piece, and how arrays become one."""
+"""The data set that a source gives (labelled images, texts or rows of numbers), and how it is made from arrays."""
 
 import hashlib
 import math
@@ -9,14 +9,14 @@ from jaxtyping import Float, Int, Shaped, UInt8
 
 from fedjax_pfl.errors import ConfigError
 
-# A label from this on that is no smaller than the number of samples is an ID, not the number of a class.
+# A label that is at least this number, and at least the number of samples, is an ID and not a class number.
 _MOST_CLASSES = 1000
-# Samples that a fingerprint takes at a time.
+# The number of samples that a fingerprint hashes at a time.
 _HASHED_AT_ONCE = 4096
 
 
 class Dataset(NamedTuple):
-    """Labelled samples, still in one piece.
+    """Labelled samples, before they are divided among clients.
 
     Attributes:
       name: short name for reports, e.g. ``"digits"``.
@@ -24,14 +24,14 @@ class Dataset(NamedTuple):
         as they are; or uint8 tokens ``[samples, length]`` where the samples are text.
       labels: int32 ``[samples]``, each in ``0 .. classes - 1``.
       classes: number of classes, the largest label + 1 (a class in between may have no sample).
-      train_rows: the first so many rows are the official training part and the others the official test part; None
-        where the source has no official division.
-      users: the natural user of each sample, int32 ``[samples]``, each in ``0 .. U - 1``; None where there are none.
-      vocabulary: where the samples are text, the number of different tokens, which are ``0 .. vocabulary - 1``; None
-        for others.
-      divided: whether the data came divided among clients, who are the users then; samples of user -1 are nobody's.
-      user_names: what each user is called; None where there are none, or they are called by their numbers.
-      own: whether it is somebody's own data: who gives a test part with them may expect it to be tested on.
+      train_rows: the number of rows of the official training part, which come first; the others are the official test
+        part. None if the source has no official split.
+      users: the natural user of each sample, int32 ``[samples]``, each in ``0 .. U - 1``; None if there are no users.
+      vocabulary: for text, the number of different tokens, which are ``0 .. vocabulary - 1``; None for other samples.
+      divided: whether the data came already divided among clients. The clients are then the users; samples of user -1
+        belong to no client.
+      user_names: the name of each user; None if there are no users, or they have only numbers.
+      own: whether these are data from Python, whose test part the user may expect to be used for testing.
     """
 
     name: str
@@ -56,16 +56,16 @@ def from_arrays(
     test_users: np.ndarray | None = None,
     name: str = "arrays",
 ) -> Dataset:
-    """Makes a `Dataset` of arrays.
+    """Makes a `Dataset` from arrays.
 
     Args:
       images: uint8 ``[train, h, w, c]``, or ``[train, h, w]`` for one channel, or ``[train, w * w]`` for one channel of
         a square image; or floats ``[train, ...]`` of any shape, all of them finite.
       labels: integers ``[train]``, none negative.
-      test_images: the official test part, likewise, where there is one.
-      test_labels: ``[test]``, given together with `test_images`.
-      users: who each sample is from, integers or strings ``[train]``; they are numbered in ascending order.
-      test_users: the same of the test part, ``[test]``: needed where there are `users` and a test part.
+      test_images: the samples of the official test part, likewise, if there is one.
+      test_labels: their labels ``[test]``, given together with `test_images`.
+      users: the user of each sample, integers or strings ``[train]``; they are numbered in ascending order.
+      test_users: the users of the test part, ``[test]``; needed if there are `users` and a test part.
       name: the name of the data in reports and errors.
 
     Returns:
@@ -73,7 +73,7 @@ def from_arrays(
       test part are not copied.
 
     Raises:
-      ConfigError: field ``data``, where dtypes, shapes, lengths or labels do not fit.
+      ConfigError: field ``data``: dtypes, shapes, lengths or labels do not fit.
     """
     parts = [_checked_part(images, labels, "", name)]
     if (test_images is None) != (test_labels is None):
@@ -107,12 +107,12 @@ def from_arrays(
 
 
 def _joined(parts: list[np.ndarray]) -> Shaped[np.ndarray, "samples ..."]:
-    """All rows in one array, which is the part itself where there is one: images may be most of what memory holds."""
+    """All rows in one array; a single part is not copied, because images may take most of the memory."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """12 hexadecimal digits that tell this data from other: of samples and labels, test part and users."""
+    """12 hexadecimal digits that identify the data: a hash of samples, labels, test part and users."""
     images, labels = dataset.images, dataset.labels
     digest = hashlib.sha256(f"{images.shape} {images.dtype}".encode())
     for at in range(0, len(images), _HASHED_AT_ONCE):  # samples may be most of what memory holds: no copy of them all
@@ -126,7 +126,7 @@ def fingerprint(dataset: Dataset) -> str:
 
 
 def numbered(users: Shaped[np.ndarray, " samples"]) -> tuple[Int[np.ndarray, " samples"], tuple[str, ...]]:
-    """Users as the numbers 0 .. U - 1, in ascending order of what they are called, and their names in this order."""
+    """Users as the numbers 0 .. U - 1, in ascending order of their names; and the names in this order."""
     names, numbers = np.unique(users, return_inverse=True)
     return numbers.astype(np.int32), tuple(map(str, names))
 
@@ -134,7 +134,7 @@ def numbered(users: Shaped[np.ndarray, " samples"]) -> tuple[Int[np.ndarray, " s
 def _checked_part(
     images: np.ndarray, labels: np.ndarray, part: str, name: str
 ) -> tuple[Shaped[np.ndarray, "samples ..."], Int[np.ndarray, " samples"]]:
-    """Samples and labels that fit together, or a ConfigError that calls them by the prefix `part`."""
+    """Samples and labels that fit together; otherwise a ConfigError, which names them with the prefix `part`."""
     images = _checked_samples(images, f"{part}samples", name)
     labels = _checked_labels(labels, f"{part}labels", name)
     if len(images) != len(labels):

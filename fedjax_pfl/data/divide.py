@@ -1,4 +1,4 @@
-"""From a data set in one piece to a federation: who trains on, validates on and is tested on which samples."""
+"""Divides a data set into a federation: the training, validation and test samples of every client."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,17 +15,17 @@ from fedjax_pfl.data.rows import Holdings, Rows, Split, read, union
 from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, short_of_test_rows, split_rows
 from fedjax_pfl.errors import ConfigError
 
-# Samples of the pooled test set per block; a block is evaluated like a client.
+# The number of samples in a block of the pooled test set; a block is evaluated like a client.
 _POOLED_BLOCK = 512
 
 
 def divide(dataset: Dataset, **fields: Any) -> tuple[Federation, dict[str, Any]]:
-    """Shares a data set out among clients, on the device: `deal` and `federate` in one.
+    """Divides a data set among clients and puts it on the device: `deal` followed by `federate`.
 
     Args:
       dataset: the samples, which the federation holds once.
-      **fields: as `deal` takes them, and ``evaluate_on``: which of the two, ``"test"`` or ``"validation"``, the
-        federation's ``test`` and ``pooled`` hold.
+      **fields: the arguments of `deal`, and ``evaluate_on``: whether the federation's ``test`` and ``pooled`` hold the
+        ``"test"`` or the ``"validation"`` samples.
 
     Returns:
       The federation, and the manifest that ``partition.json`` holds (see `manifest`).
@@ -54,26 +54,28 @@ def deal(
     samples_per_client: int | None = None,
     seed: int,
 ) -> tuple[Holdings, dict[str, Any]]:
-    """Decides who trains on, validates on and is tested on which rows of a data set.
+    """Decides which rows of a data set each client uses for training, validation and testing.
 
     Args:
       dataset: the samples.
       clients: N.
       partition: the kind of partition and its options, ``{"kind": "dirichlet", "beta": 0.1}``; see `PARTITIONS`. With
-        the file of a run (kind ``"indices"``), the fields below, but for `new_clients`, decide nothing.
-      split: ``"merge"`` shares all rows out and splits each client's; ``"official"`` shares the training part out and
-        draws each client's test rows from the test part (`draw_test`), or takes those of its user (`own_test`).
+        the file of a run (kind ``"indices"``), the fields below have no effect, except `new_clients`.
+      split: ``"merge"`` divides all rows among the clients and splits the rows of each; ``"official"`` divides the
+        training part and draws each client's test rows from the test part (`draw_test`), or takes those of its user
+        (`own_test`).
       test_part_share: share of each class that becomes the test part of a source without one; for ``"official"``.
-      test_share: share of a client's rows that it is tested on.
-      test_classes: classes that ``"official"`` tests a client on, all that it holds or the dominant ones (`draw_test`).
-      validation_share: share of a client's training rows that methods may select on.
+      test_share: share of a client's rows that are test rows.
+      test_classes: classes on which ``"official"`` tests a client: all that it holds, or the dominant ones
+        (`draw_test`).
+      validation_share: share of a client's training rows on which methods may select.
       stratified: whether ``"merge"`` splits each class of a client in these shares (`split_rows`).
       new_clients: share of the clients, drawn at random and numbered last, that never train.
-      samples_per_client: training rows (validation included) of each client; all rows are shared out unless given.
+      samples_per_client: training rows (validation included) of each client; all rows are used unless given.
       seed: seed of test part, partition, split and the choice of new clients.
 
     Returns:
-      The rows, and the manifest that ``partition.json`` holds (see `manifest`).
+      The rows of each client, and the manifest that ``partition.json`` holds (see `manifest`).
 
     Raises:
       ConfigError: field ``data.*``: the arguments do not fit the data set or each other.
@@ -96,7 +98,7 @@ def deal(
         if isinstance(given, Holdings):
             return _as_in_the_run(dataset, listed, given, options["file"], validation_share, official)
 
-    # 1. The rows that are shared out, and how many of them a client gets.
+    # 1. The rows to divide, and the number of rows per client.
     if official:
         shared, test_part = _official_parts(dataset, test_part_share, seed)
         if natural:
@@ -108,7 +110,7 @@ def deal(
     if natural and dataset.divided:
         shared = shared[groups[shared] >= 0]
 
-    # 2. Each client's rows, those of new clients last.
+    # 2. The rows of each client, new clients last.
     if listed is None:
         dealt = PARTITIONS[kind](groups[shared], clients, seed, size, **options)
         dealt = dealt._replace(parts=[shared[part] for part in dealt.parts])
@@ -117,7 +119,7 @@ def deal(
         _check_training_rows(dealt.parts, shared, options["file"])
     dealt = dealt._replace(parts=_new_last(dealt.parts, new, seed))
 
-    # 3. What each client does with them.
+    # 3. The split of each client's rows.
     held_out = {"test_share": test_share, "validation_share": validation_share}
     if test_part is None:
         splits = split_rows(dataset.labels, dealt.parts, seed, stratified=stratified, **held_out)
@@ -126,7 +128,7 @@ def deal(
     else:
         splits = draw_test(dataset.labels, dealt.parts, test_part, seed, test_classes=test_classes, **held_out)
 
-    # 4. What the global model is tested on: of a test part all rows, also those that no client is tested on.
+    # 4. The pooled test set: all rows of a test part, including rows on which no client is tested.
     whole = None if natural else test_part
     pooled = np.sort(np.concatenate([rows.test for rows in splits])) if whole is None else whole
 
@@ -145,24 +147,25 @@ def federate(
     validation_share: float = 0.0,
     evaluate_on: Literal["test", "validation"] = "test",
 ) -> Federation:
-    """A data set and who holds which of its rows, on the device, as index tables.
+    """Puts a data set on the device, with the rows of each client as index tables.
 
     Args:
       dataset: the samples, which the federation holds once.
-      holdings: of each client.
+      holdings: the rows of each client.
       validation_share: 0 for a federation without validation samples.
-      evaluate_on: which of the two the federation's ``test`` and ``pooled`` hold.
+      evaluate_on: whether the federation's ``test`` and ``pooled`` hold the test or the validation samples.
 
     Raises:
-      ConfigError: there is nothing to evaluate on.
+      ConfigError: field ``data.validation_share``: there are no samples to evaluate on.
     """
     splits, pooled, _ = holdings
     if evaluate_on == "validation":
         pooled = np.sort(np.concatenate([rows.validation for rows in splits]))
-    # Of test rows each client has one at least.
+    # Every client has at least one test row, but possibly no validation row.
     if not len(pooled) or (validation_share and not any(len(rows.validation) for rows in splits)):
         largest = max(len(rows.train) for rows in splits)
-        allowed = f"a larger share: of {largest} training samples or fewer per client it leaves none to validate on"
+        change = "a larger share" if largest > 1 else "0, or fewer clients"
+        allowed = f"{change}: of {largest} training samples or fewer per client it leaves none to validate on"
         raise ConfigError("data.validation_share", validation_share, allowed)
 
     def tables(rows: Sequence[Rows]) -> Clients:
@@ -182,7 +185,7 @@ def count_new(share: float, clients: int) -> int:
     """The number of clients that never train.
 
     Raises:
-      ConfigError: field ``data.new_clients``: the share is not 0, and yet means none or all of the clients.
+      ConfigError: field ``data.new_clients``: the share is not 0, but amounts to none or all of the clients.
     """
     new = round(share * clients)
     if share and not 0 < new < clients:
@@ -193,7 +196,7 @@ def count_new(share: float, clients: int) -> int:
 def _as_in_the_run(
     dataset: Dataset, listed: Partition, held: Holdings, file: str, validation_share: float, official: bool
 ) -> tuple[Holdings, dict[str, Any]]:
-    """What a run's file says, and the manifest: with the file's hash, or else the labels are not those of that run."""
+    """The rows in a run's file, and their manifest; the hashes must agree, or the labels differ from that run's."""
     parts, notes = listed.parts, listed.notes
     if official:  # the manifest's sizes are of what was shared out
         parts = [union([rows.train, rows.validation]) for rows in held.splits]
@@ -218,7 +221,7 @@ def _notes(
     validation_share: float,
     new: int,
 ) -> Iterator[str]:
-    """What a reader of the numbers should know of how the rows came to be split so."""
+    """Notes on the division of the rows, for readers of the numbers."""
     kind, clients = partition["kind"], len(splits)
     if official and kind != "natural":
         yield from short_of_test_rows(splits, test_share)
@@ -237,7 +240,7 @@ def _notes(
 
 
 def _check_divided(dataset: Dataset, clients: int, kind: str, official: bool) -> None:
-    """Checks that data that came divided among clients stay so."""
+    """Checks that data that came already divided among clients keep this division."""
     assert dataset.users is not None
     there = int(dataset.users.max()) + 1
     if kind != "natural":
@@ -258,7 +261,7 @@ def _check_divided(dataset: Dataset, clients: int, kind: str, official: bool) ->
 
 
 def _check_training_rows(parts: Sequence[Rows], shared: Rows, file: str) -> None:
-    """Checks that clients hold no row of the test part."""
+    """Checks that no client holds a row of the test part."""
     for client, rows in enumerate(parts):
         outside = np.setdiff1d(rows, shared)
         if len(outside):
@@ -267,7 +270,7 @@ def _check_training_rows(parts: Sequence[Rows], shared: Rows, file: str) -> None
 
 
 def _official_parts(dataset: Dataset, share: float | None, seed: int) -> tuple[Rows, Rows]:
-    """The rows of the training part and of the test part, which is the source's own or the given share."""
+    """The rows of the training part and of the test part: the source's own test part, or the given share."""
     if dataset.train_rows is None:
         if share is None:
             allowed = f'{dataset.name} has no test part of its own; use "merge", or give data.test_part_share'
@@ -279,7 +282,7 @@ def _official_parts(dataset: Dataset, share: float | None, seed: int) -> tuple[R
 
 
 def _of_users_in_both(users: Int[np.ndarray, " samples"], train: Rows, test: Rows, name: str) -> Rows:
-    """The training rows of the users who are in the test part, too: the others could not be tested on their own."""
+    """The training rows of the users that also have test rows; the other users could not be tested."""
     rows: Rows = train[np.isin(users[train], users[test])]
     if not len(rows):
         allowed = f'{name} has no user with samples in both parts (it was split by users); use "merge"'
@@ -288,7 +291,7 @@ def _of_users_in_both(users: Int[np.ndarray, " samples"], train: Rows, test: Row
 
 
 def _with_test_samples(training: int | None, test_share: float, clients: int, samples: int) -> int | None:
-    """The size of a client that has so many training samples, when its test samples come on top of them."""
+    """The total size of a client with this number of training samples, its test samples included."""
     if training is None:
         return None
     size = math.ceil(training / (1 - test_share) - 1e-9)
@@ -300,7 +303,7 @@ def _with_test_samples(training: int | None, test_share: float, clients: int, sa
 
 
 def _new_last(parts: Sequence[Rows], new: int, seed: int) -> list[Rows]:
-    """The clients' rows, those of so many clients drawn at random at the end."""
+    """The clients' rows, with ``new`` clients, drawn at random, moved to the end."""
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0, 0, 0)))
     drawn = np.sort(rng.choice(len(parts), new, replace=False))
     return [parts[client] for client in (*np.setdiff1d(np.arange(len(parts)), drawn), *drawn)]

@@ -1,4 +1,4 @@
-"""The federation as the device holds it: samples stored once, a client is a row of an index table and a count."""
+"""The federation on the device: samples are stored once; a client is a row of an index table and a count."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,16 +16,16 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped, UInt8
 @partial(jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["sample"])
 @dataclass(frozen=True)
 class Pool:
-    """Samples, each a flat row, to be indexed as an array of samples is.
+    """Samples stored as flat rows, which can be indexed like an array of samples.
 
-    A TPU pads the axes of images where it gathers some of them: a pool of 32x32 pixels would take four times its bytes.
+    A TPU pads the axes of images when it gathers some of them: a pool of 32x32 pixels would need four times its size.
 
     Attributes:
       rows: every sample, [samples, scalars].
-      sample: the shape of one.
+      sample: the shape of one sample.
     """
 
-    rows: Any  # also what stands for an array in a tree: its shape, or its place
+    rows: Any  # an array, or something that stands for it in a tree: its shape, or its sharding
     sample: tuple[int, ...]
 
     @classmethod
@@ -35,7 +35,7 @@ class Pool:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of an array of the samples."""
+        """The shape of an array of the samples, (samples, ...)."""
         return (len(self.rows), *self.sample)
 
     def __getitem__(self, index: Int[Array | np.ndarray, " batch"]) -> Shaped[Array | np.ndarray, "batch ..."]:
@@ -44,7 +44,7 @@ class Pool:
 
 
 Samples = Shaped[Array, "samples ..."] | Pool
-"""What clients' lists of rows point into."""
+"""All samples of a run; the clients' index tables refer to them."""
 
 
 class Batch(NamedTuple):
@@ -64,12 +64,12 @@ class Batch(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["draw", "anew"])
 @dataclass(frozen=True)
 class Augmentation:
-    """What the images of a client go through whenever they are read.
+    """The augmentation of a client's images, applied whenever they are read.
 
     Attributes:
       draw: keys [batch], x -> x, one key for each image (`fedjax_pfl.data.augment`).
-      key: of the round's draw.
-      anew: whether every epoch of training draws anew; else all passes of a round see the same images.
+      key: the key of the round's draw.
+      anew: whether every training epoch draws anew; else all passes of a round see the same images.
     """
 
     draw: Callable[[Key[Array, " batch"], UInt8[Array, "batch h w c"]], UInt8[Array, "batch h w c"]]
@@ -77,7 +77,7 @@ class Augmentation:
     anew: bool
 
     def in_epoch(self, key: Key[Array, ""]) -> "Augmentation":
-        """The draw of an epoch with this key."""
+        """The augmentation for a training epoch with this key."""
         return Augmentation(self.draw, key, self.anew) if self.anew else self
 
     def __call__(self, x: UInt8[Array, "batch h w c"], positions: Int[Array, " batch"]) -> UInt8[Array, "batch h w c"]:
@@ -86,24 +86,24 @@ class Augmentation:
 
 
 Count = np.int32 | Int[Array, ""]
-"""A number of samples; one of NumPy's is known when the program is compiled."""
+"""A number of samples; a NumPy number is known when the program is compiled."""
 
 
 class ClientData(NamedTuple):
     """The samples of one client.
 
     Attributes:
-      x: the pool that ``index`` points into, shared by all clients, [samples, ...]; where clients train, a `Pool`.
-      y: labels of the pool, [samples].
-      index: this client's rows in the pool; only the first ``count`` mean anything, [capacity].
-      count: n_i, the number of samples of the client.
-      class_counts: n_ic, its samples per class, [classes].
-      original: the same client before augmentation; None where nothing was augmented.
-      id: who the client is, from 0, []; None where a server trains on something else than a client's samples.
-      validation: the client's validation samples, to select on (rule R11); None without ``data.validation_share``.
-      augmentation: what the samples go through when they are taken; None for nothing.
+      x: all samples, to which ``index`` refers, shared by all clients, [samples, ...]; a `Pool` when clients train.
+      y: labels of all samples, [samples].
+      index: rows of this client's samples in x, [capacity]; only the first ``count`` entries are valid.
+      count: n_i, the number of samples of the client, [].
+      class_counts: n_ic, its number of samples per class, [classes].
+      original: the same client before augmentation; None if nothing was augmented.
+      id: number of the client, from 0, []; None if a server trains on other data than a client's samples.
+      validation: the client's validation samples, for selection (rule R11); None without ``data.validation_share``.
+      augmentation: the augmentation that is applied when samples are read, or None.
       most: the number of samples of the largest client that runs side by side with this one, which bounds the loops of
-        all; None for one that runs alone.
+        all of them; None for a client that runs alone.
     """
 
     x: Shaped[Array, "samples ..."]
@@ -123,7 +123,7 @@ class ClientData(NamedTuple):
         return self.index.shape[0]
 
     def take(self, positions: Int[Array, " batch"], valid: Bool[Array, " batch"]) -> Batch:
-        """The samples at the given positions of this client's list; where not valid, padding."""
+        """The samples at these positions of this client's list, [batch, ...]; padding where not valid."""
         rows = self.index[jnp.where(valid, positions, 0)]
         return Batch(self._read(rows, positions), self.y[rows], valid.astype(jnp.float32))
 
@@ -131,12 +131,13 @@ class ClientData(NamedTuple):
         return self.x[rows] if self.augmentation is None else self.augmentation(self.x[rows], positions)
 
     def batches(self, order: Int[Array, " capacity"], batch_size: int) -> Callable[[Int[Array, ""]], Batch]:
-        """Number of a batch -> so many of the client's samples in a row, in this order; where they end, padding.
+        """A function from the number of a batch to the batch, of the client's samples in this order.
 
-        The rows of all batches of an epoch are looked up at once, and not with a kernel in every step.
+        The last batch is padded. The rows of all batches of an epoch are looked up at once, which saves a kernel in
+        every step.
 
         Args:
-          order: positions of this client's list; the first ``count`` of them mean anything.
+          order: positions in this client's list; only the first ``count`` entries are valid.
           batch_size: samples per batch, at most the capacity.
         """
         slots = jnp.arange(math.ceil(self.capacity / batch_size) * batch_size)
@@ -154,33 +155,33 @@ class ClientData(NamedTuple):
         return batch
 
     def in_epoch(self, key: Key[Array, ""]) -> "ClientData":
-        """The client as an epoch of training with this key sees it."""
+        """The client as seen by a training epoch with this key."""
         return self if self.augmentation is None else self._replace(augmentation=self.augmentation.in_epoch(key))
 
     @property
     def labels(self) -> Int[Array, " capacity"]:
-        """The label at each position of this client's list; any label where there is padding."""
+        """The label at each position of this client's list, [capacity]; arbitrary at the padding."""
         return self.y[self.index]
 
     @property
     def valid(self) -> Float[Array, " capacity"]:
-        """1 at the positions that hold a sample, 0 at the padding."""
+        """1 at the positions that hold a sample, 0 at the padding, [capacity]."""
         return (jnp.arange(self.capacity) < self.count).astype(jnp.float32)
 
     @property
     def longest(self) -> Count:
-        """How many samples loops over this client's go through: its own, or those of the largest client beside it."""
+        """The bound of loops over this client's samples: its own number, or ``most`` if it runs side by side."""
         return self.count if self.most is None else self.most
 
     def map(self, fn: Callable[..., Array], *, batch_size: int = 128) -> Shaped[Array, "capacity ..."]:
-        """Applies a function to all samples of the client, in blocks of which only the last one is padded.
+        """Applies a function to all samples of the client, in blocks; only the last block is padded.
 
         Args:
           fn: (x [batch, ...], positions [batch]) -> [batch, ...].
-          batch_size: samples per block; half of it beside other clients, whose blocks are in memory, too.
+          batch_size: samples per block; half of it side by side with other clients, whose blocks are also in memory.
 
         Returns:
-          The result of each position, [capacity, ...]; anything finite at the padding.
+          The result for each position, [capacity, ...]; arbitrary but finite at the padding.
         """
         width = min(batch_size if self.most is None else batch_size // 2, self.capacity)
 
@@ -198,13 +199,13 @@ class ClientData(NamedTuple):
 
 
 class Clients(NamedTuple):
-    """Who holds which samples: one row per client.
+    """The index table of the samples that clients hold: one row per client.
 
     Attributes:
-      index: rows into the pool, padded with 0, [N, capacity].
+      index: rows of the samples in the pool, padded with 0, [N, capacity].
       count: number of samples, [N].
       class_counts: samples per class, [N, classes].
-      most: in a row of those that run side by side: `ClientData.most`.
+      most: `ClientData.most`, in a row of clients that run side by side; else None.
     """
 
     index: Int[Array, "N capacity"]  # type: ignore[assignment]  # hides tuple.index
@@ -219,10 +220,10 @@ class Federation(NamedTuple):
     Attributes:
       x: every sample once, as stored, [samples, ...], or a `Pool` of them.
       y: every label once, [samples].
-      train: what clients train on.
-      validation: what they may select on; None without a validation share.
-      test: what they are evaluated on, in no method's sight.
-      pooled: the global test set, cut into blocks as though each were a client.
+      train: the clients' training samples.
+      validation: the clients' validation samples; None without a validation share.
+      test: the clients' test samples, which no method sees.
+      pooled: the global test set, divided into blocks, in the same form as clients.
     """
 
     x: Samples
@@ -251,7 +252,7 @@ def client_data(
     client_id: Int[Array, ""] | None = None,
     validation: Clients | None = None,
 ) -> ClientData:
-    """Joins one row of :class:`Clients`, and that of its validation samples, with the pool that they point into."""
+    """Combines one row of :class:`Clients`, and the row of its validation samples, with the samples and labels."""
     select = None if validation is None else client_data(x, y, validation, client_id)
     index, count, class_counts, most = held
     samples: Any = x  # a pool is indexed like an array, and nothing else is done with a client's samples

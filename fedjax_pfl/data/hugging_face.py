@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's ``datasets`` library: from its hub, from a folder, or as objects in hand."""
+"""Data sets of Hugging Face's ``datasets`` library: from its hub, from a folder, or as Python objects."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from fedjax_pfl.data.dataset import Dataset, from_arrays
 from fedjax_pfl.errors import ConfigError
 
 _OPTIONS = ("image", "label", "config")
-# Where no type tells a column, or more than one has the type, its name does; the first that is there counts.
+# If no column has the expected type, or more than one has it, the column is chosen by name; the first that exists.
 _IMAGE_NAMES = ("image", "img", "x", "features", "pixels")
 _LABEL_NAMES = ("label", "labels", "fine_label", "y", "target")
 _PARTS = ("train", "test")
@@ -23,7 +23,7 @@ def options(argument: str) -> tuple[str, dict[str, str]]:
     """Divides ``NAME?image=img&label=fine_label&config=plain_text`` into the name and the options.
 
     Raises:
-      ConfigError: field ``data.source``, for an option that there is not.
+      ConfigError: field ``data.source``: there is no such option.
     """
     name, mark, text = argument.partition("?")
     given = dict(pair.partition("=")[::2] for pair in text.split("&")) if mark else {}
@@ -37,12 +37,12 @@ def load(argument: str, folder: Path | None) -> Dataset:
     """Loads the parts ``train`` and ``test`` of a data set.
 
     Args:
-      argument: a name for ``datasets.load_dataset`` and `options`: which columns hold samples and labels, and the
+      argument: a name for ``datasets.load_dataset``, with `options`: the columns of samples and labels, and the
         configuration of the data set.
-      folder: what ``save_to_disk`` has written, to be read instead of what the library knows under the name.
+      folder: a folder written by ``save_to_disk``, which is read instead of loading the data set by name; or None.
 
     Returns:
-      The `Dataset`; ``test`` is the official test part, where there is one. Other parts are left out.
+      The `Dataset`; ``test`` is the official test part, if there is one. Other parts are left out.
 
     Raises:
       ConfigError: field ``data.source``: the library is not installed, there is no such data set, or no such columns.
@@ -76,12 +76,12 @@ def is_data_set(data: Any) -> bool:
 
 
 def arrays(parts: Mapping[str, Any], image: str | None = None, label: str | None = None) -> list[np.ndarray]:
-    """Samples and labels of the training part, and of the test part where there is one.
+    """Samples and labels of the training part, and of the test part if there is one.
 
     Args:
-      parts: a ``DatasetDict``, or the like.
+      parts: a ``DatasetDict``, or a similar mapping.
       image: the column of the samples; found by its type or name unless given.
-      label: that of the labels, likewise.
+      label: the column of the labels, likewise.
 
     Raises:
       ConfigError: field ``data``: there is no training part, or no such column.
@@ -92,11 +92,11 @@ def arrays(parts: Mapping[str, Any], image: str | None = None, label: str | None
 
 
 def columns(data: Any, part: str, image: str | None = None, label: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Samples and labels of a ``Dataset``, as its columns are stored, whatever format or transform is set.
+    """Samples and labels of a ``Dataset``, as its columns are stored; its format or transform is ignored.
 
     Args:
       data: the ``Dataset``.
-      part: what errors call it.
+      part: the name of the part, for errors.
       image: as in `arrays`.
       label: likewise.
     """
@@ -113,7 +113,7 @@ def columns(data: Any, part: str, image: str | None = None, label: str | None = 
 
 
 def _column(types: Mapping[str, str], wanted: str, names: tuple[str, ...], option: str, given: str | None) -> str:
-    """The column that is given, or else the one of the type, or else the one with the first of the usual names."""
+    """The given column, or else the only one of the type, or else the first one with one of the usual names."""
     present = ", ".join(f"{name} ({kind})" for name, kind in types.items())
     if given is not None:
         if given not in types:
@@ -131,7 +131,7 @@ def _column(types: Mapping[str, str], wanted: str, names: tuple[str, ...], optio
 
 
 def _decoded(data: Any, column: str, part: str) -> np.ndarray:
-    """Images as one array; with one channel if all are gray, else three."""
+    """Decoded images as one array, with one channel if all are gray, else with three."""
     found: list[np.ndarray] = []
     for start in range(0, len(data), _CHUNK):
         for image in data[start : start + _CHUNK][column]:
@@ -148,7 +148,7 @@ def _decoded(data: Any, column: str, part: str) -> np.ndarray:
 
 
 def _numbers(x: Any, feature: Any, column: str, part: str) -> np.ndarray:
-    """Numbers as one array; whole ones with rows and columns of pixels from 0 to 255 are pixels."""
+    """Numbers as one array; whole numbers from 0 to 255 with at least three axes are pixels, uint8."""
     if not isinstance(x, np.ndarray) or x.dtype == object:
         raise ConfigError("data", part, f"the samples in column {column!r} must be numbers, in one shape")
     while hasattr(feature, "feature"):  # a list of lists

@@ -1,13 +1,13 @@
-"""LEAF's JSON format (Caldas et al. 2018, arXiv:1812.01097): images as FEMNIST has them, text as Shakespeare has it.
+"""LEAF's JSON format (Caldas et al. 2018, arXiv:1812.01097): images as in FEMNIST, text as in Shakespeare.
 
-Only ``user_data`` of a shard counts: ``num_samples`` is wrong in some files, and ``users`` says nothing more.
+Only ``user_data`` of a shard is used: ``num_samples`` is wrong in some files, and ``users`` adds no information.
 
-LEAF divides a data set by samples (each user is in both parts) or by users (the parts share none). A data set divided
-by users fits ``data.split = "merge"``, and ``"official"`` with any partition but ``"natural"``: its users have no test
-samples of their own (`fedjax_pfl.data.divide` says so).
+LEAF splits a data set by samples (each user is in both parts) or by users (the parts have no user in common). A data
+set split by users works with ``data.split = "merge"``, and with ``"official"`` and any partition but ``"natural"``,
+because its users have no test samples of their own (`fedjax_pfl.data.divide` raises an error for this case).
 
-Consecutive windows of Shakespeare share all but one character. A random split, as ``data.split = "merge"`` makes it,
-puts the answers to the test samples into the training samples: use ``"official"``.
+Consecutive windows of Shakespeare share all but one character. A random split (``data.split = "merge"``) would put the
+answers to the test samples into the training samples: use ``"official"``.
 """
 
 import json
@@ -36,7 +36,7 @@ _TOKENS[[ord(symbol) for symbol in ALPHABET]] = np.arange(len(ALPHABET))
 
 
 class Part(NamedTuple):
-    """The training or the test part, ordered by user, in which the samples of each user keep their order.
+    """The training or the test part, ordered by user; the samples of each user keep their order.
 
     Attributes:
       x: uint8, images ``[samples, h, w, 1]`` (255 is white paper) or tokens ``[samples, length]``.
@@ -53,15 +53,15 @@ def read(folder: Path, source: str) -> list[Part]:
     """Reads the shards of a LEAF data set.
 
     Args:
-      folder: holds the folders ``train`` and ``test``, or one of them, or the shards themselves.
+      folder: contains the folders ``train`` and ``test``, or one of them, or the shards themselves.
       source: the source string, for errors.
 
     Returns:
-      The training part, and the test part where there is one. Neither the order of the shards nor that of the keys in
-      them matters, and a user may be spread over shards.
+      The training part, and the test part if there is one. The order of the shards, and of the keys in them, does not
+      matter. A user may be spread over several shards.
 
     Raises:
-      ConfigError: field ``data.source``: no shards, a shard that is no LEAF JSON, or samples that do not fit together.
+      ConfigError: field ``data.source``: there are no shards, a shard is not LEAF JSON, or samples do not fit together.
     """
     inside = [folder / name for name in ("train", "test") if (folder / name).is_dir()]
     parts = [_read_part(part, source) for part in inside or [folder]]

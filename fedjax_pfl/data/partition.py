@@ -3,14 +3,14 @@
 A kind of partition is a function ``kind(labels, clients, seed, size, *, ...) -> Partition`` in the table `PARTITIONS`.
 Its keyword-only arguments are the schema of the config table ``data.partition``. All kinds share these rules:
 
-- `labels` is int ``[samples]``, and a partition indexes its rows. No row belongs to two clients, unless a kind is asked
-  to `overlap`: each client then draws its rows independently of the others, none of them twice. `natural` goes by the
-  users of the samples instead, and is given these in the place of the labels. `indices` takes the rows from a file.
-- `size` is the number of samples of every client; None shares out all samples.
-- The result depends on the arguments only, and every loop is bounded: clients left with fewer than two samples (one to
-  train on, one to test on) are repaired, not drawn again.
-- Where the data could not give what was asked for, a note in the result says so.
-- Bad arguments raise `ConfigError` with the field of the config that is wrong.
+- `labels` is int ``[samples]``, and a partition consists of its row numbers. No row belongs to two clients, unless
+  `overlap` is set: each client then draws its rows independently of the others, each row at most once. `natural` gets
+  the users of the samples instead of the labels. `indices` takes the rows from a file.
+- `size` is the number of samples of every client; None divides all samples.
+- The result depends on the arguments only, and every loop is bounded: clients with fewer than two samples (one for
+  training, one for testing) are repaired, not drawn again.
+- If the data cannot give what was asked for, a note in the result says so.
+- Bad arguments raise `ConfigError` with the wrong field of the config.
 
 `fedjax_pfl/data/split.py` then divides each client's rows into training, validation and test rows.
 """
@@ -27,14 +27,14 @@ from jaxtyping import Bool, Float, Int
 from fedjax_pfl.data.rows import Holdings, Rows, read, union
 from fedjax_pfl.errors import ConfigError
 
-MIN_SAMPLES = 2  # of a client: one to train on and one to test on
+MIN_SAMPLES = 2  # the minimum per client: one for training and one for testing
 
 # PFLlib's settings: a client's test share of 1 - 0.75 should fill one batch of 10, hence at least 40 samples.
 _PFLLIB_LEAST = 40
 _PFLLIB_TRIES = 10
 
-# By the number of classes: the groups in FedPAC's code, and for 100 those in FedMate's, which goes on from it. Of G
-# groups, client i mostly holds the classes of group i mod G.
+# Number of classes -> groups of dominant classes: those of FedPAC's code, and for 100 classes those of FedMate's code,
+# which builds on it. With G groups, client i mostly holds the classes of group i mod G.
 _FEDPAC_GROUPS: dict[int, tuple[tuple[int, ...], ...]] = {
     10: ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0)),
     100: tuple(tuple(range(first, first + 10)) for first in range(0, 100, 10)),
@@ -46,7 +46,7 @@ class Partition(NamedTuple):
 
     Attributes:
       parts: for each client the numbers of its rows, int64, ascending.
-      notes: one sentence for each thing that could not be done as asked; empty where all went as asked.
+      notes: one sentence for each request that could not be met; empty if all were met.
     """
 
     parts: list[Rows]
@@ -63,13 +63,13 @@ def iid(labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: int 
       labels: int ``[samples]``; only their number matters here.
       clients: number of clients.
       seed: seed of the shuffle.
-      size: samples per client; None shares out all, with sizes that differ by at most one.
+      size: samples per client; None divides all samples, with sizes that differ by at most one.
 
     Returns:
       A `Partition` without notes.
 
     Raises:
-      ConfigError: for too few samples.
+      ConfigError: there are too few samples.
     """
     _check_request(labels, clients, seed, size)
     order = np.random.default_rng(seed).permutation(len(labels))
@@ -94,22 +94,23 @@ def pathological(
       labels: int ``[samples]``.
       clients: number of clients.
       seed: seed of all draws.
-      size: samples per client, in equal shares of its classes; None shares each class out evenly among its holders.
+      size: samples per client, in equal shares of its classes; None divides each class evenly among its holders.
       classes_per_client: number of classes of a client.
-      style: ``"random"`` deals random class sets so that all classes have about equally many holders (at least one if
-        ``clients * classes_per_client`` allows it). ``"pfllib"`` is the ``pat`` of PFLlib (``separate_data`` with
-        ``balance=False``, its default) sample by sample: groups of consecutive clients with the same classes and
-        random unequal shares. It knows no `size`. It rounds the holders of a class up, so that the last classes have
-        none unless the classes divide ``clients * classes_per_client`` (12 clients of 2 hold 8 of 10 classes).
-      overlap: whether each client draws its rows of its classes from all there are, so that two clients may hold the
-        same one, as in the code of FedPAC and FedMate (with a `size` of 2,499 and three classes: 833 of each); for
-        ``"random"``, and with a `size` only.
+      style: ``"random"`` gives each client a random set of classes, so that all classes have about equally many holders
+        (at least one if ``clients * classes_per_client`` allows it). ``"pfllib"`` is the ``pat`` of PFLlib
+        (``separate_data`` with ``balance=False``, its default) sample by sample: groups of consecutive clients with the
+        same classes and random unequal shares. It has no `size`. It rounds the number of holders of a class up, so that
+        the last classes have none if the number of classes does not divide ``clients * classes_per_client`` (12 clients
+        with 2 classes each hold 8 of 10 classes).
+      overlap: whether each client draws its rows from all rows of its classes, so that two clients may hold the same
+        row, as in the code of FedPAC and FedMate (with a `size` of 2,499 and three classes: 833 of each); only for
+        ``"random"`` and with a `size`.
 
     Returns:
       A `Partition`. Rows of a class without a holder are left out, with a note.
 
     Raises:
-      ConfigError: for too few samples, more classes per client than there are, and `overlap` where it is not possible.
+      ConfigError: there are too few samples, fewer classes than `classes_per_client`, or `overlap` is not possible.
     """
     _check_request(labels, clients, seed, size, overlap)
     _check_style(style, ("random", "pfllib"))
@@ -130,7 +131,7 @@ def pathological(
 
     rng = np.random.default_rng(seed)
     classes = [rng.permutation(rows) for rows in classes]
-    ask = 1.0 if size is None else size / classes_per_client  # what one holder takes of a class, at the least
+    ask = 1.0 if size is None else size / classes_per_client  # the smallest number that one holder takes of a class
     capacity = np.full(len(classes), float(clients)) if overlap else np.maximum(supply / ask, 1)
     held = _deal_classes(clients, classes_per_client, capacity, rng)
     if size is not None:
@@ -153,7 +154,7 @@ def dirichlet(
 ) -> Partition:
     """Label skew by Dirichlet draws.
 
-    Without `size`, each class is shared out among the clients in proportions ~ Dir(beta) (Yurochkin et al. 2019,
+    Without `size`, each class is divided among the clients in proportions ~ Dir(beta) (Yurochkin et al. 2019,
     arXiv:1905.12022). With `size`, each client has its own label proportions ~ Dir(beta) and all clients are equal in
     size (Hsu et al. 2019, arXiv:1909.06335).
 
@@ -165,15 +166,15 @@ def dirichlet(
       beta: concentration; small means few clients per class.
       style: ``"plain"`` is the above. ``"pfllib"`` is the ``dir`` of PFLlib (``separate_data``) sample by sample:
         clients that have reached the mean size get no more classes, and the draw is repeated until the smallest client
-        has 40 samples (or half the mean size, if less); after 10 tries the last one is repaired. It knows no `size`.
-      min_samples: what every client shall have, also where its draw gives it less: samples of the largest clients go to
-        it. With `size` and with ``"pfllib"``, sizes are what these make them.
+        has 40 samples (or half the mean size, if less); after 10 tries the last draw is repaired. It has no `size`.
+      min_samples: the minimum number of samples of each client. If a draw gives a client fewer, samples of the largest
+        clients are moved to it. Not for `size` and ``"pfllib"``, which determine the sizes themselves.
 
     Returns:
       A `Partition`. Without `size` it covers every row.
 
     Raises:
-      ConfigError: for too few samples, a `beta` out of range, or `min_samples` where sizes are given otherwise.
+      ConfigError: there are too few samples, `beta` is out of range, or `min_samples` is not allowed.
     """
     _check_request(labels, clients, seed, size)
     _check_style(style, ("plain", "pfllib"))
@@ -209,29 +210,29 @@ def weak_pathological(
 ) -> Partition:
     """A share of each client's samples is uniform over all classes, the rest comes from a few dominant classes.
 
-    The setting of FedPAC (Xu, Tong and Huang 2023, arXiv:2306.11867), which FedeCouple uses, too.
+    The setting of FedPAC (Xu, Tong and Huang 2023, arXiv:2306.11867), which FedeCouple also uses.
 
     Args:
       labels: int ``[samples]``.
       clients: number of clients.
       seed: seed of all draws.
-      size: samples per client; needed.
+      size: samples per client; must be given.
       s: percentage of uniform samples, 0 to 100.
       dominant_classes: number of dominant classes of a client, which share the rest evenly. None: 30 % of the classes
-        where there are up to 20, at least one (3 of 10), else a tenth (10 of 100).
-      style: ``"random"`` deals random sets of dominant classes: each class is dominant for about equally many clients,
-        but for no more than its samples suffice for. ``"fedpac"`` has the groups of FedPAC's code: of ten classes
-        client i has group i mod 5 of {0,1,2}, {2,3,4}, {4,5,6}, {6,7,8}, {8,9,0}; of a hundred, as in the code of
-        FedMate, it has group i mod 10 of {0..9}, {10..19} and so on.
-      overlap: whether each client draws its rows of a class from all there are, so that two clients may hold the same
-        one. In FedPAC's code they do where a class runs out, which is then dealt from its beginning again.
+        if there are up to 20, at least one (3 of 10), else a tenth (10 of 100).
+      style: ``"random"`` gives random sets of dominant classes: each class is dominant for about equally many clients,
+        as far as its samples suffice. ``"fedpac"`` has the groups of FedPAC's code: with ten classes, client i has
+        group i mod 5 of {0,1,2}, {2,3,4}, {4,5,6}, {6,7,8}, {8,9,0}; with a hundred classes, as in FedMate's code,
+        group i mod 10 of {0..9}, {10..19} and so on.
+      overlap: whether each client draws its rows of a class from all rows of the class, so that two clients may hold
+        the same row. In FedPAC's code clients overlap if a class runs out, which is then dealt from its start again.
 
     Returns:
-      A `Partition` into equal sizes; a note says where a class ran out and others filled in.
+      A `Partition` into equal sizes; a note says if a class ran out and was replaced by others.
 
     Raises:
-      ConfigError: without `size`, for too few samples, for `s` or `dominant_classes` out of range, and for ``"fedpac"``
-        where the data have neither ten classes nor a hundred, or its groups do not have `dominant_classes` classes.
+      ConfigError: `size` is missing, there are too few samples, `s` or `dominant_classes` is out of range; or, for
+        ``"fedpac"``, there are neither ten nor a hundred classes, or `dominant_classes` does not fit the groups.
     """
     _check_request(labels, clients, seed, size, overlap)
     _check_style(style, ("random", "fedpac"))
@@ -270,20 +271,20 @@ def weak_pathological(
 
 
 def natural(users: Int[np.ndarray, " samples"], clients: int, seed: int, size: int | None) -> Partition:
-    """Each client is one user of the source, such as a writer or a role, with the samples that this user has.
+    """Each client is one user of the source, such as a writer or a role, and holds the samples of this user.
 
     Args:
       users: int ``[samples]``, the user of each sample.
-      clients: number of users taken, at random from those with at least two samples, or `size` samples where given; to
-        take the largest would be biased.
+      clients: number of users taken, at random from those with at least two samples, or at least `size` if given.
+        (Taking the largest users would be biased.)
       seed: seed of the draw.
       size: samples per client, taken at random from those of its user; None takes all.
 
     Returns:
-      A `Partition` without notes, its clients in the order of their users.
+      A `Partition` without notes; the clients are in the order of their users.
 
     Raises:
-      ConfigError: for more clients than there are such users, and for a `size` below two.
+      ConfigError: there are fewer such users than `clients`, or `size` is below two.
     """
     check_seed(seed)
     least = MIN_SAMPLES if size is None else size
@@ -301,22 +302,23 @@ def natural(users: Int[np.ndarray, " samples"], clients: int, seed: int, size: i
 
 
 def indices(labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: int | None, *, file: str) -> Partition:
-    """Each client has the rows that a file says: those of an earlier run, each for the same use; or lists of one's own.
+    """Each client has the rows that a file lists: the rows of an earlier run with the same split, or your own lists.
 
     Args:
-      labels: int ``[samples]``, of all rows of the source: files number these, a test part after the training part.
+      labels: int ``[samples]``, of all rows of the source, a test part after the training part; files number these
+        rows.
       clients: number of clients, as in the file.
-      seed: not used: nothing is drawn.
-      size: None, with lists; not used with the file of a run.
+      seed: not used, because nothing is drawn.
+      size: must be None for lists; not used for the file of a run.
       file: the ``partition.npz`` of a run directory, or an npz file with the rows of client i under the name i (see
         `fedjax_pfl.data.rows`).
 
     Returns:
-      A `Partition`; what the rows of a run are for says the file.
+      A `Partition`; for a run's file, the split into training, validation and test rows is taken from the file.
 
     Raises:
-      ConfigError: for a file that cannot be read, another number of clients, rows that the data do not have or that two
-        clients have, and a `size` with lists.
+      ConfigError: the file cannot be read, has another number of clients, or has rows that the data do not have or that
+        two clients share; or `size` is given with lists.
     """
     return partition_of(read(file), labels, clients, seed, size, file)
 
@@ -329,7 +331,7 @@ def partition_of(
     size: int | None,
     file: str,
 ) -> Partition:
-    """What `indices` makes of a file's content, as `read` has it."""
+    """The partition that `indices` makes from a file's content, as returned by `read`."""
     check_seed(seed)
     if isinstance(given, Holdings):
         _check_holdings(given, len(labels), clients, file)
@@ -342,20 +344,20 @@ def partition_of(
 
 
 def repair(parts: Sequence[Rows], least: int, rng: np.random.Generator) -> Partition:
-    """Moves random samples from the largest clients to those with fewer than `least`.
+    """Moves random samples from the largest clients to clients with fewer than `least`.
 
     Each sample comes from the client that is the largest at that moment, so that sizes change as little as possible.
 
     Args:
       parts: for each client the numbers of its rows; not changed.
-      least: the number of samples that every client shall have.
+      least: the minimum number of samples of every client.
       rng: chooses the samples that move.
 
     Returns:
-      A `Partition` of the same rows, with a note if any moved.
+      A `Partition` of the same rows, with a note if any were moved.
 
     Raises:
-      ConfigError: field ``data.clients``, if there are fewer than ``least`` samples per client.
+      ConfigError: field ``data.clients``: there are fewer than ``least`` samples per client.
     """
     sizes = [len(part) for part in parts]
     if sum(sizes) < least * len(parts):
@@ -391,14 +393,14 @@ def repair(parts: Sequence[Rows], least: int, rng: np.random.Generator) -> Parti
 
 
 def _pfllib_least(samples: int, clients: int) -> int:
-    """PFLlib's ``least_samples``: what its partitions aim to give every client."""
+    """PFLlib's ``least_samples``: the minimum per client that its partitions aim at."""
     return int(min(_PFLLIB_LEAST, samples / clients / 2))
 
 
 def _pfllib_pathological(
     supply: Int[np.ndarray, " classes"], clients: int, seed: int, classes_per_client: int
 ) -> Int[np.ndarray, "clients classes"]:
-    """How many samples of each class PFLlib's ``pat`` gives each client, with its stream of random numbers."""
+    """The number of samples of each class that PFLlib's ``pat`` gives each client, with its random numbers."""
     rng = np.random.RandomState(seed)
     C = len(supply)
     least = _pfllib_least(int(supply.sum()), clients)
@@ -407,7 +409,7 @@ def _pfllib_pathological(
     for k, samples in enumerate(supply):
         holders = np.flatnonzero(quota)[: math.ceil(clients / C * classes_per_client)]
         if not len(holders):
-            break  # every client has its classes: PFLlib leaves the others out
+            break  # every client has its classes; PFLlib leaves out the other classes
         mean = samples / len(holders)
         # PFLlib draws from [low, high) and fails on an empty range; there, each holder gets the mean.
         high = int(mean)
@@ -419,7 +421,7 @@ def _pfllib_pathological(
 
 
 def _pfllib_dirichlet(classes: list[Rows], clients: int, seed: int, beta: float) -> Partition:
-    """PFLlib's ``dir`` with its stream of random numbers, but at most `_PFLLIB_TRIES` draws and then a repair."""
+    """PFLlib's ``dir`` with its random numbers, but with at most `_PFLLIB_TRIES` draws and then a repair."""
     rng = np.random.RandomState(seed)
     samples = sum(len(rows) for rows in classes)
     least = _pfllib_least(samples, clients)
@@ -450,7 +452,7 @@ def _rows_by_class(labels: Int[np.ndarray, " samples"]) -> list[Rows]:
 
 
 def _deal_rows(classes: list[Rows], counts: Int[np.ndarray, "clients classes"]) -> list[Rows]:
-    """Gives each client its count of each class: the first client the first rows of a class, and so on."""
+    """Gives each client its count of each class; the first client gets the first rows of a class, and so on."""
     clients = len(counts)
     owners = np.concatenate([np.repeat(np.arange(clients), column) for column in counts.T])
     rows = np.concatenate([rows[:total] for rows, total in zip(classes, counts.sum(axis=0), strict=True)])
@@ -458,7 +460,7 @@ def _deal_rows(classes: list[Rows], counts: Int[np.ndarray, "clients classes"]) 
 
 
 def _draw_rows(classes: list[Rows], counts: Int[np.ndarray, " classes"], rng: np.random.Generator) -> Rows:
-    """Rows of one client: its count of each class at random, ascending."""
+    """The rows of one client, ascending: its count of each class, drawn at random."""
     drawn = [rng.choice(rows, count, replace=False) for rows, count in zip(classes, counts, strict=True)]
     return np.sort(np.concatenate(drawn))
 
@@ -466,7 +468,7 @@ def _draw_rows(classes: list[Rows], counts: Int[np.ndarray, " classes"], rng: np
 def _with_unused(
     dealt: Partition, supply: Int[np.ndarray, " classes"], held: Bool[np.ndarray, "clients classes"]
 ) -> Partition:
-    """The partition, with a note first if classes that no client holds are left out of it."""
+    """The partition; if classes without a holder were left out, with a first note that says so."""
     without = np.flatnonzero(held.sum(axis=0) == 0)
     if not len(without):
         return dealt
@@ -482,9 +484,9 @@ def _deal_sizes(
     rng: np.random.Generator,
     overlap: bool = False,
 ) -> Partition:
-    """Gives each client `size` rows in its proportions of the classes, or as near to them as the data allow.
+    """Gives each client `size` rows in its class proportions, as closely as the data allow.
 
-    Clients that `overlap` draw from all rows of a class; others share them, the first client the first rows.
+    With `overlap`, each client draws from all rows of a class; otherwise the rows are dealt out in order.
     """
     clients = len(proportions)
     targets = largest_remainder(proportions, np.full(clients, size), rng)
@@ -511,11 +513,11 @@ def _deal_sizes(
 def fit_to_supply(
     targets: Int[np.ndarray, "clients classes"], supply: Int[np.ndarray, " classes"], rng: np.random.Generator
 ) -> Int[np.ndarray, "clients classes"]:
-    """The counts nearest to `targets` (in their sum of absolute differences) that no class is too small for.
+    """The counts that are nearest to `targets` (in the sum of absolute differences) and do not exceed any supply.
 
-    Each class asked for too often is cut to its supply, evenly for all who asked, and each client fills its gap from
-    what other classes have left: first from classes it asked for, so that its set of classes grows only if it must.
-    Nearest, because any solution must cut as much, and none fills a gap with more than was cut.
+    A class with too many requests is cut to its supply, evenly for all clients that request it. Each client fills its
+    gap from the rest of other classes: first from classes that it requests, so that its set of classes grows only if
+    necessary. The result is nearest, because every solution must cut at least as much.
     """
     counts = targets.copy()
     short = targets.sum(axis=0) > supply
@@ -537,15 +539,16 @@ def fit_to_supply(
 def _deal_classes(
     clients: int, classes_per_client: int, capacity: Float[np.ndarray, " classes"], rng: np.random.Generator
 ) -> Bool[np.ndarray, "clients classes"]:
-    """Deals each client a random set of classes, with holders per class as equal as the capacities allow.
+    """Gives each client a random set of classes; the numbers of holders per class are as equal as possible.
 
-    The capacity of a class is how many holders its samples suffice for; it is exceeded only if all are used up.
+    The capacity of a class is the number of holders for which its samples suffice; it is exceeded only if the
+    capacities of all classes are used up.
     """
     C = len(capacity)
     slots = clients * classes_per_client
     holders = np.zeros(C, int)
     for limit in (np.minimum(capacity, clients).astype(int), np.full(C, clients)):
-        # Raise all classes together until they meet their limit. Each pass but the last fills one class or more.
+        # Raise all classes together until they reach their limits. Each pass but the last fills at least one class.
         while slots > holders.sum() and (holders < limit).any():
             below = rng.permutation(np.flatnonzero(holders < limit))
             step, rest = divmod(slots - holders.sum(), len(below))
@@ -554,8 +557,8 @@ def _deal_classes(
             else:
                 holders[below[:rest]] += 1
 
-    # Each client takes the classes that need the most holders yet, so that none needs more than there are clients left.
-    # Random numbers break the ties, which makes the sets random.
+    # Each client takes the classes that still need the most holders, so that no class needs more holders than there are
+    # clients left. Random numbers break ties, which makes the sets random.
     held = np.zeros((clients, C), bool)
     for client in rng.permutation(clients):
         ranking = np.argsort(-(holders + rng.random(C)))
@@ -567,9 +570,9 @@ def _deal_classes(
 def _dirichlet(beta: float, shape: tuple[int, int], rng: np.random.Generator) -> Float[np.ndarray, "draws outcomes"]:
     """Draws from the symmetric Dirichlet distribution, one per row, for any beta in (0, 1e6].
 
-    NumPy's own sampler normalises gamma variates, which underflow for a small beta. Here they stay logarithms, by
-    Gamma(b) = Gamma(b + 1) U^(1/b) (Marsaglia and Tsang 2000), and -log U is exponential. The logarithms are kept
-    multiplied by beta, so that a division by it can no longer give inf - inf.
+    NumPy's own sampler normalises gamma variates, which underflow for a small beta. Here their logarithms are used, by
+    Gamma(b) = Gamma(b + 1) U^(1/b) (Marsaglia and Tsang 2000), where -log U is exponential. The logarithms are kept
+    multiplied by beta, so that dividing by beta cannot give inf - inf.
     """
     scaled = beta * np.log(rng.standard_gamma(beta + 1, shape)) - rng.standard_exponential(shape)
     with np.errstate(over="ignore"):  # -inf is a share of 0
@@ -580,10 +583,10 @@ def _dirichlet(beta: float, shape: tuple[int, int], rng: np.random.Generator) ->
 def largest_remainder(
     weights: Float[np.ndarray, "rows cells"], totals: Int[np.ndarray, " rows"], rng: np.random.Generator
 ) -> Int[np.ndarray, "rows cells"]:
-    """Whole numbers in proportion to the weights of a row, which must not all be 0, with exactly the row's total.
+    """Whole numbers in proportion to the weights of a row (not all 0), which add up exactly to the row's total.
 
-    Every number is its exact share rounded down or up; those with the largest fractions are rounded up. Random numbers
-    decide between equal fractions, or else the first cells would always win.
+    Every number is its exact share rounded down or up; the shares with the largest fractions are rounded up. Random
+    numbers decide between equal fractions, because otherwise the first cells would always win.
     """
     exact = totals[:, np.newaxis] * (weights / weights.sum(axis=1, keepdims=True))
     counts = np.floor(exact).astype(int)
@@ -605,7 +608,7 @@ def counted(number: int, noun: str) -> str:
 def _check_request(
     labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: int | None, overlap: bool = False
 ) -> None:
-    """Raises a ConfigError unless the labels suffice for so many clients of this size."""
+    """Raises a ConfigError unless there are enough samples for this number of clients of this size."""
     samples = len(labels)
     if not 1 <= clients <= samples // MIN_SAMPLES:
         allowed = f"1 to {samples // MIN_SAMPLES}, because {samples} samples must give each client {MIN_SAMPLES}"
@@ -618,18 +621,18 @@ def _check_request(
 
 
 def check_rows(parts: Sequence[Rows], samples: int, clients: int, field: str, value: object) -> None:
-    """Checks row numbers that were not dealt here.
+    """Checks row numbers that come from outside this module.
 
     Args:
       parts: for each client the numbers of its rows, integers.
-      samples: number of rows that there are.
-      clients: number of clients that there must be.
-      field: what to call them in an error.
-      value: likewise.
+      samples: number of rows of the data set.
+      clients: the required number of clients.
+      field: the field for an error message.
+      value: the value for an error message.
 
     Raises:
-      ConfigError: another number of clients, rows that there are not, a client with fewer than two, or a row that comes
-        twice.
+      ConfigError: the number of clients differs, a row does not exist, a client has fewer than two rows, or a row
+        appears twice.
     """
     _check_clients(len(parts), clients, value)
     for client, rows in enumerate(parts):
@@ -642,7 +645,7 @@ def check_rows(parts: Sequence[Rows], samples: int, clients: int, field: str, va
 
 
 def _check_holdings(given: Holdings, samples: int, clients: int, file: str) -> None:
-    """Checks the rows of a run: its clients may have trained on the same ones, or been tested on the same ones."""
+    """Checks the rows of a run; its clients may share training rows, or test rows."""
     field = "data.partition.file"
     _check_clients(len(given.splits), clients, file)
     _check_range(given.pooled, samples, "the pooled test set", field, file)
@@ -690,7 +693,7 @@ def _check_no_size(size: int | None) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Raises a ConfigError for a seed that NumPy's generators, old and new, would not take."""
+    """Raises a ConfigError for a seed that NumPy's old or new generators do not accept."""
     if not 0 <= seed < 2**32:
         raise ConfigError("data.seed", seed, "a whole number, 0 to 2**32 - 1")
 

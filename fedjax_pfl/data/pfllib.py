@@ -1,7 +1,7 @@
-"""A divided data set in the folder layout of PFLlib (Zhang et al. 2023, arXiv:2312.04992).
+"""Writes a divided data set in the folder layout of PFLlib (Zhang et al. 2023, arXiv:2312.04992).
 
-``train/0.npz``, ``test/0.npz`` and so on hold one object, a dict of x and y, which its
-``np.load(file, allow_pickle=True)["data"].tolist()`` reads; ``config.json`` says how the data were divided.
+``train/0.npz``, ``test/0.npz`` and so on each hold one object, a dict of x and y, which PFLlib reads by
+``np.load(file, allow_pickle=True)["data"].tolist()``; ``config.json`` describes the partition.
 """
 
 import json
@@ -33,16 +33,16 @@ def export(
     """Writes the samples of every client, as PFLlib reads them.
 
     Args:
-      folder: where to; new or empty.
+      folder: the target folder, new or empty.
       dataset: the samples.
-      holdings: who trains and is tested on which.
+      holdings: the training and test rows of each client.
       partition: kind and options, for ``config.json``.
-      batch_size: likewise.
-      mean: what pixels, scaled to [0, 1], are normalised with: one number or one for each channel; 0.5 is PFLlib's.
-      std: likewise.
+      batch_size: the batch size, for ``config.json``.
+      mean: mean by which pixels, scaled to [0, 1], are normalised: one number or one per channel; 0.5 in PFLlib.
+      std: standard deviation, likewise.
 
     Raises:
-      ConfigError: the folder holds something or cannot be written; the samples are text, or some are for validation,
+      ConfigError: the folder is not empty or cannot be written; the samples are text; or there are validation samples,
         which PFLlib does not have.
     """
     if dataset.vocabulary is not None:

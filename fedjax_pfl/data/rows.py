@@ -1,4 +1,4 @@
-"""Who holds which rows, as a file: the ``partition.npz`` of a run directory, or row lists that people write."""
+"""Files that list the rows of each client: the ``partition.npz`` of a run directory, or a user's own lists."""
 
 import zipfile
 import zlib
@@ -25,12 +25,12 @@ class Split(NamedTuple):
 
 
 class Holdings(NamedTuple):
-    """What every client's rows are for.
+    """The rows of every client, by use.
 
     Attributes:
-      splits: of each client.
+      splits: the split of each client.
       pooled: the rows of the global test set, ascending.
-      hash: of rows and labels, as in ``partition.json``; None where a file does not say it.
+      hash: hash of rows and labels, as in ``partition.json``; None if a file does not have it.
     """
 
     splits: list[Split]
@@ -41,9 +41,9 @@ class Holdings(NamedTuple):
 def save(path: Path, holdings: Holdings) -> None:
     """Writes ``partition.npz``.
 
-    It holds, for ``train``, ``validation`` and ``test``, the rows of all clients one after the other, and
-    ``train_offsets`` [N + 1] and so on: client i has ``train[train_offsets[i]:train_offsets[i + 1]]``. Besides,
-    ``pooled`` and ``hash``.
+    For each of ``train``, ``validation`` and ``test`` it holds the rows of all clients one after the other, and the
+    offsets (``train_offsets`` [N + 1] and so on): client i has ``train[train_offsets[i]:train_offsets[i + 1]]``. It
+    also holds ``pooled`` and ``hash``.
     """
     arrays: dict[str, Any] = {"pooled": holdings.pooled, "hash": np.array(holdings.hash)}
     for use in _USES:
@@ -54,17 +54,19 @@ def save(path: Path, holdings: Holdings) -> None:
 
 
 def read(file: str) -> Holdings | list[Rows]:
-    """Reads what `save` has written, or the rows of each client.
+    """Reads a file that `save` has written, or a file with the rows of each client.
 
     Args:
-      file: an npz file: either that of a run, in which ``validation``, ``pooled`` (all test rows) and ``hash`` may be
-        missing; or one with the rows of client i under the name i, ``numpy.savez(file, **{"0": rows0, "1": rows1})``.
+      file: an npz file: either the file of a run, in which ``validation``, ``pooled`` (all test rows) and ``hash`` may
+        be missing; or a file with the rows of client i under the name i, ``numpy.savez(file, **{"0": rows0, "1":
+        rows1})``.
 
     Returns:
-      What it holds. Whether the rows fit a data set is another question.
+      The `Holdings` of a run's file, or else the rows of each client. Whether the rows exist in a data set is not
+      checked.
 
     Raises:
-      ConfigError: field ``data.partition.file``: no such file, or none of these two kinds.
+      ConfigError: field ``data.partition.file``: there is no such file, or it is of neither kind.
     """
     arrays = _arrays(file)
     if "train" not in arrays:
@@ -84,7 +86,7 @@ def read(file: str) -> Holdings | list[Rows]:
 
 
 def union(rows: Sequence[Rows]) -> Rows:
-    """All rows, ascending, each once."""
+    """The union of several sets of rows, ascending, each row once."""
     return np.unique(np.concatenate(rows))
 
 
@@ -102,7 +104,7 @@ def _arrays(file: str) -> dict[str, np.ndarray]:
 
 
 def _by_client(arrays: dict[str, np.ndarray], use: str, file: str) -> list[Rows]:
-    """The rows of each client for a use."""
+    """The rows of each client for one use."""
     for name in (use, f"{use}_offsets"):
         if name not in arrays:
             raise ConfigError(_FIELD, file, f"it needs an array {name!r}; present: {', '.join(arrays)}")

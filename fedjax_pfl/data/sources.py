@@ -1,4 +1,4 @@
-"""Data sources: where labelled images and texts come from, before they are divided among clients.
+"""Data sources: where labelled images, texts and tables come from, before they are divided among clients.
 
 A source is a string: ``"digits"``, or a prefix with an argument such as ``"npz:PATH"``. `SOURCES` lists them all.
 """
@@ -24,7 +24,7 @@ def load(source: str) -> Dataset:
     """Loads the data that a source string names.
 
     Args:
-      source: a key of `SOURCES`, for some with an argument after a colon: ``"digits"``, ``"npz:my/data.npz"``.
+      source: a key of `SOURCES`, some with an argument after a colon: ``"digits"``, ``"npz:my/data.npz"``.
 
     Returns:
       The `Dataset`; its rows are in the order of the source.
@@ -55,7 +55,7 @@ def _load_digits(argument: str) -> Dataset:
 
 
 def _load_npz(argument: str) -> Dataset:
-    """A user's own arrays from an npz file; see `SOURCES` for what it holds."""
+    """A user's own arrays from an npz file; `SOURCES` lists the names of the arrays."""
     source = f"npz:{argument}"
     path = _find(argument, source)
     if not zipfile.is_zipfile(path):
@@ -99,7 +99,7 @@ def _load_leaf(argument: str) -> Dataset:
 
 
 def _load_folder(argument: str) -> Dataset:
-    """Images in a folder; see `folders` for how they may lie there."""
+    """Images in a folder; see `folders` for the possible layouts."""
     source = f"folder:{argument}"
     path, size = folders.options(argument)
     return folders.load(_find(path, source, folder=True), size, source)
@@ -114,7 +114,7 @@ def _load_hugging_face(argument: str) -> Dataset:
 
 
 def _candidates(argument: str) -> list[Path]:
-    """What a PATH may mean: what it says, or what it says below the folder that FEDJAX_PFL_DATA names."""
+    """The files that a PATH may mean: the path itself, or the path below the folder in FEDJAX_PFL_DATA."""
     given = Path(argument).expanduser()
     candidates = [Path.cwd() / given]
     shelf = os.environ.get("FEDJAX_PFL_DATA")

@@ -1,4 +1,4 @@
-"""Splits: which of a client's rows it trains on, validates on and is tested on; and the manifest of it all."""
+"""Splits a client's rows into training, validation and test rows; and makes the manifest of the division."""
 
 import hashlib
 import math
@@ -34,18 +34,19 @@ def split_rows(
     A client's split depends on its rows, its number and the seed, not on the other clients.
 
     Args:
-      labels: int ``[samples]``; they matter only where the split is stratified.
+      labels: int ``[samples]``; used only if the split is stratified.
       parts: for each client the numbers of its rows, at least two.
       seed: seed of the permutations.
-      test_share: share of a client's rows to test on, above 0 and below 1; each side gets at least one row. The
-        training side is rounded down, as scikit-learn's ``train_test_split`` in PFLlib does.
-      validation_share: share of the training side to validate on, 0 or more and below 1, rounded down; at least one
-        row is left to train on.
-      stratified: whether each class of a client is split in these shares, rounded up or down so that the sums are
-        those of a split that is not stratified. A class of two rows or more always keeps one to train on, so that no
-        client is tested on a class that it might have seen and has not; its only row of a class is tested on if there
-        is no other left. For this, the test part may be smaller where `test_share` is above one half, and the
-        validation part where classes are small. PFLlib's split is not stratified.
+      test_share: share of a client's rows for testing, above 0 and below 1; both training and test rows get at least
+        one row. The number of training rows is rounded down, as in scikit-learn's ``train_test_split``, which PFLlib
+        uses.
+      validation_share: share of the training rows for validation, 0 or more and below 1, rounded down; at least one
+        training row is left.
+      stratified: whether each class of a client is split in these shares, rounded up or down so that the totals are the
+        same as without stratification. A class with two or more rows always keeps one for training, so that a client is
+        not tested on a class that it could have trained on but did not. The only row of a class becomes a test row only
+        if no other rows are left. Because of this, there may be fewer test rows if `test_share` is above one half, and
+        fewer validation rows if classes are small. PFLlib's split is not stratified.
 
     Returns:
       A `Split` for each client.
@@ -75,12 +76,13 @@ def split_rows(
 def set_aside(labels: Int[np.ndarray, " samples"], share: float, seed: int) -> tuple[Rows, Rows]:
     """Sets a share of each class aside at random, as the test part of a source that has none.
 
-    A class of two samples or more has at least one on either side; a lone sample stays in the training part.
+    A class with two or more samples has at least one in each part; the only sample of a class stays in the training
+    part.
 
     Args:
       labels: int ``[samples]``.
-      share: above 0 and below 1; a class of n samples gives ``share * n``, rounded.
-      seed: seed of the draw, whose stream is neither that of the partition nor a client's with the same seed.
+      share: above 0 and below 1; a class of n samples gives ``share * n`` samples, rounded.
+      seed: seed of the draw; its random stream differs from those of the partition and the clients.
 
     Returns:
       The row numbers of the training part and of the test part, each in ascending order.
@@ -112,27 +114,27 @@ def draw_test(
 ) -> list[Split]:
     """Draws each client's test rows from an official test part in its own label proportions (split ``"official"``).
 
-    A client with n rows gets about ``n * test_share / (1 - test_share)`` test rows, at least one, so that they are
-    `test_share` of all it has. No row comes twice to one client, but clients may share test rows.
+    A client with n training rows gets about ``n * test_share / (1 - test_share)`` test rows, at least one, so that they
+    are `test_share` of all its rows. No client has a test row twice, but clients may share test rows.
 
     Args:
       labels: int ``[samples]``, of the training and the test part together.
-      parts: for each client the numbers of its rows of the training part.
+      parts: for each client the numbers of its training rows.
       test_rows: row numbers of the test part.
       seed: seed of all draws.
       test_share: above 0 and below 1.
       validation_share: share of a client's training rows to validate on, as in `split_rows`.
-      test_classes: ``"dominant"`` tests a client, with as many rows, on its dominant classes alone: those of which it
-        has more than an even share of its rows (those of `weak_pathological`). So does the code of FedMate on
-        CIFAR-100: of 300 test images, 60 // 100 = 0 of each class are uniform.
+      test_classes: ``"dominant"`` tests a client, with the same number of rows, only on its dominant classes: those
+        that make up more than an even share of its rows (as in `weak_pathological`). FedMate's code does so on
+        CIFAR-100, where 60 // 100 = 0 of the 300 test images are uniform per class.
 
     Returns:
-      A `Split` for each client. Where the test part holds fewer of a class than the proportions ask for, the client
-      gets those there are and no others instead (`short_of_test_rows` says so).
+      A `Split` for each client. If the test part has too few samples of a class, the client gets those that there are,
+      without replacement by other classes (`short_of_test_rows` makes a note of this).
 
     Raises:
-      ConfigError: for a share out of range, a client without rows, one without a dominant class where these are tested,
-        or one whose classes the test part does not have.
+      ConfigError: a share is out of range, a client has no rows, a client has no dominant class but is to be tested on
+        these, or the test part has no samples of a client's classes.
     """
     _check_split(seed, test_share, validation_share)
     classes, present = int(labels.max()) + 1, len(np.unique(labels))
@@ -161,11 +163,11 @@ def draw_test(
 
 
 def short_of_test_rows(splits: Sequence[Split], test_share: float) -> tuple[str, ...]:
-    """The note on clients for whose share the test part had too few samples of their classes, if there are such.
+    """A note on clients that got fewer test samples than their share, if there are any.
 
     Args:
-      splits: as `draw_test` gives them.
-      test_share: as it was given.
+      splits: the result of `draw_test`.
+      test_share: the share that `draw_test` was given.
     """
     wanted = [_n_drawn(len(split.train) + len(split.validation), test_share) for split in splits]
     short = [(n, len(split.test)) for n, split in zip(wanted, splits, strict=True) if len(split.test) < n]
@@ -186,12 +188,12 @@ def own_test(
     *,
     validation_share: float = 0.0,
 ) -> list[Split]:
-    """Tests each client on all that its user has in the test part (split ``"official"`` of partition ``"natural"``).
+    """Tests each client on all test samples of its user (split ``"official"`` with partition ``"natural"``).
 
     Args:
       users: int ``[samples]``, of the training and the test part together.
       parts: for each client the numbers of its rows of the training part, all of one user.
-      test_rows: row numbers of the test part, with some of every client's user.
+      test_rows: row numbers of the test part; it must have samples of every client's user.
       seed: seed of the order of the rows.
       validation_share: share of a client's training rows to validate on, as in `split_rows`.
 
@@ -214,7 +216,7 @@ def own_test(
 def manifest(
     labels: Int[np.ndarray, " samples"], classes: int, partition: Partition, splits: Sequence[Split]
 ) -> dict[str, Any]:
-    """A record of who holds what, ready for JSON.
+    """A record of the samples that each client holds, ready for JSON.
 
     Args:
       labels: int ``[samples]``.
@@ -223,11 +225,11 @@ def manifest(
       splits: the split of each client.
 
     Returns:
-      A dict of ``hash`` (SHA-256 over the clients' training, validation and test rows and over the labels, the same on
-      every platform), ``sizes`` ``[clients]`` and ``class_counts`` ``[clients][classes]`` before the split,
-      ``n_train``, ``n_validation`` and ``n_test`` ``[clients]``, ``train_class_counts``, ``validation_class_counts``
-      and ``test_class_counts`` ``[clients][classes]`` after it, and ``notes``. The accuracy of a client that always
-      answers the class it has most training samples of follows from these counts.
+      A dict with ``hash`` (SHA-256 over the clients' training, validation and test rows and the labels, the same on
+      every platform); before the split, ``sizes`` ``[clients]`` and ``class_counts`` ``[clients][classes]``; after it,
+      ``n_train``, ``n_validation`` and ``n_test`` ``[clients]``, and ``train_class_counts``,
+      ``validation_class_counts`` and ``test_class_counts`` ``[clients][classes]``; and ``notes``. The accuracy of
+      always answering a client's most frequent class follows from these counts.
     """
     digest = hashlib.sha256()
     for array in [rows for split in splits for rows in split] + [labels]:
@@ -252,7 +254,7 @@ def manifest(
 
 
 def _client_rng(seed: int, client: int) -> np.random.Generator:
-    """A stream of its own for each client, different from that of the partition with the same seed."""
+    """A separate random stream for each client, different from that of the partition with the same seed."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(client,)))
 
 
@@ -263,26 +265,28 @@ def _split(train: Rows, test: Rows, validation_share: float) -> Split:
 
 
 def _n_drawn(n_train: int, test_share: float) -> int:
-    """The number of test rows that are this share of all that a client has, with so many training rows."""
+    """The number of test rows for this number of training rows, so that they are this share of all rows."""
     return max(round(n_train * test_share / (1 - test_share)), 1)
 
 
 def _n_validation(n_train: int, share: float) -> int:
-    """The number of validation rows among so many training rows."""
+    """The number of validation rows among this number of training rows."""
     return min(_floor(share * n_train), n_train - 1)
 
 
 def _by_class(
     rows: Rows, labels: Int[np.ndarray, " _"], count: int, rng: np.random.Generator, *, spend_lone: bool
 ) -> tuple[Rows, Rows]:
-    """Rows to keep and rows to set apart, these so many and of each class in proportion, but never all of a class.
+    """Splits rows into rows to keep and ``count`` rows to set apart, in proportion to the classes.
+
+    A class is never set apart completely.
 
     Args:
-      rows: in random order, which both results keep.
-      labels: the class of each.
-      count: how many to set apart, fewer than there are.
+      rows: row numbers in random order, which both results keep.
+      labels: the class of each row.
+      count: number of rows to set apart, smaller than the number of rows.
       rng: decides between equal fractions.
-      spend_lone: set the only row of a class apart after all, if there are too few others.
+      spend_lone: whether the only row of a class may be set apart after all, if there are too few others.
     """
     classes, held = np.unique(labels, return_inverse=True, return_counts=True)[1:]
     asked = largest_remainder(held[np.newaxis].astype(float), np.array([count]), rng)
@@ -299,12 +303,12 @@ def _by_class(
 
 
 def _floor(value: float) -> int:
-    """Rounds down, but takes a whole number that float error made a little smaller (0.29 * 100) for what it is."""
+    """Rounds down; a whole number that float error has made slightly smaller (0.29 * 100) stays that number."""
     return math.floor(value + 1e-9)
 
 
 def _check_split(seed: int, test_share: float, validation_share: float) -> None:
-    """Raises a ConfigError for a seed out of range and for shares that leave nothing to train or to test on."""
+    """Raises a ConfigError if the seed is out of range, or the shares leave no training or no test rows."""
     check_seed(seed)
     if not 0 < test_share < 1:
         raise ConfigError("data.test_share", test_share, "a number above 0 and below 1")
@@ -312,6 +316,6 @@ def _check_split(seed: int, test_share: float, validation_share: float) -> None:
 
 
 def _check_validation_share(validation_share: float) -> None:
-    """Raises a ConfigError for a share that leaves nothing to train on."""
+    """Raises a ConfigError if the share leaves no training rows."""
     if not 0 <= validation_share < 1:
         raise ConfigError("data.validation_share", validation_share, "a number from 0 to below 1")

@@ -1,4 +1,4 @@
-"""Data sets that tensorflow-datasets (TFDS) has prepared as array_record files, which are read without TensorFlow."""
+"""Data sets that tensorflow-datasets (TFDS) has prepared as array_record files; they are read without TensorFlow."""
 
 import json
 import os
@@ -13,25 +13,25 @@ from fedjax_pfl.data.cache import cached
 from fedjax_pfl.data.dataset import Dataset, from_arrays
 from fedjax_pfl.errors import ConfigError
 
-# A data set, its config and its version. TFDS would take more for NAME, and ask a network for some of it.
+# A data set, its config and its version. TFDS accepts more forms of NAME, but needs a network for some of them.
 _NAME = re.compile(r"([a-z]\w*)(/[\w.\-]+)?(:[\d.*]+)?", re.ASCII)
 _CHUNK = 1000  # samples decoded at once
 
 
 def load(name: str) -> Dataset:
-    """Loads the parts ``train`` and ``test`` of a data set, from the cache where its files have not changed.
+    """Loads the parts ``train`` and ``test`` of a data set, from the cache if its files have not changed.
 
     TFDS's folder is ``$TFDS_DATA_DIR``, else ``$FEDJAX_PFL_DATA/tensorflow_datasets``, else ``~/tensorflow_datasets``.
 
     Args:
-      name: what follows ``tfds:``, such as ``"cifar10"`` or ``"emnist/byclass"``.
+      name: the text after ``tfds:``, such as ``"cifar10"`` or ``"emnist/byclass"``.
 
     Returns:
-      The `Dataset`; ``test`` is the official test part, where there is one. Other parts are left out.
+      The `Dataset`; ``test`` is the official test part, if there is one. Other parts are left out.
 
     Raises:
-      ConfigError: field ``data.source``: an unknown name, a data set that is not prepared (with the command that does
-        it; nothing is ever downloaded here), one that has no images with labels, or damaged files.
+      ConfigError: field ``data.source``: the name is unknown, the data set is not prepared (the message has the command
+        for it; nothing is ever downloaded here), it has no images with labels, or files are damaged.
     """
     matched = _NAME.fullmatch(name)
     if matched is None:

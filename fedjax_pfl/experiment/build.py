@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: devices, federation, model, engine and placement."""
+"""Builds the parts of a run from a config: devices, federation, model, engine and placement."""
 
 import functools
 import inspect
@@ -51,23 +51,24 @@ from fedjax_pfl.models import MODELS, Model, Own, build
 from fedjax_pfl.ops.robust import RULES
 from fedjax_pfl.ops.training import Trainer
 
-# The share of a device that a chunk is chosen to fill: a compiler has planned 1.2 times an estimate, a TPU's for Ditto
-# (`benchmarks/results/accelerators.json`).
+# The share of a device's memory that a chunk shall fill at most. A TPU's compiler has planned 1.2 times our estimate,
+# for Ditto (`benchmarks/results/accelerators.json`).
 _FILLED = 0.85
-# What `jax.random` draws by: others give other numbers, and the second also other ones where clients run side by side.
+# The required settings of `jax.random`. Other settings give other numbers; without the second, clients that run side by
+# side draw other numbers than clients that run one by one.
 _RANDOM_NUMBERS = {"jax_default_prng_impl": "threefry2x32", "jax_threefry_partitionable": True}
 _TRAINING_NUMBERS = ("lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
 
 
 class DataShape(NamedTuple):
-    """What a model has to know of a data set.
+    """What a model needs to know about a data set.
 
     Attributes:
-      name: of the data set, for messages.
-      sample: shape of a sample: (h, w, c) of an image, (length,) of text, any of numbers.
+      name: name of the data set, for messages.
+      sample: shape of a sample: (h, w, c) for images, (length,) for text, any shape for real numbers.
       classes: number of classes.
-      vocabulary: number of symbols of a text; None for others.
-      real: whether a sample is real numbers, not pixels of 0 to 255.
+      vocabulary: number of symbols of a text; None for other data.
+      real: whether samples are real numbers, not pixels from 0 to 255.
     """
 
     name: str
@@ -78,30 +79,30 @@ class DataShape(NamedTuple):
 
 
 def of_data(config: Config, data: Any) -> Config:
-    """The config that says where its data come from: ``arrays`` where they are given in the place of a source."""
+    """The config with ``data.source = "arrays"``, if data are given instead of a source."""
     elsewhere = data is None or isinstance(data, Dataset) or config.data.source == "arrays"
     return config if elsewhere else config.replace({"data.source": "arrays"})
 
 
 def dataset_of(config: Config, data: Any) -> Dataset:
-    """What a config's clients share out: the data given, as `simulate` takes them, or else its ``data.source``."""
+    """The data set of a run: the given data, as `simulate` takes them, or else the config's ``data.source``."""
     return load(config.data.source) if data is None else as_dataset(data)
 
 
 def shape_of(dataset: Dataset) -> DataShape:
-    """What a model has to know of this data set."""
+    """What a model needs to know about this data set."""
     real = dataset.images.dtype.kind == "f"
     return DataShape(dataset.name, dataset.images.shape[1:], dataset.classes, dataset.vocabulary, real)
 
 
 def prepare(run: RunSection) -> None:
-    """Gets this process ready: every core of a CPU becomes a device, and compiled programs are kept on disk.
+    """Prepares this process: every core of a CPU becomes a device, and compiled programs are cached on disk.
 
-    A CPU's cores can be made devices only before JAX has started. Later, and where the user has chosen a number,
-    clients run on the devices that there are.
+    A CPU's cores can become devices only before JAX has started. Otherwise, or if the user has set the number of
+    devices, clients run on the existing devices.
 
     Raises:
-      ConfigError: ``run.compilation_cache`` is a file, or JAX is set to 64 bits or to other random numbers.
+      ConfigError: ``run.compilation_cache`` is a file, or JAX is configured for 64 bits or for other random numbers.
     """
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # which JAX adds when it starts
         raise ConfigError("jax_enable_x64", True, "False: programs are for 32 bits")
@@ -123,7 +124,7 @@ def prepare(run: RunSection) -> None:
 
 
 def _keep_programs(cache: str | None) -> None:
-    """Keeps compiled programs on disk, so that the next run with the same shapes starts at once."""
+    """Caches compiled programs on disk, so that the next run with the same shapes starts at once."""
     now = jax.config.values["jax_compilation_cache_dir"]
     if now != _cache.of_a_run:
         _cache.of_the_user = now
@@ -140,7 +141,7 @@ def _keep_programs(cache: str | None) -> None:
 
 @dataclass
 class _CacheFolders:
-    """Where JAX keeps compiled programs: as a run has set it, and as it was set before."""
+    """The folder in which JAX caches compiled programs: as set by a run, and as set before by the user."""
 
     of_a_run: str | None = None
     of_the_user: str | None = None
@@ -155,15 +156,15 @@ def cores() -> int:
 
 
 def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]]:
-    """Shares the data set out among the clients, as the data section says; returns the manifest, too."""
+    """Divides the data set among the clients, as the data section says; returns federation and manifest."""
     holdings, manifest = deal(config, dataset)
     return federate(config, dataset, holdings), manifest
 
 
 def deal(config: Config, dataset: Dataset) -> tuple[Holdings, dict[str, Any]]:
-    """Decides which client holds which rows, as the data section says; returns the manifest, too.
+    """Decides which client holds which rows, as the data section says; returns holdings and manifest.
 
-    To what `manifest` says of the rows the latter adds ``data``, the `fingerprint` of the samples.
+    The manifest has the entries of `manifest` and ``data``, the `fingerprint` of the samples.
     """
     fields = config.data.model_dump(exclude={"source", "seed", "mean", "std", "evaluate_on"})
     holdings, manifest = deal_rows(dataset, **fields, seed=config.partition_seed)
@@ -171,13 +172,13 @@ def deal(config: Config, dataset: Dataset) -> tuple[Holdings, dict[str, Any]]:
 
 
 def federate(config: Config, dataset: Dataset, holdings: Holdings) -> Federation:
-    """Data set and holdings on the device, with what the data section evaluates on."""
+    """Puts data set and holdings on the device, with the evaluation samples that the data section chooses."""
     fields = config.data.model_dump(include={"validation_share", "evaluate_on"})
     return put_on_device(dataset, holdings, **fields)
 
 
 def program_inputs(config: Config) -> dict[str, float]:
-    """The numbers of a config, by dotted field, that a program can take as input: a second value compiles nothing."""
+    """Dotted field -> number, for the numbers that are inputs of a program, so that new values need no compilation."""
     numbers: dict[str, Any] = {f"training.{name}": getattr(config.training, name) for name in _TRAINING_NUMBERS}
     hints = typing.get_type_hints(METHODS[config.method["name"]], include_extras=True)
     numbers |= {f"method.{name}": value for name, value in config.method.items() if _is_number(hints.get(name))}
@@ -187,10 +188,10 @@ def program_inputs(config: Config) -> dict[str, float]:
 
 
 def attackers(config: Config) -> Bool[np.ndarray, " N"] | None:
-    """Whether each client is malicious; None where nobody is.
+    """Whether each client is malicious, [N]; None if no client is.
 
     Raises:
-      ConfigError: field ``attack.share``: it is not 0, and yet means none or all of the clients that train.
+      ConfigError: field ``attack.share``: it is not 0, but amounts to none or all of the clients that train.
     """
     share, clients = config.attack.malicious_share, config.data.clients
     if share == 0:
@@ -207,7 +208,7 @@ def attackers(config: Config) -> Bool[np.ndarray, " N"] | None:
 
 
 def _is_number(hint: Any) -> bool:
-    """Whether a hyperparameter of this type is a real number that no shape depends on."""
+    """Whether a hyperparameter of this type is a real number on which no shape depends."""
     if typing.get_origin(hint) is Annotated:
         return Static not in hint.__metadata__ and _is_number(hint.__origin__)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -223,14 +224,14 @@ def make_engine(
     placement: Placement | None = None,
     malicious: Bool[Array, " N"] | None = None,
 ) -> Engine:
-    """Model, trainer and method, joined.
+    """The engine of a run: model, trainer and method put together.
 
     Args:
-      config: what to run.
-      data: what the model is fitted to.
-      inputs: traced values that take the place of numbers in the config, by dotted name (``training.lr``).
+      config: the config of the run.
+      data: the shape of the data for which the model is built.
+      inputs: traced values that replace numbers of the config, by dotted name (``training.lr``).
       placement: where clients run; one by one on one device unless given.
-      malicious: a traced value that takes the place of the config's `attackers`.
+      malicious: a traced value that replaces the config's `attackers`, [N].
 
     Raises:
       ConfigError: model, method and data do not fit together.
@@ -267,7 +268,7 @@ def make_engine(
 
 
 def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any]) -> Method:
-    """The method that a config names, with these options, as its other sections change what it does by itself."""
+    """The method that a config names, with these options, aggregation rule, fine-tuning, calibration and copies."""
     name, rule = config.method["name"], config.aggregation.rule
     factory = METHODS[name]
     if rule != "mean":
@@ -319,7 +320,7 @@ def _with_surroundings(
     privacy: dict[str, Any],
     malicious: Bool[Array, " N"] | None,
 ) -> Method:
-    """The method with what a config puts around any: liars lie, then uploads are compressed, then the server clips."""
+    """The method with attacks, compression and privacy: first attack, then compression, then the server clips."""
     drawn, compression = attackers(config), config.compression
     if drawn is not None:
         method = attacked(method, attackers=jnp.asarray(drawn) if malicious is None else malicious, **attack)
@@ -334,7 +335,7 @@ def _with_surroundings(
 
 
 def _check_nothing_is_augmented(config: Config, data: DataShape, method: Method) -> None:
-    """Crops are filled with black, copies are inverted and rounded: that is for pixels of 0 to 255."""
+    """Raises a ConfigError for augmentation of other data than pixels from 0 to 255, for which it is made."""
     held = "real numbers, not pixels" if data.real else "text"
     for field, kind in (("augment", config.training.augment), ("copies", method.copies)):
         if kind != "none":
@@ -349,10 +350,14 @@ def _options(table: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def model_of(config: Config, data: DataShape) -> Model:
-    """The model, fitted to the shape of the data set's samples and its number of classes."""
+    """The model, built for the shape of the data set's samples and its number of classes.
+
+    Raises:
+      ConfigError: the model does not fit the data, or ``data.mean`` or ``data.std`` does not.
+    """
     name = config.model["name"]
     extractor = MODELS[name](**_options(config.model, "name"))
-    # One's own is tried out on the data by `fit`.
+    # A user's own model is tried on the data by `fit`.
     readable = data.vocabulary if isinstance(extractor, Own) else getattr(extractor, "vocabulary", None)
     if readable != data.vocabulary:
         other = "real numbers" if data.real else "images"
@@ -384,27 +389,27 @@ def model_of(config: Config, data: DataShape) -> Model:
 
 
 def place(config: Config, memory: Memory, hardware: Hardware) -> Placement:
-    """Chooses devices and chunk for the clients of one run: by backend and memory, unless the config says.
+    """Chooses devices and chunk for the clients of one run, by backend and memory, unless the config sets them.
 
     Args:
-      config: what to run.
-      memory: what it needs, and how many clients take part in a round.
-      hardware: what there is.
+      config: the config of the run.
+      memory: the memory that it needs, and the number of participants of a round.
+      hardware: the available devices and their memory.
 
     Raises:
-      ConfigError: the run does not fit into memory, or its processes need another placement.
+      ConfigError: the run does not fit into memory, or a run of several processes needs another placement.
     """
     on_cpu, cohort = hardware.backend == "cpu", memory.participants
     kind = config.run.placement
     together = jax.process_count() > 1
     if together and kind not in ("auto", "shard"):
         raise ConfigError("run.placement", kind, '"auto" or "shard" for a run of several processes')
-    # Of several processes, each takes part with all of its devices.
+    # In a run of several processes, each process uses all of its devices.
     usable = jax.devices() if together else hardware.devices[:cohort]
     if kind == "auto":
         kind = "shard" if len(usable) > 1 else "map" if on_cpu else "vmap"
     devices = len(usable) if kind == "shard" else 1
-    # On a CPU, clients side by side leave the cache and turn convolutions into batched products.
+    # On a CPU, clients side by side do not fit into the cache, and turn convolutions into batched products.
     one_by_one = kind == "map" or (kind == "shard" and on_cpu)
     limit = hardware.bytes
     fitting, safely = (memory.fitting(devices, int(share * limit)) for share in (1, _FILLED))
@@ -422,7 +427,7 @@ def place(config: Config, memory: Memory, hardware: Hardware) -> Placement:
 
 
 def even_chunk(clients: int, fitting: int) -> int:
-    """The size of the fewest chunks of at most so many clients, as equal as they can be: absent rows fill the last."""
+    """The chunk size that divides the clients into the fewest chunks of at most ``fitting``, as equal as possible."""
     chunks = math.ceil(clients / max(1, min(clients, fitting)))
     return math.ceil(clients / chunks)
 
@@ -431,8 +436,8 @@ def place_runs(runs: int, memory: Memory, hardware: Hardware) -> tuple[Placement
     """Spreads several runs of one program over the devices.
 
     Returns:
-      Where runs go: on a CPU one by one on each core, on an accelerator side by side; and where, within a run, its
-      clients do.
+      The placement of the runs (on a CPU one by one on each core, on an accelerator side by side), and the placement of
+      the clients within a run.
 
     Raises:
       ConfigError: the runs do not fit into memory.

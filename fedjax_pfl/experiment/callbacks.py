@@ -1,4 +1,4 @@
-"""What people hang onto a run: early stopping, the best model, loggers. ``simulate(config, callbacks=[...])``."""
+"""Callbacks of a run: early stopping, the best model, loggers. ``simulate(config, callbacks=[...])``."""
 
 import math
 import time
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class Running:
-    """A run while it goes on, as callbacks see it.
+    """A run in progress, as callbacks see it.
 
     Attributes:
-      config: of the run.
-      headline: ``pre`` or ``post``, the evaluation point that its method is judged by.
-      round: rounds done.
-      loss: mean training loss of the last round's participants; NaN before the first.
+      config: the config of the run.
+      headline: ``pre`` or ``post``, the evaluation point at which its method is judged.
+      round: number of rounds done.
+      loss: mean training loss of the last round's participants; NaN before the first round.
       lines: the lines of ``metrics.jsonl`` so far.
-      stopped: why it is to end early; None where it is not.
+      stopped: the reason why the run shall end early, or None.
     """
 
     def __init__(self, config: Config, headline: str, round: int, lines: list[Line], state: Callable[[], State]):
-        """A run at its beginning, or where it goes on from; ``state`` copies its state to the host."""
+        """A run at its beginning, or where it was resumed; ``state`` copies its state to the host."""
         self.config, self.headline, self.round, self.lines = config, headline, round, lines
         self.loss = math.nan
         self.stopped: str | None = None
@@ -38,25 +38,25 @@ class Running:
 
     @property
     def state(self) -> State:
-        """The state of server and clients now, as NumPy arrays; copied from the devices at each call."""
+        """The current state of server and clients, as NumPy arrays; copied from the devices at each access."""
         return self._state()
 
     def stop(self, reason: str = "a callback asked for it") -> None:
-        """Ends the run after this block of rounds, as though these had been all: it is evaluated and recorded."""
+        """Ends the run after this block of rounds; it is evaluated and recorded like a complete run."""
         self.stopped = reason
 
     def values(self, metric: str | None) -> list[float]:
-        """A metric in the evaluated rounds so far.
+        """The values of a metric in the evaluated rounds so far.
 
         Args:
-          metric: a name in ``history``, such as ``train_loss``; the accuracy on validation samples at the headline's
+          metric: a name in ``history``, such as ``train_loss``; the accuracy on validation samples at the headline
             point unless given.
 
         Returns:
-          A value per evaluation; NaN where it has none, as a loss before anyone has trained.
+          One value per evaluation; NaN if an evaluation has none (such as a loss before any client has trained).
 
         Raises:
-          ConfigError: there is no such metric, or no validation samples.
+          ConfigError: there is no such metric, or there are no validation samples.
         """
         _check_metric(metric, self.config)
         if metric is None:
@@ -70,28 +70,28 @@ class Running:
 
 
 class Callback:
-    """What is called while a run goes on; a class of yours overrides what it needs.
+    """Base class of callbacks, which are called during a run; override the functions that you need.
 
-    A run of several processes calls it in each of them.
+    In a run of several processes, each process calls its own copy.
     """
 
     def on_start(self, run: Running) -> None:
-        """Before the first round, or the first one after a resumption; the program is compiled."""
+        """Called after compilation, before the first round (of a resumed run: the first round that it runs)."""
 
     def on_round(self, run: Running) -> None:
-        """After every round. Rounds then go one by one, which costs time where they are short."""
+        """Called after every round. If overridden, rounds run one by one, which costs time if they are short."""
 
     def on_evaluate(self, run: Running, line: Line) -> None:
-        """After every evaluation, with its line of ``metrics.jsonl``."""
+        """Called after every evaluation, with its line of ``metrics.jsonl``."""
 
     def on_end(self, run: Running, result: "Result") -> None:
-        """After the last round, with what the run leaves."""
+        """Called after the last round, with the result of the run."""
 
 
 class EarlyStopping(Callback):
-    """Ends a run whose metric has not risen (or fallen) for some time.
+    """Ends a run whose metric has not improved for a number of evaluations.
 
-    It looks at the recorded lines alone, so that an interrupted run stops where an uninterrupted one does.
+    It uses only the recorded lines, so that a resumed run stops in the same round as an uninterrupted run.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class EarlyStopping(Callback):
 
         Args:
           metric: as in :meth:`Running.values`: by default the accuracy on validation samples.
-          patience: evaluations without a better value.
-          min_delta: how much better a value has to be to count.
-          mode: whether larger or smaller is better.
+          patience: number of evaluations without a better value, after which the run ends.
+          min_delta: by how much a value must be better to count as better.
+          mode: whether larger (``max``) or smaller (``min``) values are better.
 
         Raises:
-          ConfigError: a value that none of these can have.
+          ConfigError: one of these values is not allowed.
         """
         if not isinstance(patience, int | np.integer) or patience < 1:
             raise ConfigError("patience", patience, "a whole number of evaluations, 1 or more")
@@ -121,12 +121,12 @@ class EarlyStopping(Callback):
         self.metric, self.patience, self.min_delta, self.sign = metric, patience, min_delta, 1 if mode == "max" else -1
 
     def on_start(self, run: Running) -> None:
-        """Looks at what was recorded before a resumption."""
+        """Checks the evaluations that were recorded before a resumption."""
         if run.lines:
             self.on_evaluate(run, run.lines[-1])
 
     def on_evaluate(self, run: Running, line: Line) -> None:
-        """Ends the run where the best value is too long ago."""
+        """Ends the run if the best value is too long ago."""
         best, since = -math.inf, 0
         for value in run.values(self.metric):
             since += 1
@@ -137,12 +137,12 @@ class EarlyStopping(Callback):
 
 
 class BestModel(Callback):
-    """Keeps the state of the evaluated round whose metric is best, the first of several.
+    """Keeps the state of the evaluated round with the best metric (the first of equals).
 
     Attributes:
       round: that round; None before the first evaluation.
-      value: its metric.
-      result: after the run, its result with that state instead of the last one, to predict with.
+      value: the metric in that round.
+      result: after the run, its result with the state of that round instead of the last one, for predictions.
     """
 
     def __init__(self, metric: str | None = None, *, mode: Literal["max", "min"] = "max"):
@@ -155,10 +155,10 @@ class BestModel(Callback):
         self._state: State | None = None
 
     def on_start(self, run: Running) -> None:
-        """A run that goes on has lost the states of the rounds before.
+        """Checks that a resumed run still has the best state: the states of earlier rounds are lost.
 
         Raises:
-          ConfigError: the best round lies before the checkpoint that it goes on from.
+          ConfigError: the best round lies before the checkpoint from which the run is resumed.
         """
         self.round, self.value, self.result, self._state = None, math.nan, None, None  # of an earlier run
         values = np.nan_to_num(self.sign * np.asarray(run.values(self.metric)), nan=-math.inf)
@@ -169,32 +169,32 @@ class BestModel(Callback):
             self.on_evaluate(run, run.lines[-1])
 
     def on_evaluate(self, run: Running, line: Line) -> None:
-        """Copies the state where it is better."""
+        """Copies the state if the metric is better."""
         value = run.values(self.metric)[-1]
         if self._state is None or math.isnan(self.value) or self.sign * value > self.sign * self.value:
             self.round, self.value, self._state = line["round"], value, run.state
 
     def on_end(self, run: Running, result: "Result") -> None:
-        """Makes the result that predicts with the best state."""
+        """Makes the result with the best state."""
         assert self._state is not None
         assert self.round is not None
         self.result = result.at(self.round, self._state)
 
 
 class TensorBoard(Callback):
-    """The lines of ``metrics.jsonl`` as scalars in an event file; a scalar's step is the round.
+    """Writes the lines of ``metrics.jsonl`` as scalars to a TensorBoard event file; the step is the round.
 
-    Written record by record: the package's own event writer keeps a thread and an open file for every run, and a sweep
-    has many runs at once. ``run.tensorboard = true`` is the same, in the run directory.
+    ``run.tensorboard = true`` does the same in the run directory. The file is written record by record, because
+    TensorBoard's own writer keeps a thread and an open file for every run, and a sweep has many runs at once.
     """
 
     def __init__(self, folder: str | Path):
-        """An event file in this folder, in the place of an earlier one."""
+        """Uses an event file in this folder; an earlier one is replaced."""
         check_tensorboard(folder)
         self._path = Path(folder) / "events.out.tfevents.metrics"  # TensorBoard knows it by the part before the last
 
     def on_start(self, run: Running) -> None:
-        """Begins a file that holds what was recorded before a resumption."""
+        """Begins the file, with the lines that were recorded before a resumption."""
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ class TensorBoard(Callback):
             self.on_evaluate(run, line)
 
     def on_evaluate(self, run: Running, line: Line) -> None:
-        """Adds a line's numbers; what is None has no scalar."""
+        """Adds the numbers of a line; values that are None are left out."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -218,10 +218,10 @@ class TensorBoard(Callback):
 
 
 class WandbLogger(Callback):
-    """The lines of ``metrics.jsonl`` in a run of Weights & Biases, and at its end the summary."""
+    """Logs the lines of ``metrics.jsonl``, and at the end the summary, to Weights & Biases."""
 
     def __init__(self, **options: Any):
-        """Options of ``wandb.init``: ``project="pfl"``, ``mode="offline"``, ``id=...`` to go on with a run.
+        """Takes options of ``wandb.init``: ``project="pfl"``, ``mode="offline"``, ``id=...`` to continue a run.
 
         Raises:
           ConfigError: the package wandb is not installed.
@@ -234,7 +234,7 @@ class WandbLogger(Callback):
         self._run: Any = None
 
     def on_start(self, run: Running) -> None:
-        """Begins the run there, with the config and what was recorded before a resumption."""
+        """Begins the run there, with the config and the lines that were recorded before a resumption."""
         import wandb
 
         self._run = wandb.init(config=run.config.model_dump(mode="json"), **self._options)
@@ -252,15 +252,15 @@ class WandbLogger(Callback):
 
 
 class MLflowLogger(Callback):
-    """The lines of ``metrics.jsonl`` in a run of MLflow, with the config as its parameters."""
+    """Logs the lines of ``metrics.jsonl`` to a run of MLflow, with the config as its parameters."""
 
     def __init__(self, *, experiment: str | None = None, tracking_uri: str | None = None, **options: Any):
-        """Where the run is logged.
+        """Takes the place to log to.
 
         Args:
-          experiment: its experiment; MLflow's default unless given.
+          experiment: name of the experiment; MLflow's default unless given.
           tracking_uri: a server, or ``sqlite:///mlflow.db``; MLflow's default unless given.
-          options: of ``mlflow.client.MlflowClient.create_run``: ``run_name``, ``tags``.
+          options: options of ``mlflow.client.MlflowClient.create_run``: ``run_name``, ``tags``.
 
         Raises:
           ConfigError: the package mlflow is not installed.
@@ -276,7 +276,7 @@ class MLflowLogger(Callback):
         self._id = ""
 
     def on_start(self, run: Running) -> None:
-        """Begins the run there, with the config and what was recorded before a resumption."""
+        """Begins the run there, with the config and the lines that were recorded before a resumption."""
         from mlflow.client import MlflowClient
 
         self._client = MlflowClient(self._uri)
@@ -300,13 +300,13 @@ class MLflowLogger(Callback):
 
 
 def check_tensorboard(out: Any) -> None:
-    """Checks that ``run.tensorboard = true`` can be had.
+    """Checks that ``run.tensorboard = true`` is possible.
 
     Args:
-      out: the run directory, or the folder of several.
+      out: the run directory, or the folder of several run directories.
 
     Raises:
-      ConfigError: there is no directory to write to, or the package is not installed.
+      ConfigError: no directory is given, or the package tensorboard is not installed.
     """
     if not out:
         raise ConfigError("run.tensorboard", True, "false without a run directory: give run.out")
@@ -319,10 +319,10 @@ def check_tensorboard(out: Any) -> None:
 
 
 def check_callbacks(callbacks: Sequence[Any], config: Config) -> None:
-    """Checks that these are callbacks, and that a run has what they look at, as far as its config says.
+    """Checks that these are callbacks, and that the config gives them the metrics that they need.
 
     Raises:
-      ConfigError: one is none, or it needs validation samples.
+      ConfigError: one is not a callback, or needs validation samples that the config does not set aside.
     """
     if not isinstance(callbacks, Sequence):
         raise ConfigError("callbacks", callbacks, "a list of callbacks")
@@ -347,7 +347,7 @@ def _check_mode(mode: str) -> None:
 
 
 def _scalars(line: Line) -> dict[str, float]:
-    """The numbers of a line, by tag; what is None has none."""
+    """The numbers of a line, by tag; values that are None are left out."""
     return {
         name.replace(".", "/"): value for name, value in flat(line).items() if value is not None and name != "round"
     }

@@ -1,6 +1,6 @@
-"""``compare(config, methods, seeds)``: the table that papers print, methods side by side under one protocol.
+"""``compare(config, methods, seeds)``: runs several methods under one protocol and makes the table that papers show.
 
-It is a sweep over ``method.name`` and ``run.seed``: the seeds of a method are rows of one program.
+It is a sweep over ``method.name`` and ``run.seed``; the seeds of a method are rows of one program.
 """
 
 import os
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 Methods = Sequence[str] | Mapping[str, Mapping[str, Any]]
 """Names, or names with hyperparameters: ``{"fedprox": {"mu": 0.1, "training.lr": 0.02}, "ditto": {}}``.
 
-A name of one's own, for a variant, says of which method it is: ``{"fedprox": {}, "strong": {"method": "fedprox", "mu":
-1.0}}``.
+A variant of a method has a name of its own and names its method: ``{"fedprox": {}, "strong": {"method": "fedprox",
+"mu": 1.0}}``.
 """
 
 
 class Comparison(NamedTuple):
     """All runs of a comparison, in the order in which the methods were given.
 
-    A folder that `compare` has written becomes one again, without anything being run, by the same call with the same
-    ``out``; `Sweep.load` makes a table of it without the call's config and data.
+    The same call of `compare` with the same ``out`` reads a folder that it has written, without running anything;
+    `Sweep.load` makes a table of the folder without config and data.
 
     Attributes:
-      config: what all runs share.
-      cells: one per method and seed.
-      baseline: the method that the others are compared with.
-      point: ``pre`` or ``post``, where they are compared.
+      config: the config that all runs share.
+      cells: the runs, one per method and seed.
+      baseline: the method with which the others are compared.
+      point: ``pre`` or ``post``, the evaluation point at which they are compared.
     """
 
     config: Config
@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
         return [cell for cell in self.cells if cell.summary is None]
 
     def by_seed(self, method: str, figure: str | None = None) -> dict[int, float]:
-        """A figure of a method's runs: one of `summary.figures_of`, or the accuracy where the table compares.
+        """Seed -> a figure of a method's runs: one of `summary.figures_of`; the accuracy at ``point`` unless given.
 
         Raises:
           ConfigError: there is no such method or figure.
@@ -82,15 +82,15 @@ class Comparison(NamedTuple):
         return {cell.seed: cell.figures[figure] for cell in self.cells if _name(cell) == method and cell.summary}
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row per run: method, seed, the figures of `summary.figures_of`, any error."""
+        """One row per run: method, seed, the figures of `summary.figures_of`, and the error of a failed run."""
         return rows_of(self._named())
 
     def csv(self) -> str:
-        """A line per run."""
+        """`rows` as CSV, one line per run."""
         return csv_of(self.rows())
 
     def markdown(self) -> str:
-        """The table: a row per method, the best in bold."""
+        """The table in Markdown: one row per method, the best in bold."""
         data = self.config.data
         seeds = ", ".join(str(seed) for seed in dict.fromkeys(cell.seed for cell in self.cells))
         title = f"# {data.source}, {data.partition['kind']}, {self.config.model['name']}"
@@ -103,10 +103,11 @@ class Comparison(NamedTuple):
         return f"{title}\n\n{what}\n\n{table}"
 
     def to_frame(self, *, history: bool = False) -> "pandas.DataFrame":
-        """`rows` as a pandas frame; or, for curves, a row per run and evaluated round.
+        """`rows` as a pandas frame; or, for curves, one row per run and evaluated round.
 
         Args:
-          history: the latter: columns ``method``, ``seed``, ``round`` and the metrics of ``Result.history``.
+          history: whether to return the evaluated rounds, with the columns ``method``, ``seed``, ``round`` and the
+            metrics of ``Result.history``.
 
         Raises:
           ConfigError: pandas is not installed.
@@ -129,19 +130,19 @@ class Comparison(NamedTuple):
         *,
         aggregate: str = "mean",
     ) -> "pandas.DataFrame":
-        """A figure summed up over seeds, by method; as `Sweep.pivot`, whose fields are here ``method`` and ``seed``."""
+        """A figure aggregated over seeds, by method; as `Sweep.pivot`, with the fields ``method`` and ``seed``."""
         return pivot(self._named(), "seed", index, columns, values or self.point, aggregate)
 
     def differences(self, point: str | None = None) -> "pandas.DataFrame":
-        """How far each method is ahead of the baseline, as the table says it, in shares and not in %.
+        """The differences of the table, method minus baseline, as numbers: accuracies in [0, 1], not in %.
 
         Columns: ``method``; ``difference``, the mean over the seeds that both have; ``low`` and ``high``, its 95 %
-        interval over seeds; ``clients_low`` and ``clients_high``, its 95 % bootstrap interval over clients, each drawn
-        with its scores of all seeds; ``p``, of the paired t-test over seeds; ``p_holm``, after Holm's correction;
-        ``seeds``, how many both have.
+        interval over seeds; ``clients_low`` and ``clients_high``, its 95 % bootstrap interval over clients, where each
+        client is drawn with its scores of all seeds; ``p``, p-value of the paired t-test over seeds; ``p_holm``, the
+        same after Holm's correction; ``seeds``, the number of seeds that both have.
 
         Args:
-          point: ``pre`` or ``post``; by default where the table compares.
+          point: ``pre`` or ``post``; the point at which the table compares unless given.
 
         Raises:
           ConfigError: there is no such point, or pandas is not installed.
@@ -151,7 +152,7 @@ class Comparison(NamedTuple):
         return found.rename(columns={"method.name": "method"})
 
     def to_latex(self, figures: Sequence[str] = POINTS, *, bold: bool = True) -> str:
-        """The table in LaTeX, for the package booktabs: a row per method; as `Sweep.to_latex`."""
+        """The table in LaTeX, for the package booktabs: one row per method; as `Sweep.to_latex`."""
         return latex(self.cells, figures, heading="method", bold=bold)
 
     def plot(
@@ -162,11 +163,11 @@ class Comparison(NamedTuple):
         errorbar: str | None = "sd",
         ax: "matplotlib.axes.Axes | None" = None,
     ) -> "matplotlib.axes.Axes":
-        """Draws a metric over the evaluated rounds: for each method a line, the mean over seeds; as `Sweep.plot`."""
+        """Draws a metric over the evaluated rounds: one line per method, the mean over seeds; as `Sweep.plot`."""
         return plot_curves(self.cells, metric, x, errorbar, ax)
 
     def _changes(self) -> dict[str, str]:
-        """Method -> the hyperparameters and fields of training that it has otherwise than the config gives it."""
+        """Method -> its hyperparameters and fields of training that differ from what the config gives it."""
         found = {}
         for name, cell in {_name(cell): cell for cell in self.cells}.items():
             own, usual = (
@@ -180,12 +181,12 @@ class Comparison(NamedTuple):
         return found
 
     def _named(self) -> list[Cell]:
-        """The runs with their values under the names of `rows`."""
+        """The runs, with their values under the names that `rows` uses."""
         return [cell._replace(values={"method": _name(cell), "seed": cell.seed}) for cell in self.cells]
 
 
 def _name(cell: Cell) -> str:
-    """What a method, or a variant of one, goes by."""
+    """The name of a method, or of a variant of one."""
     return str(cell.values["method.name"])
 
 
@@ -201,36 +202,35 @@ def compare(
     progress: Callable[[str], None] | None = None,
     executor: Executor = "local",
 ) -> Comparison:
-    """Runs several methods with several seeds, all else equal, and sums them up.
+    """Runs several methods with several seeds, all else equal, and compares them.
 
     Runs with the same seed have the same partition, the same initial model and the same batches in the same order
-    (common random numbers), so that differences between methods can be tested pair by pair. The seeds of a method are
-    rows of one program, compiled once.
+    (common random numbers), so that differences between methods can be tested as paired differences. The seeds of a
+    method are rows of one program, which is compiled once.
 
     Args:
-      config: what all runs share, but for ``run.out``: ``out`` says where they are recorded. The hyperparameters in
-        its ``method`` table are those of the method it names.
-      methods: names in ``METHODS``, or a mapping from these to hyperparameters, which win over the config's; what is
-        not given has the method's default. Fields of ``training`` may be among them, such as ``"training.lr"``: a rate
-        for one method alone; ``"method.mu"`` is the same as ``"mu"``, as in what `tune` has found. A variant of a
-        method goes by a name of its own, with the method under ``"method"``.
+      config: the config that all runs share, except ``run.out``: ``out`` says where they are recorded. The
+        hyperparameters in its ``method`` table belong to the method that it names.
+      methods: names in ``METHODS``, or a mapping from names to hyperparameters. These override the config's;
+        hyperparameters given in neither have the method's defaults. Fields of ``training`` are allowed, too, such as
+        ``"training.lr"`` for a learning rate of one method only. ``"method.mu"`` means the same as ``"mu"``, so that
+        the result of `tune` can be used. A variant of a method has its own name, with the method under ``"method"``.
       seeds: values of ``run.seed``.
-      baseline: the method that the others are compared with; the first one unless given.
-      point: where all are compared, whatever they are judged by: ``pre`` or ``post``.
-      out: a folder for run directories, ``comparison.md`` and ``comparison.csv``, with ``comparison.json``, by which
-        `Sweep.load` knows the runs. Complete runs that are found there
-        are not run again, interrupted ones are resumed. One process at a time runs in it. Nothing is written unless
-        given.
+      baseline: the method with which the others are compared; the first one unless given.
+      point: ``pre`` or ``post``, the evaluation point at which all are compared, whatever their headline is.
+      out: a folder for the run directories, ``comparison.md``, ``comparison.csv``, and ``comparison.json``, from which
+        `Sweep.load` knows the runs. Complete runs in it are not run again, and interrupted runs are resumed. Only one
+        process at a time may run in it. Nothing is written unless given.
       data: as in `simulate`.
       progress: called with a line of text when the runs of a method start, every few seconds, and when they end.
       executor: where programs run, as in `sweep`.
 
     Returns:
-      The runs; one that failed is reported among them and does not stop the others.
+      The runs; a failed run is reported among them and does not stop the others.
 
     Raises:
-      ConfigError: no such method or hyperparameter, a run directory holds another run, or another process is at work
-        in ``out``; raised before anything is run.
+      ConfigError: there is no such method or hyperparameter, a run directory holds another run, or another process is
+        running in ``out``; raised before anything is run.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
     """
     folder = folder_of(config, out, executor)
@@ -256,16 +256,16 @@ def compare(
 
 
 def refusals(config: Config, methods: Sequence[str]) -> dict[str, str]:
-    """Which of these methods cannot run under a config, and why; nothing is compiled for that.
+    """Method -> why it cannot run under a config, for those of these methods that cannot; compiles nothing.
 
-    A method may ask for another kind of model, or select on validation samples where none are set aside.
+    A method may need another kind of model, or validation samples if the config sets none aside.
 
     Args:
-      config: what all runs share.
+      config: the config that all runs share.
       methods: names in ``METHODS``, to be run with their defaults.
 
     Raises:
-      ConfigError: the data cannot be loaded, or it is not for the methods that none of them can run.
+      ConfigError: the data cannot be loaded, or none of the methods can run.
     """
     prepare(config.run)
     dataset, refused = load(config.data.source), {}
@@ -284,7 +284,7 @@ def refusals(config: Config, methods: Sequence[str]) -> dict[str, str]:
 
 
 def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | None) -> list[Cell]:
-    """The runs, none of them run."""
+    """The runs, before any of them is run."""
     if not isinstance(methods, Sequence | Mapping) or isinstance(methods, str):
         raise ConfigError("methods", methods, 'a list of names, or {"fedprox": {"mu": 0.1}, "ditto": {}}')
     if not isinstance(seeds, Iterable):

@@ -1,7 +1,7 @@
 """The config tree: typed, frozen, read from TOML, with dotted ``key=value`` overrides and one clear error per mistake.
 
-The tables ``[method]``, ``[model]`` and ``data.partition`` take, besides the name, the keyword-only arguments of the
-function that they name: its signature is the schema.
+The tables ``[method]``, ``[model]`` and ``data.partition`` name a function. Their other keys are the keyword-only
+arguments of this function: its signature is the schema.
 """
 
 import inspect
@@ -47,9 +47,9 @@ _Portion = Annotated[float, Field(gt=0, le=1)]
 _TOO_MANY = 2**31
 
 SELECTORS = ("method.name", "model.name", "data.partition.kind")
-"""The fields that name a part. The options beside a name are of that part alone: another name brings others."""
+"""The fields that name a part. The other options of the same table belong to that part; another name has others."""
 HONEST: Mapping[str, Any] = {"attack.kind": "none", "attack.share": None, "attack.scale": None}
-"""Changes to a config after which no client is malicious."""
+"""Changes to a config after which it has no malicious clients."""
 
 
 class _Table(BaseModel):
@@ -64,13 +64,13 @@ class _Table(BaseModel):
 
 
 def hyperparameters(factory: Callable) -> dict[str, inspect.Parameter]:
-    """The keyword-only arguments of a factory: what its config table may hold."""
+    """The keyword-only arguments of a factory, by name: the options that its config table may have."""
     parameters = inspect.signature(factory).parameters
     return {name: given for name, given in parameters.items() if given.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def options_model(name: str, factory: Callable) -> type[BaseModel]:
-    """The table of a factory's hyperparameters as a pydantic model, named ``name``."""
+    """A factory's hyperparameters as a pydantic model of the given name."""
     hints = typing.get_type_hints(factory, include_extras=True)
     usual = {field: ... if arg.default is arg.empty else arg.default for field, arg in hyperparameters(factory).items()}
     fields: dict[str, Any] = {field: (hints[field], default) for field, default in usual.items()}
@@ -78,7 +78,7 @@ def options_model(name: str, factory: Callable) -> type[BaseModel]:
 
 
 def descriptions(documented: Any, heading: str = "Attributes") -> dict[str, str]:
-    """What a docstring says of each name under a heading, ``Attributes`` or ``Args``, in one line."""
+    """The description of each name under a heading of a docstring (``Attributes`` or ``Args``), as one line."""
     _, _, below = (inspect.getdoc(documented) or "").partition(f"\n{heading}:\n")
     section = re.split(r"^\S", below, maxsplit=1, flags=re.MULTILINE)[0]
     entries = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.MULTILINE)
@@ -113,7 +113,7 @@ def _choose(section: str, key: str, table: Mapping[str, Callable]) -> BeforeVali
 
 
 def _unset(given: Mapping[str, Any], table: type[BaseModel]) -> dict[str, Any]:
-    """What was given, with None for ``"none"`` where a field may be None: TOML cannot write it."""
+    """The given values, with ``"none"`` replaced by None if the field may be None, which TOML cannot write."""
 
     def may_be_none(field: str) -> bool:
         hint = table.model_fields[field].annotation if field in table.model_fields else None
@@ -132,7 +132,7 @@ def _literals(hint: Any) -> list[Any]:
 
 
 def _ratio(given: Any) -> Any:
-    """One share, or the two ends of a range that the share of each round is drawn from."""
+    """Checks one share, or the two ends of a range from which each round draws its share."""
     ends = given if isinstance(given, list | tuple) else [given, given]
     numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends)
     if not (numbers and len(ends) == 2 and 0 < ends[0] <= ends[1] <= 1):
@@ -149,17 +149,17 @@ class _Section(_Table):
         return _unset(given, cls) if isinstance(given, Mapping) else given
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Not here: pydantic's copy takes any name and value without a check.
+        """Refused, because pydantic's copy accepts any name and value without a check.
 
         Raises:
-          TypeError: always; `Config.replace` is what is meant.
+          TypeError: always; use `Config.replace`.
         """
         del update, deep
         raise TypeError('a config is copied by Config.replace, which checks: config.replace("training.lr", 0.1)')
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Fields are described by the docstring."""
+        """The JSON schema, with the descriptions of the fields from the docstring."""
         found = handler(core)
         schema = handler.resolve_ref_schema(found)
         schema["description"] = summary_line(cls)
@@ -170,31 +170,31 @@ class _Section(_Table):
 
 
 class Data(_Section):
-    """What the clients hold.
+    """The data, and how they are divided among the clients.
 
     Attributes:
       source: such as ``digits`` or ``npz:PATH`` (``fedjax-pfl datasets`` lists all); ``arrays`` for data from Python.
       clients: N.
-      partition: {kind, ...}: how samples are shared out.
-      split: ``merge`` (train and test part merged, then split per client) or ``official`` (the training part is shared
-        out, test samples are drawn from the test part with each client's label proportions; with the partition
-        ``natural``, those of its own user).
+      partition: {kind, ...}: how the samples are divided among the clients.
+      split: ``merge`` (training and test part are merged, then split per client) or ``official`` (the training part is
+        divided among the clients; each draws test samples from the test part in its own label proportions or, with the
+        partition ``natural``, has the test samples of its own user).
       test_part_share: share of each class that is set aside at random as the test part, before the partition; for
-        ``official`` with a source that has no test part of its own.
+        ``official`` with a source that has no test part.
       test_share: share of a client's samples that is held out for testing.
-      test_classes: classes that a client is tested on: ``all`` that it holds, or the ``dominant`` ones, of which it has
+      test_classes: classes that a client is tested on: ``all`` that it holds, or the ``dominant`` ones, which make up
         more than an even share of its training samples; for ``official``, and a partition by labels.
-      validation_share: share of a client's training samples that methods may select on.
+      validation_share: share of a client's training samples that is held out for validation; methods may select on it.
       stratified: split each class of a client in these shares, so that a client with two or more samples of a class
         trains on at least one; for ``merge``, which otherwise splits a client's samples at random, as PFLlib does.
-      evaluate_on: ``test``, or ``validation``: the validation share takes the place of the test samples, so that
-        hyperparameters can be chosen without a look at these.
-      new_clients: share of the clients, drawn at random and numbered last, that never train; they are evaluated by the
-        method's personalisation (PRE) and after one round of local training that is not uploaded (POST).
-      samples_per_client: training samples (validation included) that each client gets; all of them, unless given.
+      evaluate_on: ``test``, or ``validation``: models are scored on the validation samples instead of the test samples,
+        so that hyperparameters can be chosen without using test samples.
+      new_clients: share of the clients, drawn at random and numbered last, that never train; they are evaluated after
+        the method's personalisation (PRE), and after one round of local training that is not uploaded (POST).
+      samples_per_client: training samples (validation included) of each client; if not given, all samples are used.
       seed: seed of test part, partition and split; ``run.seed`` unless given.
-      mean: mean that pixels, scaled to [0, 1], are normalised with; one number or one per channel.
-      std: standard deviation, likewise; text needs neither.
+      mean: mean by which pixels, scaled to [0, 1], are normalised; one number or one per channel.
+      std: standard deviation, likewise. Text needs neither.
     """
 
     source: str
@@ -239,9 +239,9 @@ class Data(_Section):
 
 
 class Training(_Section):
-    """Local training, and for how many rounds. Epochs, batch size and learning rate default to PFLlib's.
+    """Local training, and the number of rounds. Epochs, batch size and learning rate default to PFLlib's.
 
-    ``protocol = "pfllib"`` has all of its values.
+    ``protocol = "pfllib"`` sets all of PFLlib's values.
 
     Attributes:
       rounds: T, communication rounds.
@@ -253,16 +253,17 @@ class Training(_Section):
       weight_decay: coefficient of the L2 term.
       clip_norm: largest global norm of a gradient; no clipping unless given.
       drop_last: leave out an epoch's last, short batch.
-      augment: what is done to the training images of every method: ``none``; ``crop_flip``, a random crop after padding
-        by 4 black pixels, and a horizontal flip; ``crop_flip_reflect``, padded by reflection; ``crop_flip_rotate``, by
-        up to 15 degrees besides.
+      augment: augmentation of the training images, for every method: ``none``; ``crop_flip``, a random crop after
+        padding by 4 black pixels, and a random horizontal flip; ``crop_flip_reflect``, the same with padding by
+        reflection; ``crop_flip_rotate``, ``crop_flip`` and a rotation by up to 15 degrees.
       augment_every: ``epoch``: each training epoch over the images draws anew, while cached features and class means
-        use one draw per round; or ``round``: all use that one draw.
-      copies: a method's own augmentation: ``none``, ``concat`` or ``replace`` (a copy of each image under one of
-        FedeCouple's five operations, added to or instead of the originals); the method's own unless given (FedeCouple:
-        ``concat``, all others: ``none``).
-      decorrelate: beta of FedDecorr's term (``norm = "code"``) in every loss that trains the extractor on labels, for
-        any method; 0 for none, 0.1 is the official value.
+        use one draw per round; or ``round``: all use that one draw. It has no effect with ``augment = "none"``, and none
+        on ``copies``.
+      copies: a method's own augmentation: ``none``; or a copy of each image by one of FedeCouple's five operations,
+        added to the originals (``concat``) or instead of them (``replace``). The method's default unless given
+        (FedeCouple: ``concat``, all others: ``none``).
+      decorrelate: beta, weight of FedDecorr's term (``norm = "code"``) in every loss that trains the extractor on
+        labels, for any method; 0 for none; the official value is 0.1.
     """
 
     rounds: int = Field(100, ge=1)
@@ -289,14 +290,14 @@ class Training(_Section):
 
 
 class Finetune(_Section):
-    """Fine-tuning of the model that a client is scored on, before each PRE evaluation; training never sees the result.
+    """Fine-tuning of a client's model before each PRE evaluation; the result is used for scoring only.
 
     For any method whose model is an extractor with a head.
 
     Attributes:
-      epochs: E_ft, over the client's training samples; 0 for none.
-      lr: eta_ft; the local learning rate unless given.
-      scope: what is trained: ``full``, ``head`` (the last layer alone) or ``extractor``.
+      epochs: E_ft, passes over the client's training samples; 0 for none.
+      lr: eta_ft, learning rate; the local learning rate unless given.
+      scope: the part that is trained: ``full``, ``head`` (only the last layer) or ``extractor``.
     """
 
     epochs: int = Field(0, ge=0)
@@ -313,13 +314,13 @@ class Finetune(_Section):
 
 
 class Calibration(_Section):
-    """The global model's head retrained on the server before each evaluation, on features drawn from Gaussians (CCVR).
+    """CCVR: before each evaluation the server retrains the global head on features drawn from Gaussians.
 
-    For any method with a global model of extractor and head; training never sees the result.
+    For any method whose global model is an extractor with a head; the result is used for scoring only.
 
     Attributes:
-      samples_per_class: M_c, features drawn of each class; 0 for none.
-      lr: of the head on the server.
+      samples_per_class: M_c, features drawn per class; 0 for no calibration.
+      lr: learning rate of the head on the server.
       epochs: passes over the drawn features.
       batch_size: drawn features per step.
     """
@@ -339,14 +340,15 @@ class Calibration(_Section):
 
 
 class Participation(_Section):
-    """Who takes part in a round: a share of the clients (or a range it is drawn from), less those that drop out.
+    """Which clients take part in a round: a share of them, without those that drop out.
 
     Attributes:
-      ratio: the share, or the two ends of its range.
-      dropout: how likely a selected client is to drop out.
-      sampling: ``fixed``, a share of this size in every round, or ``poisson``, each client with this probability by
-        itself, so that a round has more or fewer participants, or none.
-      collaborate: false for the control without collaboration: each client runs the method with a server of its own.
+      ratio: the share of the clients that is selected, or the two ends of a range from which each round draws it.
+      dropout: probability that a selected client drops out.
+      sampling: ``fixed``, a share of this size in every round; or ``poisson``, each client independently with this
+        probability, so that the number of participants varies and may be 0.
+      collaborate: false for the control without collaboration, in which each client runs the method with its own
+        server.
     """
 
     ratio: Annotated[_Portion | tuple[_Portion, _Portion], BeforeValidator(_ratio)] = 1.0
@@ -356,14 +358,14 @@ class Participation(_Section):
 
 
 class Aggregation(_Section):
-    """How a server combines the parameters of its participants, for every method that averages parameters.
+    """How the server combines the parameters of the participants, for every method that averages parameters.
 
     Attributes:
-      rule: ``mean``, weighted by training samples; or, of all participants alike, ``median`` and ``trimmed_mean``,
-        coordinate by coordinate, ``krum``, the upload with the smallest distances to its nearest others, or
-        ``multi_krum``, the mean of the share 1 - byzantine with the smallest.
+      rule: ``mean``, weighted by training samples; or one of the rules in which all participants count alike:
+        ``median`` and ``trimmed_mean``, coordinate by coordinate; ``krum``, the upload with the smallest distances to
+        its nearest neighbours; ``multi_krum``, the mean of the share 1 - byzantine of the uploads with the smallest.
       trim: for ``trimmed_mean``: the share of the participants that is cut on each side; 0.2 unless given.
-      byzantine: for ``krum`` and ``multi_krum``: the share of the participants that is taken to be malicious; 0.2
+      byzantine: for ``krum`` and ``multi_krum``: the share of the participants that is assumed to be malicious; 0.2
         unless given.
     """
 
@@ -373,7 +375,7 @@ class Aggregation(_Section):
 
     @property
     def options(self) -> dict[str, float]:
-        """What is given besides the rule."""
+        """The options given for the rule, without those left at their defaults."""
         return self.model_dump(exclude={"rule"}, exclude_none=True)
 
     @model_validator(mode="after")
@@ -387,12 +389,12 @@ class Aggregation(_Section):
 
 
 class Attack(_Section):
-    """Clients that are malicious, the same ones in the whole run. They are left out of the scores that are reported.
+    """Malicious clients, the same ones in the whole run; the reported scores leave them out.
 
     Attributes:
-      kind: ``none``; ``label_flip``, training on labels C - 1 - y; or how they falsify each array of their update (the
-        array sent minus the one received of the same name and shape; all of it where none was): ``sign_flip``, its
-        negative; ``scaled``, a multiple; ``gaussian``, the array plus noise.
+      kind: ``none``; ``label_flip``, training on labels C - 1 - y; or how each array of the update is falsified (an
+        update is the array sent minus the array received of the same name and shape, or the whole array if none was
+        received): ``sign_flip``, its negative; ``scaled``, a multiple; ``gaussian``, the array plus noise.
       share: of the clients that train, drawn by the seed of the partition; 0.2 unless given.
       scale: the factor of ``scaled``, 10 unless given; the standard deviation of the noise of ``gaussian``, as a
         multiple of the array's root mean square, 1 unless given.
@@ -404,13 +406,13 @@ class Attack(_Section):
 
     @property
     def malicious_share(self) -> float:
-        """The share, given or not; 0 where nobody is malicious."""
+        """``share`` or its default; 0 if no client is malicious."""
         usual = 0.0 if self.kind == "none" else 0.2
         return usual if self.share is None else self.share
 
     @property
     def strength(self) -> float | None:
-        """The scale of the kinds that have one, given or not."""
+        """``scale`` or the default of the kind; None for a kind without a scale."""
         usual = {"scaled": 10.0, "gaussian": 1.0}.get(self.kind)
         return usual if self.scale is None else self.scale
 
@@ -425,12 +427,12 @@ class Attack(_Section):
 
 
 class Compression(_Section):
-    """How uploads are compressed, array by array, without error feedback; the traffic counts what is then sent.
+    """How uploads are compressed, array by array, without error feedback; the traffic counts the compressed size.
 
     Attributes:
-      kind: ``none``; of each array's update, ``top_k``, its entries of largest magnitude, each with its index, or
-        ``int8``, a byte for each entry, rounded at random. Arrays too small to gain are sent whole.
-      share: of the entries, for ``top_k``; 0.1 unless given.
+      kind: ``none``; ``top_k``, the entries of largest magnitude of each array's update, each with its index; or
+        ``int8``, one byte per entry, rounded at random. Arrays too small to benefit are sent whole.
+      share: for ``top_k``: the share of the entries that is kept; 0.1 unless given.
     """
 
     kind: Literal["none", "top_k", "int8"] = "none"
@@ -438,7 +440,7 @@ class Compression(_Section):
 
     @property
     def kept_share(self) -> float:
-        """The share of ``top_k``, given or not."""
+        """``share`` or its default."""
         return 0.1 if self.share is None else self.share
 
     @model_validator(mode="after")
@@ -453,10 +455,10 @@ class Privacy(_Section):
     """Differential privacy of clients (DP-FedAvg), for methods that average what clients send back.
 
     Attributes:
-      clip: the largest 2-norm of a client's update, to which longer ones are shortened; no privacy unless given.
-      noise: standard deviation of the Gaussian noise on the sum of updates, as a multiple of ``clip``; 0 for none,
-        which bounds no epsilon. The sum is divided by the expected number of participants.
-      delta: at which the summary says epsilon; 1e-5 unless given.
+      clip: the largest 2-norm of a client's update; longer updates are scaled down to it. No privacy unless given.
+      noise: standard deviation of the Gaussian noise on the sum of updates, as a multiple of ``clip``; 0 for none, and
+        then no epsilon. The sum is divided by the expected number of participants.
+      delta: the delta at which the summary gives epsilon; 1e-5 unless given.
     """
 
     clip: float | None = Field(None, gt=0)
@@ -465,7 +467,7 @@ class Privacy(_Section):
 
     @property
     def target_delta(self) -> float:
-        """Delta, given or not."""
+        """``delta`` or its default."""
         return 1e-5 if self.delta is None else self.delta
 
     @model_validator(mode="after")
@@ -487,31 +489,32 @@ class Run(_Section):
     Attributes:
       seed: seed of initial model, cohorts and batches, and of the partition unless ``data.seed`` is given.
       eval_every: rounds between evaluations; the last round is always evaluated.
-      checkpoint_every: rounds between checkpoints, which go to ``run.out``; 0 for none but on SIGINT and SIGTERM.
-      placement: how clients are mapped: ``map``, ``vmap``, ``shard``, or ``auto`` (by backend).
-      chunk: clients side by side on a device; from the memory estimate unless given.
-      client_state: where the clients' states are kept: on the ``device``, or in the memory of its ``host``, which sends
-        a device only the states of a round's participants, and those of as many clients at a time for scoring. It is
-        for partial participation where a device cannot hold all states, and costs the transfers.
-      precision: of products of matrices and convolutions on accelerators: ``float32`` rounds as a CPU does, and the
+      checkpoint_every: rounds between checkpoints in ``run.out``; 0 for checkpoints only on SIGINT and SIGTERM.
+      placement: how clients are mapped: ``map`` (one by one), ``vmap`` (side by side), ``shard`` (spread over devices),
+        or ``auto`` (by backend).
+      chunk: number of clients that run side by side on a device; chosen by the memory estimate unless given.
+      client_state: where the states of the clients are kept: on the ``device``, or in the memory of the ``host``, which
+        then sends a device only the states of a round's participants, and scores clients in groups of that size. Use
+        it for partial participation if a device cannot hold all states; it costs the transfers.
+      precision: precision of matrix products and convolutions on accelerators: ``float32`` rounds as a CPU does; the
         others are faster where the hardware has them; ``auto`` is tensorfloat32 on a GPU and bfloat16 on a TPU. On a
         CPU it changes nothing.
-      out: the run directory; nothing is written without.
-      diagnostics: record how strongly each part of a method pulls beside the cross-entropy, as far as it shows in a
-        gradient (``diagnostics.gradient_ratio_...``), mostly from one mini-batch per client and round, and the mean
-        cosine of two clients' updates (``diagnostics.update_cosine``) for methods that send back what they got; costs
-        compilation time, and may move the last bits of the numbers.
-      export: what to save, to ``export.npz`` and ``Result.exported``, of the models that PRE scores after the last
-        round, for every sample that they are scored on: ``features``, the input of the last layer, and
-        ``predictions``, with the logits.
+      out: the run directory; nothing is written unless it is given.
+      diagnostics: record how strong each loss term of a method is compared with the cross-entropy, as a ratio of
+        gradient norms (``diagnostics.gradient_ratio_...``), mostly from one mini-batch per client and round; and the
+        mean cosine of two clients' updates (``diagnostics.update_cosine``) for methods that send back what they got.
+        Costs compilation time, and may change the last bits of the numbers.
+      export: what to save to ``export.npz`` and ``Result.exported``: ``features``, the input of the last layer, and
+        ``predictions``, with the logits; of the models that PRE scores after the last round, for every sample that
+        they are scored on.
       export_clients: the clients whose models are exported; all unless given.
-      keep: the state that the run directory keeps, to ask its models afterwards: ``final``, that after the last round;
-        ``best``, that of the evaluated round whose models are best on validation samples; or ``none``.
-      client_history: keep every client's scores of every evaluated round, not of the last one alone:
-        ``client_history.csv``, and ``Result.client_history``.
-      metrics: names of measures of your own (``register_metric``) that models are scored with besides.
-      tensorboard: write the metrics to TensorBoard event files in the run directory, too (needs the package).
-      compilation_cache: folder of compiled programs, or ``off``.
+      keep: the state that the run directory keeps, for later use of its models: ``final``, after the last round;
+        ``best``, of the evaluated round whose models are best on validation samples; or ``none``.
+      client_history: keep every client's scores of every evaluated round, not only of the last one, in
+        ``client_history.csv`` and ``Result.client_history``.
+      metrics: names of your own metrics (``register_metric``), which are measured in addition.
+      tensorboard: also write the metrics to TensorBoard event files in the run directory (needs the package).
+      compilation_cache: folder of compiled programs, or ``off``; ``~/.cache/fedjax_pfl`` unless given.
     """
 
     seed: int = Field(0, ge=0, lt=2**32)
@@ -556,15 +559,15 @@ class Tables(TypedDict, total=False):
 
 
 class Config(_Section):
-    """A whole run. Only ``data.source`` and ``method.name`` have no default.
+    """The config of a whole run. Only ``data.source`` and ``method.name`` have no default.
 
-    ``Config(protocol="fedpac", ...)``, or ``protocol = "fedpac"`` above the tables of a file, takes what is not given
-    from that protocol in the place of the defaults (``experiment/protocols.py``). A config holds the values, not the
-    name: it equals one in which they are spelt out.
+    ``Config(protocol="fedpac", ...)``, or ``protocol = "fedpac"`` above the tables of a file, takes the values that are
+    not given from that protocol instead of from the defaults (``experiment/protocols.py``). A config holds the values,
+    not the name of the protocol: it equals a config that gives the same values itself.
 
     Attributes:
-      model: {name, ...}: what clients train; ``fedjax-pfl models`` lists all.
-      method: {name, ...}: how they do it together; ``fedjax-pfl methods`` lists all.
+      model: {name, ...}: the model that clients train; ``fedjax-pfl models`` lists all.
+      method: {name, ...}: the federated method; ``fedjax-pfl methods`` lists all.
 
     Raises:
       ConfigError: an unknown key, a wrong type, a value out of range.
@@ -651,12 +654,12 @@ class Config(_Section):
     def replace(self, changes: Mapping[str, Any] | str, value: Any = ...) -> "Config":
         """A copy with other values: ``config.replace("training.lr", 0.1)``.
 
-        Another ``method.name``, ``model.name`` or ``data.partition.kind`` brings the defaults of its other options. A
-        ``protocol`` brings all its values, over which the other changes go.
+        Another ``method.name``, ``model.name`` or ``data.partition.kind`` resets the other options of its table to
+        their defaults. A ``protocol`` sets all of its values; the other changes are applied after it.
 
         Args:
           changes: a dotted field; or several with their values, ``{"training.lr": 0.1, "method.name": "ditto"}``.
-          value: of the one field.
+          value: the value, if one field is given.
 
         Raises:
           ConfigError: a field or value that no config can have.
@@ -682,7 +685,7 @@ class Config(_Section):
         return Config(**tables)
 
     def non_defaults(self) -> dict[str, dict[str, Any]]:
-        """What differs from the defaults, by table: ``Config(**config.non_defaults())`` equals the config."""
+        """The values that differ from the defaults, by table; ``Config(**config.non_defaults())`` equals the config."""
         tables = self.model_dump()
         tables["model"] = _less_defaults(self.model, "name", MODELS)
         tables["method"] = _less_defaults(self.method, "name", METHODS)
@@ -708,10 +711,10 @@ class Config(_Section):
         return self.html()
 
     def html(self, without: Collection[str] = ()) -> str:
-        """All values and what they are, those that are not the defaults in bold.
+        """All values with their descriptions, as HTML; values that differ from the defaults are bold.
 
         Args:
-          without: dotted fields that are left out; of an empty table, nothing is shown.
+          without: dotted fields to leave out; a table without fields is not shown.
         """
         texts = {}
         for section, table in self:
@@ -725,7 +728,7 @@ class Config(_Section):
         return config_html(shown, self.non_defaults(), texts)
 
     def to_toml(self) -> str:
-        """The resolved config; fields that are not set are left out, or "none" where they would be set by default."""
+        """The resolved config as TOML; unset fields are left out, or are "none" if their default is not unset."""
         tables = self.model_dump()
         for table, key, parts in (
             (tables["model"], "name", MODELS),
@@ -739,7 +742,7 @@ class Config(_Section):
 
 
 def check_config(config: Any) -> None:
-    """Checks that this is a config, as a path or a dictionary is none.
+    """Checks that this is a `Config`, and not a path or a dictionary.
 
     Raises:
       ConfigError: it is not.
@@ -753,11 +756,11 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), ove
 
     Args:
       path: the config file.
-      overrides: ``section.key=value`` strings, or ``protocol=name``; the value is TOML, or else taken as a string.
-      over_these: likewise, applied to what comes of them: another method here drops its options there.
+      overrides: ``section.key=value`` strings, or ``protocol=name``; a value that is not TOML is taken as a string.
+      over_these: likewise, applied after ``overrides``; another method here drops the method's options given there.
 
     Raises:
-      ConfigError: the file is missing or no TOML, or what it says cannot be used.
+      ConfigError: the file is missing or not TOML, or one of its values cannot be used.
     """
     tables = read_toml(path, "config file")
     for given in (overrides, over_these):
@@ -775,7 +778,7 @@ def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     """The tables of a TOML file.
 
     Raises:
-      ConfigError: the file, called ``what`` in the message, is missing or no TOML.
+      ConfigError: the file, called ``what`` in the message, is missing or not TOML.
     """
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -786,7 +789,7 @@ def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A value as TOML has it, or else the text itself."""
+    """The value of a text as TOML, or the text itself if it is not TOML."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -823,14 +826,14 @@ def _changes(changes: Mapping[str, Any] | str, value: Any) -> dict[str, Any]:
 
 
 def _less_defaults(table: Mapping[str, Any], key: str, parts: Mapping[str, Callable]) -> dict[str, Any]:
-    """A table {key: name, **options} without the options that are as the part of that name has them anyway."""
+    """A table {key: name, **options} without the options that equal the defaults of the part of that name."""
     name = table[key]
     usual = hyperparameters(parts[name]) if name in parts else {}  # a config from elsewhere may name what is not here
     return {field: value for field, value in table.items() if field not in usual or value != usual[field].default}
 
 
 def _given(table: Any) -> Any:
-    """What was given of a table, which may be one of the classes above."""
+    """The values that were given explicitly in a table, which may be an instance of one of the classes above."""
     return table.model_dump(exclude_unset=True) if isinstance(table, _Section) else table
 
 
@@ -891,7 +894,7 @@ def without_fields(tables: Mapping[str, Any], fields: Collection[str], prefix: s
 
 
 def plain(node: Any) -> Any:
-    """Tables with Python's own numbers, lists and strings in the place of NumPy's numbers and arrays, and of paths."""
+    """Tables in which NumPy numbers and arrays, and paths, are replaced by Python numbers, lists and strings."""
     if isinstance(node, Mapping):
         return {key: plain(value) for key, value in node.items()}
     if isinstance(node, list | tuple):

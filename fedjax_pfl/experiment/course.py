@@ -1,4 +1,4 @@
-"""One run of a program: records its evaluations, calls its callbacks, and makes its result."""
+"""One run of a program: records its evaluations, calls its callbacks, and makes its `Result`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,18 +34,18 @@ from fedjax_pfl.experiment.summary import (
 from fedjax_pfl.method import State
 
 INTERRUPTED = "interrupted"
-"""Why a run is stopped that can be resumed."""
+"""The reason given for a stopped run that can be resumed."""
 
 
 class Course:
-    """One run, from where it begins or goes on.
+    """One run in progress, from its beginning or from a checkpoint.
 
     Attributes:
-      run: its number in the program.
-      live: as callbacks see it.
-      lines: those of ``metrics.jsonl`` so far.
-      scores: of the newest evaluation; None before the first one in this process.
-      end: its last round.
+      run: number of the run in the program.
+      live: the run as callbacks see it.
+      lines: the lines of ``metrics.jsonl`` so far.
+      scores: scores of the newest evaluation; None before the first one in this process.
+      end: the last round of the run.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Course:
         callbacks: Sequence[Callback],
         state: Callable[[], State],
     ):
-        """Takes up what was recorded of it.
+        """Takes over the record of the run so far.
 
         Args:
-          run: its number in the program.
-          program: laid out.
-          place: where it is recorded.
-          saved: what it goes on from.
-          callbacks: called besides those of the place.
-          state: copies its state to the host.
+          run: number of the run in the program.
+          program: the program, laid out.
+          place: where the run is recorded.
+          saved: the checkpoint from which it continues, or the beginning.
+          callbacks: called in addition to those of ``place``.
+          state: a function that copies its state to the host.
         """
         self.run, self.lines = run, list(saved.lines)
         self.scores: Evaluation | None = None
@@ -78,23 +78,23 @@ class Course:
         self._best = place.best
 
     def end_soon(self) -> None:
-        """Ends it with the newest round if that was evaluated, else with the next one: the last is an evaluated one."""
+        """Ends the run: after the newest round if that was evaluated, else after the next one, which will be."""
         t = self.live.round
         evaluated = bool(self.lines) and self.lines[-1]["round"] == t
         self.end = min(self.end, t if evaluated else t + 1)
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """Calls this function of its callbacks."""
+        """Calls the function of this name of all its callbacks."""
         for callback in self._callbacks:
             getattr(callback, name)(self.live, *arguments)
 
     def record(self, scores: Evaluation, sent: Traffic, seconds: float) -> None:
-        """Records an evaluation after the newest round, and tells of it.
+        """Records an evaluation after the newest round, and calls the callbacks.
 
         Args:
-          scores: of the evaluation.
-          sent: all that was sent so far.
-          seconds: since the run began.
+          scores: the scores of the evaluation.
+          sent: the traffic so far.
+          seconds: time since the run began.
         """
         self.scores, t = scores, self.live.round
         evaluated_on, new = self._config.data.evaluate_on, self._program.engine.new
@@ -119,14 +119,14 @@ class Course:
     def result(
         self, ended: Run, exported: dict[str, np.ndarray], timing: dict[str, Any], dataset: str, data: Any
     ) -> Result:
-        """What the run leaves.
+        """The result of the run.
 
         Args:
-          ended: its state, on the host.
-          exported: what ``run.export`` asks for.
-          timing: of the summary.
+          ended: the final state, on the host.
+          exported: the table for ``run.export``.
+          timing: the timing for the summary.
           dataset: name of the data set.
-          data: what it was made of, if not of ``data.source``.
+          data: the data from Python from which the data set was made, or None.
         """
         assert self.scores is not None
         config, program, manifest = self._config, self._program, self._manifest
@@ -145,7 +145,7 @@ class Course:
         return Result(*numbers, kept, config, client_history, data, parts_of([config]))
 
     def finish(self, result: Result) -> None:
-        """Records the end, but of a run that was interrupted."""
+        """Records the end of the run, unless it was interrupted."""
         if self.live.stopped != INTERRUPTED:
             self._place.finish(result.clients, result.labels, result.exported, result.summary, result.kept)
 

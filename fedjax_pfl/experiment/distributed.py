@@ -1,7 +1,7 @@
-"""Several processes, on one machine or many, that run one simulation together under ``jax.distributed``.
+"""One simulation in several processes, on one machine or several, under ``jax.distributed``.
 
-Every process runs the same program on the same config and data. Clients are spread over the devices of all of them; the
-first process alone writes files. With one process, each of these functions does the obvious.
+Every process runs the same program on the same config and data. The clients are spread over the devices of all
+processes; only the first process writes files. The functions also work with a single process.
 """
 
 import jax
@@ -16,17 +16,17 @@ from fedjax_pfl.experiment.config import Run
 
 
 def start(run: Run) -> None:
-    """Joins the other processes of the job, which JAX finds by itself (SLURM, Open MPI, Kubernetes, TPU pods).
+    """Joins the other processes of the job, which JAX detects (SLURM, Open MPI, Kubernetes, TPU pods).
 
     Args:
-      run: the run section of the config: placement and cache of compiled programs.
+      run: the run section of the config, for placement and the cache of compiled programs.
 
     Raises:
-      ConfigError: no such job is found, or the others do not answer.
+      ConfigError: no such job is found, or the other processes do not answer.
     """
     prepare(run)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is ours: it leaves a checkpoint
+    jax.config.update("jax_enable_preemption_service", False)  # the driver handles SIGTERM, and writes a checkpoint
     try:
         jax.distributed.initialize()
     except (ValueError, RuntimeError) as error:
@@ -35,12 +35,12 @@ def start(run: Run) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes files and reports; asking does not start JAX."""
+    """Whether this process writes files and reports; the call does not start JAX."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def put_everywhere(tree: PyTree, sharding: NamedSharding) -> PyTree:
-    """Puts arrays, the same on every process, on all devices of all of them."""
+    """Puts arrays, which are equal in every process, on all devices of all processes."""
 
     # From the host's memory, the devices of a CPU share one buffer.
     on_host = jax.tree.map(np.asarray, tree) if jax.default_backend() == "cpu" else tree
@@ -48,19 +48,22 @@ def put_everywhere(tree: PyTree, sharding: NamedSharding) -> PyTree:
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """The whole of each array, also where its rows are spread over processes, on every process."""
+    """The complete arrays in every process, also if their rows are spread over processes."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def agree(block: int, signal: int | None, stopped: bool) -> tuple[int, int | None, bool]:
-    """What all processes do next.
+    """Makes all processes agree on what to do next.
 
     Args:
-      block: how many rounds this process would run; the first process decides.
-      signal: the signal that this process has caught, if any; one is enough for all.
-      stopped: whether a callback has asked this process to stop; likewise.
+      block: number of rounds that this process would run; the first process decides.
+      signal: the signal that this process has caught, or None; a signal in one process counts for all.
+      stopped: whether a callback has asked this process to stop; this also counts for all.
+
+    Returns:
+      The three values for all processes.
     """
     if jax.process_count() == 1:
         return block, signal, stopped

@@ -1,12 +1,12 @@
-"""``simulate(config) -> Result``, and the one loop of every experiment: block of rounds, evaluate, record, checkpoint.
+"""``simulate(config) -> Result``, and the main loop: run a block of rounds, evaluate, record, write a checkpoint.
 
-`drive` takes one run, or several as rows of one program (`programs`); a single run is R = 1.
+`drive` runs one run, or several runs as rows of one program (`programs`); a single run is R = 1.
 
-From here to a gradient step: `drive` lays out a program (`programs.lay_out`, where `build.make_engine` puts method,
-model and trainer together), and calls its ``rounds``, which are compiled from `Engine.rounds` (`engine/round.py`). Each
-round maps `Cohorts.local` (`engine/cohort.py`) over the cohort's clients; that calls ``method.local`` (such as the one
-in `methods/fedavg.py`), which calls a `Trainer` (`ops/training.py`), whose ``step`` takes the gradient of the method's
-loss on a batch.
+The path from here to a gradient step: `drive` lays out a program (`programs.lay_out`, where `build.make_engine`
+combines method, model and trainer) and calls its ``rounds``, which are compiled from `Engine.rounds`
+(`engine/round.py`). Each round maps `Cohorts.local` (`engine/cohort.py`) over the clients of the cohort. This calls
+``method.local`` (for example in `methods/fedavg.py`), which calls a `Trainer` (`ops/training.py`), whose ``step``
+computes the gradient of the method's loss on a batch.
 """
 
 import functools
@@ -40,7 +40,7 @@ from fedjax_pfl.experiment.resume import RunPlace, versions
 from fedjax_pfl.experiment.summary import mean_line
 from fedjax_pfl.method import Method, State
 
-# A block of rounds should return to the host about this often, to report progress.
+# A block of rounds should return to the host after about this time, to report progress.
 _SECONDS_PER_BLOCK = 2.0
 
 
@@ -60,37 +60,38 @@ def simulate(
 ) -> Result:
     """Runs one federated experiment.
 
-    With ``run.out``, SIGINT and SIGTERM leave a checkpoint behind before they end the run; ``run.checkpoint_every``
-    writes one every so many rounds, against all other ways to die. A second run in the same process whose shapes are
-    the same, with another seed, learning rate or real-valued hyperparameter, say, compiles nothing.
+    With ``run.out``, SIGINT and SIGTERM write a checkpoint before they end the run; ``run.checkpoint_every`` writes one
+    every few rounds, in case the process is killed in another way. A second run in the same process with the same
+    shapes (for instance, with another seed, learning rate or real-valued hyperparameter) needs no compilation.
 
     Args:
-      config: what to run.
-      data: samples and labels instead of ``data.source``: arrays (x, y) or (x, y, x_test, y_test), x being uint8 images
-        [n, h, w, c] or float32 [n, ...], or what else :func:`fedjax_pfl.data.intake.as_dataset` takes.
-      model: in the place of the config's: a Flax module or what else :func:`fedjax_pfl.models.own.own_model` takes.
-      features: of such a model, the layer after which it is cut into extractor and head.
-      method: in the place of the config's: a factory, as `register_method` takes it.
-      metrics: name -> JAX function, measured on top of the config's; see :mod:`fedjax_pfl.engine.metrics`.
-      callbacks: called while the run goes on; see :class:`fedjax_pfl.Callback`.
-      overwrite: replace what an earlier run left in ``run.out``.
-      resume: the run directory of an interrupted run, which goes on from its newest checkpoint and ends, on the same
-        machine and with the same packages and placement, bit for bit where it would have ended. The config must be the
-        same, except that clients may be placed otherwise, and ``training.rounds`` may grow; output goes to this
-        directory.
-      progress: called before and after compilation, with the rounds done so far, and after each block of rounds;
-        ``"auto"`` shows a bar on a terminal and a line in a notebook.
-      interrupt: what the first SIGINT does: ``"return"`` evaluates the next round at the latest, ends the run there and
+      config: the config of the run.
+      data: samples and labels instead of ``data.source``: arrays (x, y) or (x, y, x_test, y_test), where x is uint8
+        images [n, h, w, c] or float32 [n, ...]; or other forms, see :func:`fedjax_pfl.data.intake.as_dataset`.
+      model: a model instead of the config's: a Flax module, or other forms, see
+        :func:`fedjax_pfl.models.own.own_model`.
+      features: the layer of ``model`` after which it is cut into extractor and head.
+      method: a factory of a method instead of the config's, as for `register_method`.
+      metrics: name -> JAX function, measured in addition to the config's; see :mod:`fedjax_pfl.engine.metrics`.
+      callbacks: called during the run; see :class:`fedjax_pfl.Callback`.
+      overwrite: whether to replace the files of an earlier run in ``run.out``.
+      resume: the run directory of an interrupted run, which is continued from its newest checkpoint. On the same
+        machine, with the same packages and placement, the result is the same, bit for bit, as without the interruption.
+        The config must be the same, except that clients may be placed differently, and ``training.rounds`` may be
+        larger. Output goes to this directory.
+      progress: called before and after compilation, and after each block of rounds, with the rounds done so far;
+        ``"auto"`` shows a bar on a terminal and a line in a notebook; None shows nothing.
+      interrupt: what the first SIGINT does. ``"return"`` evaluates the next round at the latest, ends the run there and
         returns the result so far; ``"raise"`` raises at once; ``"auto"`` is ``"return"`` at a prompt or in a notebook,
-        else ``"raise"``. With ``run.out`` it leaves a checkpoint to resume from.
+        else ``"raise"``. With ``run.out`` a checkpoint is written, from which the run can be resumed.
 
     Returns:
       Summary, history per evaluated round, per-client table, final state. The numbers depend on config and data and, up
       to rounding, on placement and hardware.
 
     Raises:
-      ConfigError: config, data and method do not fit together, the run directory holds something or another process
-        runs in it, or there is no matching checkpoint to resume from; raised before anything is compiled or written.
+      ConfigError: config, data and method do not fit together, the run directory is not empty, another process runs in
+        it, or there is no matching checkpoint to resume from; raised before anything is compiled or written.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after the checkpoint is written.
     """
     began = time.perf_counter()
@@ -112,7 +113,7 @@ def simulate(
 
 
 def is_interactive() -> bool:
-    """Whether a person is at a prompt or a notebook."""
+    """Whether this process is an interactive prompt or a notebook."""
     return hasattr(sys, "ps1") or in_notebook()
 
 
@@ -128,19 +129,22 @@ def drive(
     room: int | None = None,
     data: Any = None,
 ) -> list[Result]:
-    """Runs configs that are alike but for seed and numbers (`programs.alike`), as rows of one program.
+    """Runs configs that differ only in seed and numbers (`programs.alike`), as rows of one program.
 
     Args:
-      configs: of the runs.
-      dataset: what they share out.
-      places: where each is recorded, and goes on from.
-      began: when the work on them began, by ``time.perf_counter``.
+      configs: the configs of the runs.
+      dataset: the data that each run divides among its clients.
+      places: where each run is recorded, and from where it is resumed.
+      began: the time when the work on the runs began, by ``time.perf_counter``.
       progress: called before and after compilation, and after each block of rounds.
-      callbacks: of each run.
-      returns: whether SIGINT ends the runs early, and what there is so far is returned.
-      room: as in `lay_out`; a run that a callback stops then ends by itself, and the others go on. Without room it
-        ends them all.
-      data: what the data set was made of, if not of ``data.source``, for the results to go back to.
+      callbacks: the callbacks of each run.
+      returns: whether SIGINT ends the runs early and returns the results so far.
+      room: as in `lay_out`. With room, a run that a callback stops ends alone, and the others go on; without room, all
+        runs end.
+      data: the data from Python from which the data set was made, or None; the results keep it for later use.
+
+    Returns:
+      The results of the runs.
     """
     first, runs, report = configs[0], len(configs), progress or (lambda now: None)
     rounds, every = first.training.rounds, first.run.checkpoint_every or first.training.rounds
@@ -153,7 +157,7 @@ def drive(
     states = program.init() if held is None else program.put(held)
 
     def state_of(run: int) -> State:
-        # Arrays of their own: those from a CPU's devices, or of several runs, are views of what is used up.
+        # Copied: arrays from a CPU's devices, or of several runs, are views of buffers that the next rounds reuse.
         own: State = jax.tree.map(np.array, program.each(states)[run].state)
         return own
 
@@ -205,8 +209,8 @@ def drive(
             end = max(course.end for course in courses)
             due = first.run.checkpoint_every and (t % every == 0 or t == end)
             interrupted = stopping.signal and (back or t < end)
-            # What is returned has one more round, evaluated for it alone: a checkpoint of it would not be that of a
-            # run that was never interrupted.
+            # The returned result has one more round, which is evaluated only for it. A checkpoint after that round
+            # would differ from the checkpoint of an uninterrupted run.
             if (due or interrupted) and not (back and left_behind):
                 seconds = (time.perf_counter() - began) / runs
                 for course, state in zip(courses, program.each(states), strict=True):
@@ -219,17 +223,17 @@ def drive(
             report(Progress(t, rounds, float(np.mean(losses)), last, left, program.bytes(), runs))
     results = _results(program, courses, states, t, began, round_seconds, dataset.name, data)
     if stopping.signal and not (returns and stopping.signal == signal.SIGINT):
-        stopping.leave()  # it came when these runs had nothing left to do, and was not for them alone
+        stopping.leave()  # the signal came when these runs were done, and is meant for the whole process
     return results
 
 
 def _next_block(t: int, most: int, ends: Sequence[int], eval_every: int, checkpoint_every: int) -> tuple[int, bool]:
-    """Where the block of rounds that begins after round t ends, and whether with an evaluation.
+    """The last round of the block that begins after round t, and whether the block ends with an evaluation.
 
     Args:
       t: rounds done.
-      most: rounds of a block.
-      ends: the last rounds of the runs that go on, which are evaluated whatever ``eval_every`` is.
+      most: the largest number of rounds of a block.
+      ends: the last rounds of the active runs; these are always evaluated.
       eval_every: rounds between evaluations.
       checkpoint_every: rounds between checkpoints.
     """
@@ -248,7 +252,7 @@ def _results(
     dataset: str,
     data: Any,
 ) -> list[Result]:
-    """What the runs leave after t rounds, recorded and told of."""
+    """The results of the runs after t rounds; records them and calls the callbacks."""
     runs = len(courses)
     if courses[0].scores is None:  # the checkpoint was that of the last round
         for course, scored in zip(courses, program.score(states, t), strict=True):
@@ -273,14 +277,14 @@ def _results(
 
 
 def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], list[Run] | None]:
-    """What each run goes on from: the newest checkpoint that all of them have, with its arrays, or the beginning.
+    """The state from which each run starts: the newest checkpoint that all runs have, or the beginning.
 
-    Every directory is taken, and all is read, before anything is written.
+    All directories are locked, and everything is read, before anything is written.
     """
     pairs = list(zip(places, program.manifests, strict=True))
     found = []
     with ExitStack() as given_back:
-        for place in places:  # first: to look for checkpoints clears away what another process may be writing
+        for place in places:  # first: looking for checkpoints removes files that another process may be writing
             place.take()
             given_back.callback(place.leave)
         common = set.intersection(*(set(place.found()) for place in places))
@@ -292,7 +296,7 @@ def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], l
         else:
             for (place, manifest), holdings in zip(pairs, program.holdings, strict=True):
                 place.begin(manifest, holdings)
-        given_back.pop_all()  # the runs begin, and keep them
+        given_back.pop_all()  # the runs begin, and keep their locks
     if common:
         done, states = zip(*found, strict=True)
         return list(done), list(states)

@@ -1,4 +1,4 @@
-"""Where programs of several runs run: here, one after the other, as tasks of a Ray cluster, or as jobs of SLURM."""
+"""Executors of programs: in this process one after the other, as tasks of a Ray cluster, or as jobs of SLURM."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ Executor = str | Mapping[str, Any]
 
 
 def _run_here(programs: Sequence[Sequence[Config]], data: Any, report: Report) -> Iterator[tuple[int, Outcome]]:
-    """Runs one program after the other."""
+    """Runs the programs in this process, one after the other."""
     loaded: dict[str, Dataset] = {}
     began = time.perf_counter()
 
@@ -40,7 +40,7 @@ def _run_here(programs: Sequence[Sequence[Config]], data: Any, report: Report) -
 
 
 def _run_on_ray(programs: Sequence[Sequence[Config]], data: Any, report: Report) -> Iterator[tuple[int, Outcome]]:
-    """Runs programs as tasks of Ray, as many at once as there is room for; they come as they end."""
+    """Runs programs as tasks of Ray, as many at once as fit; yields outcomes in the order in which they end."""
     import ray
 
     ours = not ray.is_initialized()
@@ -54,8 +54,8 @@ def _run_on_ray(programs: Sequence[Sequence[Config]], data: Any, report: Report)
     try:
         node = max(int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"])
         gpu = "GPU" in ray.cluster_resources()
-        # A process for each program: devices cannot be prepared twice, and JAX keeps a GPU's memory to its end.
-        # No second try: a program too large for a machine's memory would take its workers down again and again.
+        # One process for each program: devices cannot be prepared twice, and JAX keeps a GPU's memory until it ends.
+        # No second try: a program that is too large for a machine's memory would kill its workers again and again.
         task = ray.remote(max_calls=1, max_retries=0)(run_elsewhere)
         shared, around = ray.put(data), surroundings(programs)
         for number, configs in enumerate(programs):
@@ -92,27 +92,27 @@ def run_programs(
     """Runs programs.
 
     Args:
-      executor: where; one that `check_executor` has passed.
-      programs: the configs of each.
+      executor: where to run them; it must have passed `check_executor`.
+      programs: the configs of each program.
       data: as in `simulate`.
-      report: called with a program's number and a line of text now and then.
+      report: called with the number of a program and a line of text from time to time.
 
     Yields:
-      A program's number and what came out, as they end.
+      The number of a program and its outcome, in the order in which programs end.
     """
     name, options = name_and_options(executor)
     yield from EXECUTORS[name](programs, data, report, **options)
 
 
 def check_executor(executor: Executor, out: str | os.PathLike[str] | None) -> None:
-    """Checks that programs can be run there.
+    """Checks that programs can be run with an executor.
 
     Args:
-      executor: where.
+      executor: the executor.
       out: the folder of the runs.
 
     Raises:
-      ConfigError: the executor is unknown, not installed, or cannot be used so.
+      ConfigError: the executor is unknown, not installed, or has an option that cannot be used.
     """
     name, options = name_and_options(executor)
     if name not in EXECUTORS:
@@ -130,10 +130,10 @@ def check_executor(executor: Executor, out: str | os.PathLike[str] | None) -> No
 
 
 def name_and_options(executor: Executor) -> tuple[str, dict[str, Any]]:
-    """The parts of an executor's table.
+    """The name and the options of an executor.
 
     Raises:
-      ConfigError: it is no such table.
+      ConfigError: it is neither a name nor a table with a name.
     """
     table = {"name": executor} if isinstance(executor, str) else executor
     if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):

@@ -1,4 +1,4 @@
-"""What is kept of personal models beside their scores: ``run.export``."""
+"""Features and predictions of personal models, for ``run.export``."""
 
 from collections.abc import Sequence
 
@@ -15,15 +15,15 @@ def export_of(
     """One row per sample that one of these clients is scored on, as in ``export.npz``.
 
     Args:
-      answers: of the clients' models, on the host.
-      scored: which samples each of all clients is scored on.
-      labels: of all samples of the data set.
-      who: the clients, the rows of ``answers``.
+      answers: logits and features of the clients' models, on the host.
+      scored: index table of the samples on which each of all clients is scored.
+      labels: labels of all samples of the data set.
+      who: numbers of the clients in the rows of ``answers``.
       what: ``predictions``, ``features`` or both.
 
     Returns:
-      ``client``; ``sample``, its row in the data set; ``label``; then ``prediction``, -1 of a model that has diverged,
-      and ``logits`` [rows, classes]; ``features`` [rows, dim].
+      ``client``; ``sample``, its row in the data set; ``label``; with ``predictions``: ``prediction`` (-1 if the model
+      has diverged) and ``logits`` [rows, classes]; with ``features``: ``features`` [rows, dim].
     """
     chosen = np.asarray(who, np.int64)
     count = np.asarray(scored.count)[chosen]

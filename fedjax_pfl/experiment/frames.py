@@ -1,4 +1,4 @@
-"""Tables as pandas frames: tidy, one row per observation and one column per field or measure."""
+"""Tables as tidy pandas frames: one row per observation, and one column per field or metric."""
 
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -17,7 +17,7 @@ _AGGREGATES = ("mean", "std", "count")
 
 
 def frame(columns: Mapping[str, Any]) -> "pandas.DataFrame":
-    """A frame of columns of one length.
+    """A frame from columns of equal length.
 
     Raises:
       ConfigError: pandas is not installed.
@@ -26,7 +26,7 @@ def frame(columns: Mapping[str, Any]) -> "pandas.DataFrame":
 
 
 def run_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
-    """A row per run: its values, the figures of `summary.figures_of`, any error.
+    """One row per run: its values, the figures of `summary.figures_of`, and the error of a failed run.
 
     Raises:
       ConfigError: pandas is not installed.
@@ -36,9 +36,9 @@ def run_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
 
 
 def history_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
-    """A row per run and evaluated round: the run's values, the round, the metrics under their names in ``history``.
+    """One row per run and evaluated round: the run's values, the round, the metrics under their names in ``history``.
 
-    A run that failed has no rows; what a run does not measure is NaN.
+    A failed run has no rows; metrics that a run does not have are NaN.
 
     Raises:
       ConfigError: pandas is not installed.
@@ -47,9 +47,9 @@ def history_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
 
 
 def client_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
-    """A row per run and client: the run's values, the client, the columns of ``Result.clients``.
+    """One row per run and client: the run's values, the client, the columns of ``Result.clients``.
 
-    A run that failed has no rows; what a run does not measure is NaN.
+    A failed run has no rows; columns that a run does not have are NaN.
 
     Raises:
       ConfigError: pandas is not installed.
@@ -58,7 +58,7 @@ def client_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
 
 
 def _stacked(cells: Sequence[Cell], tables: Sequence[Mapping[str, np.ndarray] | None]) -> "pandas.DataFrame":
-    """The tables of runs, one below the other, with the runs' values beside them."""
+    """The tables of the runs, concatenated, with the runs' values as further columns."""
     runs = [(cell.values, of, len(next(iter(of.values())))) for cell, of in zip(cells, tables, strict=True) if of]
     columns: dict[str, Any] = {
         field: [values.get(field) for values, _, rows in runs for _ in range(rows)] for field in fields_of(cells)
@@ -69,12 +69,12 @@ def _stacked(cells: Sequence[Cell], tables: Sequence[Mapping[str, np.ndarray] | 
 
 
 def difference_frame(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str) -> "pandas.DataFrame":
-    """How far rows are ahead of the baseline; see `Comparison.differences`.
+    """The differences between rows and the baseline; see `Comparison.differences`.
 
     Raises:
       ConfigError: pandas is not installed.
     """
-    # Without a row, a frame has the columns all the same.
+    # A frame without rows shall have the same columns.
     columns = [*(field for field in fields_of(cells) if field != SEED), *DIFFERENCES]
     rows = differences(cells, baseline, point)
     return _pandas().DataFrame(rows, columns=None if rows else columns)
@@ -88,11 +88,11 @@ def pivot(
     values: str,
     aggregate: str,
 ) -> "pandas.DataFrame":
-    """A figure of the runs, summed up over seeds; see `Sweep.pivot`.
+    """A figure of the runs, aggregated over seeds; see `Sweep.pivot`.
 
     Args:
       cells: the runs.
-      seed: what the seed is called in their values.
+      seed: the name of the seed in their values.
       index: as in `Sweep.pivot`.
       columns: likewise.
       values: likewise.
@@ -121,7 +121,7 @@ def pivot(
 def _axes(
     cells: Sequence[Cell], seed: str, index: str | Sequence[str] | None, columns: str | Sequence[str] | None
 ) -> tuple[list[str], list[str]]:
-    """The fields of the rows and of the columns, which make up all that varies but the seed."""
+    """The fields of the rows and of the columns; together they are all varying fields except the seed."""
     fields = fields_of(cells)
     varying = [field for field in fields if field != seed and len({repr(cell.values.get(field)) for cell in cells}) > 1]
     shown = list(dict.fromkeys([field for field in fields if field in ("method", "method.name")] + varying))
@@ -142,7 +142,7 @@ def _axes(
 
 
 def _listed(argument: str, given: str | Sequence[str] | None, fields: Sequence[str]) -> list[str] | None:
-    """The names that are given, checked."""
+    """The given names as a checked list; None if none are given."""
     if given is None:
         return None
     names = [given] if isinstance(given, str) else list(given)

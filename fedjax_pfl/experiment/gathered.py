@@ -1,4 +1,4 @@
-"""Runs from their directories, and what tells them apart: what reports, pictures and `Sweep.load` are made of."""
+"""Reads runs from their directories and names them by their differences, for reports, plots and `Sweep.load`."""
 
 import hashlib
 import itertools
@@ -15,22 +15,22 @@ from fedjax_pfl.experiment.summary import flat
 from fedjax_pfl.experiment.tables import Cell, show, without_seed
 
 WITHOUT_EFFECT = tuple(field for field in FREE if field != "training.rounds")
-"""The fields that no number depends on."""
-# What sources of one name may differ in: arrays, a file that was replaced. No field of a config is called so.
+"""The fields that have no effect on a run's numbers."""
+# Samples may differ under one source name (arrays, or a file that was replaced). No field of a config has this name.
 _SAMPLES = "data.samples"
 
 
 class Table(NamedTuple):
-    """What a comparison or sweep has left in its folder besides its runs.
+    """The table that a comparison or sweep has written to its folder.
 
     Attributes:
-      folder: where.
-      text: its table in Markdown, which also says what failed.
-      written: when, in nanoseconds.
-      baseline: the values, without the seed, of the runs that the others are compared with.
-      point: where they are compared.
-      runs: run directory -> ``values``, what the run goes by, and ``config``, the `_identity` of its config; in the
-        order of the table. Nothing where an earlier version has written.
+      folder: the folder.
+      text: the table in Markdown, with the failed runs.
+      written: time of writing, in nanoseconds.
+      baseline: the values, without the seed, of the runs with which the others are compared.
+      point: the evaluation point at which they are compared.
+      runs: run directory -> ``values``, which name the run, and ``config``, the `_identity` of its config; in the order
+        of the table. Empty if an earlier version has written the folder.
     """
 
     folder: Path
@@ -42,10 +42,10 @@ class Table(NamedTuple):
 
 
 def folders_of(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Paths that a caller has named, checked as far as it can be without looking.
+    """The paths given by a caller; only their type is checked, not the file system.
 
     Raises:
-      ConfigError: they are no list of paths.
+      ConfigError: they are not a list of paths.
     """
     listed = isinstance(paths, Iterable) and not isinstance(paths, str | os.PathLike)
     if not listed or not all(isinstance(path, str | os.PathLike) for path in paths):
@@ -55,13 +55,13 @@ def folders_of(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def gather(paths: Sequence[Path]) -> list[Begun]:
-    """The runs that have begun in some folders, each once, in the order of the folders.
+    """The runs that have begun in these folders, each once, in the order of the folders.
 
     Args:
-      paths: run directories, and folders that hold them, as comparisons and sweeps leave them.
+      paths: run directories, and folders of run directories, as comparisons and sweeps write them.
 
     Raises:
-      ConfigError: one of them is no folder, or no run has begun there; as in `read_begun`.
+      ConfigError: one of them is not a folder, or no run has begun there; and the errors of `read_begun`.
     """
     if not paths:
         raise ConfigError("RUN", "(missing)", "one run directory or more, or a folder of a comparison or sweep")
@@ -80,12 +80,12 @@ def gather(paths: Sequence[Path]) -> list[Begun]:
 
 
 def record_of(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str) -> str:
-    """What a comparison or sweep writes beside its table, in a file of that name, for `table_in`.
+    """The JSON file that a comparison or sweep writes beside its table, for `table_in`.
 
     Args:
-      cells: all runs, also those that are still to come.
-      baseline: the values, without the seed, of the runs that the others are compared with.
-      point: where they are compared.
+      cells: all runs, including those that have not run yet.
+      baseline: the values, without the seed, of the runs with which the others are compared.
+      point: the evaluation point at which they are compared.
     """
     runs = {
         Path(str(cell.config.run.out)).name: {"config": _identity(cell.config), "values": cell.values} for cell in cells
@@ -94,10 +94,10 @@ def record_of(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str) ->
 
 
 def table_in(folders: Sequence[Path]) -> Table | None:
-    """What the one comparison or sweep of these folders has left there.
+    """The table of the comparison or sweep in these folders; None if they are not one such folder.
 
     Raises:
-      ConfigError: a file of it is damaged.
+      ConfigError: one of its files is damaged.
     """
     found = [folder / name for folder in folders for name in ("comparison.md", "sweep.md")]
     path = next((path for path in found if len(folders) == 1 and path.exists()), None)
@@ -116,9 +116,9 @@ def table_in(folders: Sequence[Path]) -> Table | None:
 
 
 def is_current(table: Table, runs: Sequence[Begun]) -> bool:
-    """Whether a table is of all runs that have ended, as they are now.
+    """Whether a table shows all runs that have ended, in their current state.
 
-    A later call may have written it for some of them, and a run may have gone on since.
+    A later call may have written the table for some of the runs only, and a run may have been continued since.
     """
     heading_and_rule = 2
     rows = [line.split(" | ") for line in table.text.splitlines() if line.startswith("| ")][heading_and_rule:]
@@ -129,17 +129,17 @@ def is_current(table: Table, runs: Sequence[Begun]) -> bool:
 
 
 def compared(runs: Sequence[Begun], table: Table | None) -> tuple[dict[str, Any], str] | None:
-    """Baseline and point of the comparison or sweep that these runs are of; None where they are of none."""
+    """Baseline and point of the comparison or sweep to which these runs belong; None if they belong to none."""
     return None if table is None or _called(runs, table) is None else (table.baseline, table.point)
 
 
 def named(runs: Sequence[Begun], table: Table | None = None) -> list[tuple[dict[str, Any], int]]:
-    """What each run goes by, and its place, to sort by.
+    """The values that name each run, and a number by which to sort the runs.
 
     Args:
       runs: the runs.
-      table: that of `table_in`: its names and its order, if it knows all of these runs as they are now; or else what
-        tells the runs apart, in the order of its rows.
+      table: the table from `table_in`. If it has all of these runs in their current state, its names and order are
+        used. Otherwise the runs are named by their differences, in the order of the rows of the table.
     """
     called = None if table is None else _called(runs, table)
     if table is not None and called is not None:
@@ -150,29 +150,29 @@ def named(runs: Sequence[Begun], table: Table | None = None) -> list[tuple[dict[
         values or {"method.name": run.config.method["name"]}
         for values, run in zip(differences(runs), runs, strict=True)
     ]
-    # A row that is not there yet comes last.
+    # Runs that are not in the table yet come last.
     return [(values, text.find(f"\n| {show(without_seed(values))} ") % (len(text) + 1)) for values in found]
 
 
 def _called(runs: Sequence[Begun], table: Table) -> list[dict[str, Any]] | None:
-    """The values that a comparison or sweep has given these runs; None where one is of another, or has gone on."""
+    """The values under which a table has these runs; None if it lacks a run, or a run has changed since."""
     found = [table.runs.get(run.path.relative_to(table.folder).as_posix()) for run in runs]
     known = [of["values"] for of, run in zip(found, runs, strict=True) if of and of["config"] == _identity(run.config)]
     return known if runs and len(known) == len(runs) else None
 
 
 def _identity(config: Config) -> str:
-    """A few digits that tell a run from others: of what its config says otherwise than the defaults."""
+    """A short hash that identifies a run: of the config values that differ from the defaults."""
     given = {field: value for field, value in flat(config.non_defaults()).items() if field not in WITHOUT_EFFECT}
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def differences(runs: Sequence[Begun]) -> list[dict[str, Any]]:
-    """What tells runs apart: for each, the fields that differ between them, with its values.
+    """For each run, its values of the fields in which the runs differ.
 
-    Options of a method are among them where they differ between runs of that method; those of models and partitions
-    likewise. Samples that differ though their source is called the same are among them as ``data.samples``. Runs that
-    are alike in all fields are told apart by their directories; but the first of them stays with the other seeds of its
+    Options of a method are included if they differ between runs of that method; the same holds for models and
+    partitions. Different samples under the same source name are included as ``data.samples``. Runs that are equal in
+    all fields are distinguished by their directories; but the first of them stays with the other seeds of its
     combination, if there are any.
     """
     tables = [_fields(run.config) for run in runs]
@@ -196,11 +196,11 @@ def differences(runs: Sequence[Begun]) -> list[dict[str, Any]]:
 
 
 def cells_of(runs: Sequence[Begun], table: Table | None = None) -> list[Cell]:
-    """The runs that have ended, each by its name among all of these, in order; see `named`.
+    """The runs that have ended, with their names among all of these runs, in order; see `named`.
 
     Args:
-      runs: those that have ended, and those that go on.
-      table: that of `table_in`.
+      runs: all runs, including those that have not ended.
+      table: the table from `table_in`.
     """
     cells = [
         (place, Cell(values, run.config, run.summary, run.clients, run.history))
@@ -211,14 +211,14 @@ def cells_of(runs: Sequence[Begun], table: Table | None = None) -> list[Cell]:
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """The fields that numbers depend on."""
+    """The fields on which the numbers of a run depend."""
     return {
         field: value for field, value in flat(config.model_dump(mode="json")).items() if field not in WITHOUT_EFFECT
     }
 
 
 def _differs(field: str, tables: Sequence[dict[str, Any]]) -> bool:
-    """Whether runs have several values of a field; of an option, runs whose part is the same one."""
+    """Whether the runs have several values of a field; for an option, only runs of the same part are compared."""
     parts = {name.rpartition(".")[0] + ".": name for name in SELECTORS} | {_SAMPLES: "data.source"}
     name = next((name for part, name in parts.items() if field != name and field.startswith(part)), None)
     first: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""What runs came to, in a few words: printed by the command line, shown by notebooks, and the `repr` of results."""
+"""The main results of runs in a few words: for the command line, notebooks, and the `repr` of results."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,19 +17,19 @@ _COLUMNS = {
     "worst_10_percent": "worst 10 %",
 }
 _CAPTION = (
-    "Accuracy in %. PRE: after aggregation; POST: after local training; *: what the method is judged by.\n"
+    "Accuracy in %. PRE: after aggregation; POST: after local training; *: the point at which the method is judged.\n"
     "best is selected on {evaluated_on} data; weighted: by the clients' samples, as PFLlib does."
 )
 
 
 def title(summary: Mapping[str, Any]) -> str:
-    """What was run."""
+    """One line that describes the run."""
     unit = "round" if summary["rounds"] == 1 else "rounds"
     return f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} {unit}"
 
 
 def table(summary: Mapping[str, Any]) -> list[list[str]]:
-    """The personal models' accuracies in %: a row of headings, then PRE and POST."""
+    """The accuracies of the personal models in %: a row of headings, then PRE and POST."""
     names = [name for name in _COLUMNS if name != "by_validation" or summary["personal"]["pre"][name] is not None]
     rows = [["", *(_COLUMNS[name] for name in names)]]
     for point in POINTS:
@@ -39,12 +39,12 @@ def table(summary: Mapping[str, Any]) -> list[list[str]]:
 
 
 def caption(summary: Mapping[str, Any]) -> str:
-    """How the table is to be read."""
+    """The caption of the table."""
     return _CAPTION.format(**summary)
 
 
 def remarks(summary: Mapping[str, Any]) -> list[str]:
-    """What else is to be said of a run, line by line; what it cost comes last."""
+    """Further remarks on a run, line by line; the cost comes last."""
     said = []
     if "stopped" in summary:
         said.append(f"ended early: {summary['stopped']}")
@@ -82,7 +82,7 @@ def run_in_short(summary: Mapping[str, Any]) -> str:
 
 
 def runs_in_short(kind: str, cells: Sequence[Cell], point: str) -> str:
-    """Many runs in two lines: how many there are, and which fare best at a point, within each data setting."""
+    """Many runs in two lines: their number, and the best one at an evaluation point within each data setting."""
     groups = [group for group in grouped(cells) if group.by_seed(point)]
     failed = sum(cell.summary is None for cell in cells)
     best = []

@@ -1,4 +1,4 @@
-"""What a notebook and a report show: HTML that stands alone, without scripts, in the colours around it."""
+"""HTML for notebooks and reports: self-contained, without scripts, in the colours of its surroundings."""
 
 import json
 import re
@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-# Of a partition, more clients or classes than this are not shown: a notebook keeps all that it has shown.
+# The largest number of clients or classes shown of a partition, because a notebook file keeps all that it shows.
 _SHOWN = 40
-# Both can be seen on white and on black; POST is dashed besides.
+# Both colours are visible on white and on black; POST is also dashed.
 _LINES = {"pre": ("#3b82f6", "none"), "post": ("#f59e0b", "5 3")}
 _WIDTH, _HEIGHT, _MARGIN = 420, 160, 36
 
@@ -23,12 +23,12 @@ def result_html(
     partition: Mapping[str, Any],
     config: str,
 ) -> str:
-    """A run: its headline, the curve of PRE and POST, what else is to be said, who held what, and the config.
+    """A run: its main results, the curves of PRE and POST, remarks, the partition, and the config.
 
     Args:
-      title: what was run.
+      title: one line that describes the run.
       table: a row of headings, then rows of text.
-      history: metric -> array over evaluated rounds.
+      history: metric -> array over the evaluated rounds.
       remarks: lines of text.
       partition: the content of ``partition.json``.
       config: as HTML.
@@ -45,7 +45,7 @@ def result_html(
 
 
 def runs_html(text: str) -> str:
-    """The table of many runs, the best in bold; what is to be said of it stands below.
+    """The table of many runs, the best in bold, with its remarks below.
 
     Args:
       text: the same in Markdown: headings, tables and paragraphs.
@@ -67,12 +67,12 @@ def config_html(
     changed: Mapping[str, Mapping[str, Any]],
     texts: Mapping[str, tuple[str, Mapping[str, str]]],
 ) -> str:
-    """Every table of a config, to be opened; what differs from the defaults is bold, and its table open.
+    """The tables of a config as foldable blocks; values that differ from the defaults are bold, their blocks open.
 
     Args:
       tables: section -> field -> value.
-      changed: likewise, of what differs.
-      texts: section -> what it is, and field -> what that is.
+      changed: section -> field -> value, for the values that differ from the defaults.
+      texts: section -> (its description, field -> description).
     """
     shown = []
     for section, values in tables.items():
@@ -87,7 +87,7 @@ def config_html(
 
 
 def partition_html(partition: Mapping[str, Any]) -> str:
-    """Who holds what: a row per client, a column per class, the darker the more samples.
+    """Samples per client and class, as an HTML table: one row per client, one column per class, darker for more.
 
     Args:
       partition: ``Result.partition``, or the content of a run's ``partition.json``.
@@ -120,12 +120,12 @@ def notes_html(lines: Iterable[str]) -> str:
 
 
 def details_html(title: str, body: str, *, opened: bool = False) -> str:
-    """What is seen when it is opened; both are HTML."""
+    """A foldable block; title and body are HTML."""
     return f"<details{' open' if opened else ''}><summary>{title}</summary>{body}</details>"
 
 
 def table_html(headings: Sequence[str], rows: Iterable[Iterable[str]], *, numbers: bool = True) -> str:
-    """A table of cells, below headings that are text; one that is too wide scrolls in a box of its own."""
+    """A table of HTML cells, below headings that are plain text; a table that is too wide scrolls in a box."""
     titles = "".join(cells_html(map(escape, headings), tag="th", numbers=numbers))
     head = f"<thead><tr>{titles}</tr></thead>" if headings else ""
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
@@ -134,12 +134,12 @@ def table_html(headings: Sequence[str], rows: Iterable[Iterable[str]], *, number
 
 
 def cells_html(contents: Iterable[str], *, tag: str = "td", numbers: bool = True) -> list[str]:
-    """The cells of a row, of which all but the first hold numbers, unless told otherwise."""
+    """The cells of a row; all but the first are aligned as numbers, unless ``numbers`` is false."""
     return [_cell(content, tag=tag, right=numbers and at > 0) for at, content in enumerate(contents)]
 
 
 def _cell(content: str, *, tag: str = "td", right: bool = True, shade: float = 0.0) -> str:
-    """A cell on a background from none (0) to dark (1), through which the notebook's own is seen."""
+    """A cell with a half-transparent background, from none (``shade`` 0) to dark (1)."""
     style = f"text-align:{'right' if right else 'left'};padding:1px 6px"
     if shade:
         style += f";background:rgba(59,130,246,{0.6 * shade:.2f})"
@@ -147,13 +147,13 @@ def _cell(content: str, *, tag: str = "td", right: bool = True, shade: float = 0
 
 
 def _inline(text: str) -> str:
-    """Bold type and code of Markdown and docstrings; all else is as it is written."""
+    """Turns bold and code markup of Markdown and docstrings into HTML; everything else is escaped."""
     bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", escape(text))
     return re.sub(r"``(.+?)``", r"<code>\1</code>", bold)
 
 
 def _curve(history: Mapping[str, np.ndarray]) -> str:
-    """Accuracy over rounds, PRE and POST, drawn with the ends of both scales; nothing where there is none."""
+    """PRE and POST accuracy over rounds as SVG, with the ends of both axes; empty if there are no values."""
     rounds = history["round"]
     values = {point: 100 * history[f"{point}.accuracy"] for point in _LINES}
     known = np.concatenate([of[~np.isnan(of)] for of in values.values()])

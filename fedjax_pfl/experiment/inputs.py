@@ -1,4 +1,4 @@
-"""What the compiled functions of a program are called with."""
+"""The arguments of a program's compiled functions."""
 
 from typing import Any, NamedTuple
 
@@ -11,14 +11,14 @@ from fedjax_pfl.method import State
 
 
 class Row(NamedTuple):
-    """What tells one run from the others of its program.
+    """The arguments in which one run differs from the other runs of its program.
 
     Attributes:
-      keys: of the initial state and of the rounds, as raw data.
-      inputs: the numbers of its config that are inputs, by dotted field.
-      clients: who trains on, validates on and is tested on what; and the pooled test set.
-      malicious: which clients are; None where nobody is.
-      limit: rounds that it goes to, where runs are over the devices and may end before others; else None.
+      keys: the keys of the initial state and of the rounds, as raw data.
+      inputs: the numbers of its config that are inputs of the program, by dotted field.
+      clients: index tables of the clients' training, validation and test samples, and of the pooled test set.
+      malicious: whether each client is malicious, [N]; None if no client is.
+      limit: the last round of the run, if runs are spread over the devices and may end before others; else None.
     """
 
     keys: UInt32[Array, "*runs 2 words"]
@@ -28,12 +28,12 @@ class Row(NamedTuple):
     limit: Any = None  # int32 [*runs]
 
     def federation(self, x: Samples, y: Array) -> Federation:
-        """All data of a run, with the samples and labels that its program holds once."""
+        """The data of a run; its program holds the samples and labels once for all runs."""
         return Federation(x, y, *self.clients)
 
 
 class Shared(NamedTuple):
-    """What all runs of a program see: the samples once, and which rounds are due."""
+    """The arguments that all runs of a program share: the samples, and the rounds to run."""
 
     x: Samples
     y: Array
@@ -43,7 +43,7 @@ class Shared(NamedTuple):
 
 
 def layout_of(engine: Engine) -> Any:
-    """Shardings of a run whose clients are spread over devices; None on one device."""
+    """The shardings of a run whose clients are spread over devices; None for one device."""
     shardings: tuple[Any, Any] = engine.placement.shardings(engine.clients)
     shared, per_client = shardings
     return None if shared is None else Run(State(shared, per_client), per_client, shared, shared, shared)

@@ -1,7 +1,7 @@
-"""Programs as jobs of a SLURM cluster, one job each, handed over by submitit as one job array.
+"""Programs as jobs of a SLURM cluster, one job per program, submitted by submitit as one job array.
 
-A job that is to end (its time is up, or another job takes its place) leaves checkpoints and is queued again; it goes
-on from there. Jobs outlive the process that handed them over: the same call finds those that are still at work.
+A job that must stop (its time is up, or another job takes its place) writes checkpoints and is queued again, and then
+continues from them. Jobs go on after the process that submitted them has ended: the same call finds them again.
 """
 
 import json
@@ -24,7 +24,7 @@ from fedjax_pfl.experiment.worker import Outcome, Report, Surroundings, run_else
 
 _FOLDER = "jobs"
 _CLUSTERS = ("slurm", "local")
-# submitit's own limit of time is five minutes. One file per job takes all that the job says.
+# submitit's default time limit is five minutes. All output of a job goes to one file.
 _DEFAULTS = {
     "cluster": "slurm",
     "max_num_timeout": 3,
@@ -38,17 +38,18 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Job:
-    """A program as submitit's jobs want it: callable, and sent again by ``checkpoint``."""
+    """A program in the form that submitit needs: callable, and submitted again by ``checkpoint``."""
 
     def __init__(self, configs: Sequence[Config], data: Any, around: Surroundings):
-        """Takes what `run_elsewhere` takes."""
+        """Takes the arguments of `run_elsewhere`."""
         self._configs, self._data, self._around = configs, data, around
 
     def __call__(self) -> Outcome:
-        """Runs the program, from the newest checkpoints on; in the job's process, after submitit has set it up.
+        """Runs the program from its newest checkpoints, in the job's process, after submitit has prepared it.
 
-        submitit's own handler would queue the job again in the middle of a round, and it passes over SIGTERM. Here
-        both are a request to the driver, which saves first. Where several come, as in a preemption, the last counts.
+        submitit's own signal handler would queue the job again in the middle of a round, and ignores SIGTERM. Here
+        these signals are passed to the driver, which first writes checkpoints. If several signals come, as in a
+        preemption, the last one counts.
         """
         import submitit
 
@@ -72,7 +73,7 @@ class Job:
         return outcome
 
     def checkpoint(self) -> Any:
-        """What is to run when the job's turn comes again."""
+        """The submission to run when the job is started again."""
         import submitit
 
         return submitit.helpers.DelayedSubmission(self)
@@ -81,16 +82,16 @@ class Job:
 def run_as_jobs(
     programs: Sequence[Sequence[Config]], data: Any, report: Report, **options: Any
 ) -> Iterator[tuple[int, Outcome]]:
-    """Runs programs as jobs; they come as they end.
+    """Runs programs as jobs; yields outcomes in the order in which jobs end.
 
     Args:
-      programs: the configs of each; their run directories lie in one folder, which all machines share.
+      programs: the configs of each program; their run directories are in one folder, which all machines share.
       data: as in `simulate`.
-      report: called with a program's number and a line of text when its job's state changes.
-      options: as `check_jobs` takes them.
+      report: called with a program's number and a line of text when the state of its job changes.
+      options: as in `check_jobs`.
 
     Raises:
-      ConfigError: SLURM does not take the jobs.
+      ConfigError: SLURM does not accept the jobs.
     """
     folder = Path(str(programs[0][0].run.out)).parent / _FOLDER
     executor, around = _executor(folder, options), surroundings(programs)
@@ -133,16 +134,16 @@ def run_as_jobs(
 
 
 def check_jobs(options: Mapping[str, Any], out: str | os.PathLike[str] | None) -> None:
-    """Checks that programs can be handed to the cluster.
+    """Checks that programs can be submitted to the cluster.
 
     Args:
-      options: ``cluster`` (``slurm``, or ``local``: processes of this machine), ``max_num_timeout`` (how often a job
-        that has used up its time is queued again), and what submitit's ``AutoExecutor.update_parameters`` takes:
+      options: ``cluster`` (``slurm``, or ``local`` for processes of this machine), ``max_num_timeout`` (how often a job
+        that has used up its time is queued again), and the options of submitit's ``AutoExecutor.update_parameters``:
         ``timeout_min``, ``cpus_per_task``, ``gpus_per_node``, ``mem_gb``, ``slurm_partition``, ...
       out: the folder of the runs.
 
     Raises:
-      ConfigError: submitit is not installed, there is no folder or no SLURM, or an option cannot be used.
+      ConfigError: submitit is not installed, no folder is given, there is no SLURM, or an option cannot be used.
     """
     try:
         import submitit  # noqa: F401  # only whether it can be
@@ -155,7 +156,7 @@ def check_jobs(options: Mapping[str, Any], out: str | os.PathLike[str] | None) -
 
 
 def _executor(folder: Path, options: Mapping[str, Any]) -> Any:
-    """submitit's executor under these options."""
+    """submitit's executor with these options."""
     import submitit
 
     parameters: dict[str, Any] = _DEFAULTS | dict(options)
@@ -168,7 +169,7 @@ def _executor(folder: Path, options: Mapping[str, Any]) -> Any:
         if name.removeprefix("slurm_") in _PROCESSES:
             raise ConfigError(f"executor.{name}", value, "leave it out: a program is one process")
     if cluster == "slurm":
-        # Without it, some clusters would not let a job be queued again.
+        # Without this, some clusters do not allow a job to be queued again.
         parameters["slurm_additional_parameters"] = {
             "requeue": True,
             **parameters.get("slurm_additional_parameters", {}),
@@ -188,20 +189,20 @@ def _executor(folder: Path, options: Mapping[str, Any]) -> Any:
 
 
 def _submit(executor: Any, jobs: list[Job]) -> list[Any]:
-    """Hands over jobs, as one array."""
+    """Submits jobs as one array."""
     import submitit
 
     if not jobs:
         return []
     try:
         return executor.submit_array(jobs)
-    except submitit.core.utils.FailedJobError as error:  # what sbatch says
+    except submitit.core.utils.FailedJobError as error:  # the message of sbatch
         allowed = f"parameters that the cluster takes: {' '.join(str(error).split())}"
         raise ConfigError("executor", executor.parameters, allowed) from None
 
 
 def _outcome_of(job: Any) -> Outcome:
-    """What came out of a job that has ended."""
+    """The outcome of a job that has ended."""
     if job.exception() is None:
         outcome: Outcome = job.result()
         why = outcome
@@ -213,12 +214,12 @@ def _outcome_of(job: Any) -> Outcome:
 
 
 def _record(folder: Path, job_id: str) -> Path:
-    """The file that says which run directories a job works on."""
+    """The file that lists the run directories on which a job works."""
     return folder / f"{job_id}_runs.json"
 
 
 def _jobs_at_work(folder: Path) -> list[tuple[Any, list[str]]]:
-    """Jobs of SLURM that an earlier call has left in the queue, each with its run directories."""
+    """The SLURM jobs of earlier calls that are still in the queue, each with its run directories."""
     import submitit
 
     found = []
@@ -230,12 +231,12 @@ def _jobs_at_work(folder: Path) -> list[tuple[Any, list[str]]]:
 
 
 def _is_ended(environment: Any) -> bool:
-    """Whether SLURM is already ending this job, by `scancel` say: queued again from here, it would come back."""
+    """Whether SLURM is already ending this job, for instance by `scancel`; it must then not be queued again."""
     return environment.cluster == "slurm" and _in_queue(environment.job_id) != "RUNNING"
 
 
 def _in_queue(job_id: str) -> str:
-    """What SLURM's queue says of a job, such as ``PENDING`` or ``COMPLETING``; nothing of one that has ended."""
+    """The state of a job in SLURM's queue, such as ``PENDING`` or ``COMPLETING``; empty if it has ended."""
     command = ["squeue", "--noheader", "--format=%T", f"--jobs={job_id}"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 

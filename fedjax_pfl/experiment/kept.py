@@ -1,4 +1,4 @@
-"""The state that a run leaves, and the file that holds it: ``state.safetensors``, arrays by their place in the tree."""
+"""The state after a run, and its file ``state.safetensors``, which has arrays named by their path in the tree."""
 
 import json
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ _ABOUT = "fedjax_pfl"
 
 
 class Kept(NamedTuple):
-    """A state that models can be made of again.
+    """A state from which models can be made again.
 
     Attributes:
-      round: rounds done.
-      data: what the models were fitted to.
-      state: server and clients.
+      round: number of rounds done.
+      data: the shape of the data for which the models were built.
+      state: the state of server and clients.
     """
 
     round: int
@@ -34,20 +34,20 @@ class Kept(NamedTuple):
 
 
 def named(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by their path, such as ``server/head/kernel``; of keys their data."""
+    """Path -> leaf of a tree, with paths such as ``server/head/kernel``; for random keys their raw data."""
     return dict(zip(_names(tree), jax.tree.leaves(_without_keys(tree)), strict=True))
 
 
 def fitted(arrays: Mapping[str, Any], like: State, where: str) -> State:
-    """The state that these arrays make up.
+    """The state made from named arrays.
 
     Args:
-      arrays: its leaves, as `named` has them.
+      arrays: the leaves, as returned by `named`.
       like: shapes and types of a state of the config.
-      where: what the arrays are from, for the message.
+      where: the origin of the arrays, for the message.
 
     Raises:
-      ConfigError: they are not those of such a state.
+      ConfigError: an array is missing, unknown, or has another shape or type than in such a state.
     """
     wanted = dict(zip(_names(like), jax.tree.leaves(jax.eval_shape(_without_keys, like)), strict=True))
     for name in [*wanted, *arrays]:
@@ -63,14 +63,14 @@ def fitted(arrays: Mapping[str, Any], like: State, where: str) -> State:
 
 
 def write_state(path: Path, kept: Kept) -> None:
-    """Writes a state, with its round and the shape of the data as metadata: the same file for the same state."""
+    """Writes a state, with its round and the shape of the data as metadata; equal states give equal files."""
     about = {"round": kept.round, "data": kept.data._asdict()}
-    # Several entries would be written in any order.
+    # One metadata entry, because the order of several entries is not fixed.
     write_arrays(path, named(kept.state), {_ABOUT: json.dumps(about)})
 
 
 def read_state(path: Path) -> tuple[int, DataShape, dict[str, np.ndarray]]:
-    """Rounds done, the shape of the data, and the arrays of a state by name.
+    """Reads a state: the number of rounds done, the shape of the data, and name -> array.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -85,16 +85,16 @@ def read_state(path: Path) -> tuple[int, DataShape, dict[str, np.ndarray]]:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any], about: dict[str, str] | None = None) -> None:
-    """Replaces a safetensors file at once: a reader never sees half of it.
+    """Writes a safetensors file and replaces an existing one atomically: a reader never sees half of a file.
 
     Args:
-      path: the file; its folder is made.
-      arrays: by name.
+      path: the file; its folder is created.
+      arrays: name -> array.
       about: metadata.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    # The format takes the memory of an array as it lies, in whatever order.
+    # The format writes the memory of an array as it is, so it must be in C order.
     save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, partial, about)
     partial.replace(path)
 

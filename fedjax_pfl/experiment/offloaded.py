@@ -1,7 +1,7 @@
-"""Clients' states in the host's memory (``run.client_state = "host"``): devices hold those of running clients alone.
+"""Clients' states in the host's memory (``run.client_state = "host"``): devices hold those of running clients only.
 
-A round is one compiled function of its cohort's states, which the host hands over and takes back. What concerns all
-clients, above all their evaluation, goes by groups of as many as a cohort has.
+A round is one compiled function of the states of its cohort, which the host sends and takes back. Work on all clients,
+above all their evaluation, is done in groups of the size of a cohort.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,22 +20,22 @@ from fedjax_pfl.engine.scoring import Evaluation, Scored
 from fedjax_pfl.experiment.inputs import Row, Shared, layout_of
 from fedjax_pfl.method import State
 
-# Of a run's inputs: the engine with its numbers, the keys of initial state and rounds, and the data.
+# From a run's inputs: the engine with its numbers, the keys of the initial state and of the rounds, and the data.
 Reader = Callable[[Row, Shared], tuple[Engine, Key[Array, ""], Key[Array, ""], Federation]]
 
 
 class Parts(NamedTuple):
-    """The functions that such a run is made of; those that its method does not need are None.
+    """The functions of such a run; those that its method does not need are None.
 
     Attributes:
-      start: shared, row -> run, with one client for all.
-      select: shared, row -> (cohort, number of the selected) of the round ``shared.start``.
-      round: shared, row, run, states of the cohort, its ids, number of the selected -> (run, the new states).
+      start: shared, row -> run, with one initial client state for all clients.
+      select: shared, row -> (ids of the cohort, number of selected clients) of the round ``shared.start``.
+      round: shared, row, run, states of the cohort, its ids, number of selected clients -> (run, new states).
       pre: shared, row, server, group -> PRE scores.
-      of_server: shared, row, run -> what an `Evaluation` says beside the clients' scores.
-      initial: as ``pre``, scores of the initial models; where not everybody takes part in every round.
-      post: as ``pre``, POST scores; where clients are new.
-      upload: as ``pre``, what the calibration uploads.
+      of_server: shared, row, run -> the rest of an `Evaluation`, without the clients' scores.
+      initial: as ``pre``, scores of the initial models; needed if not all clients take part in every round.
+      post: as ``pre``, POST scores; needed if there are new clients.
+      upload: as ``pre``, the uploads of the calibration.
       calibrate: shared, row, server, ids, uploads -> server.
     """
 
@@ -109,11 +109,11 @@ def traced_offloaded(
     """The functions of a run, to be lowered: name of a part -> (jitted, shapes of its arguments).
 
     Args:
-      read: makes an engine of a run's inputs.
-      engine: one like it, with who works side by side.
-      shared: what all runs see, or its shapes.
-      row: what tells this one from them, likewise.
-      on: where all goes that no placement splits.
+      read: makes an engine from a run's inputs.
+      engine: an engine like it, with the placement of the clients.
+      shared: the arguments that all runs share, or their shapes.
+      row: the arguments of this run, or their shapes.
+      on: the sharding of everything that no placement splits.
     """
     parts, rows = _functions(read, engine), group_size(engine)
     split_as = engine.placement.shardings
@@ -161,11 +161,11 @@ def traced_offloaded(
 
 
 def put_offloaded(run: Run, layout: Any) -> Run:
-    """A run from the host's memory, where `Offloaded` expects it; its clients are changed in their place from here on.
+    """Puts a run from the host's memory where `Offloaded` expects it; the clients' arrays are then changed in place.
 
     Args:
-      run: with all its clients.
-      layout: shardings of its parts; None for one device.
+      run: the run with the states of all its clients.
+      layout: the shardings of its parts; None for one device.
     """
     server, clients = run.state
     placed: Run = jax.device_put(run._replace(state=State(server, None)), layout)
@@ -174,18 +174,18 @@ def put_offloaded(run: Run, layout: Any) -> Run:
 
 
 def group_size(engine: Engine) -> int:
-    """The number of rows that a device, or all of them together, hold of the clients' states."""
+    """The number of rows of the clients' states that the devices hold together."""
     return engine.placement.padded(engine.cohort_size)
 
 
 class Offloaded:
-    """A run by its compiled parts, called as a program is that holds all states on the device.
+    """A run made of its compiled parts; it has the same functions as a program with all states on the device.
 
-    The state of a run is a `Run` whose clients are arrays of the host, which every round changes in their place.
+    The state of a run is a `Run` whose client states are arrays of the host, which every round changes in place.
     """
 
     def __init__(self, parts: Parts, engine: Engine):
-        """Takes the compiled parts, and an engine like that of the runs."""
+        """Takes the compiled parts, and an engine like that of the runs (for sizes and placement)."""
         self._parts, self._engine = parts, engine
 
     def init(self, shared: Shared, row: Row) -> Run:
@@ -193,7 +193,7 @@ class Offloaded:
         run = self._parts.start(shared, row)
         everyone = self._engine.clients
         clients = jax.tree.map(
-            # Row by row: a copy would otherwise keep the order of the strides, and rows be scattered over all of it.
+            # In C order: a copy would otherwise keep the order of the strides, and the rows would not be contiguous.
             lambda leaf: np.array(np.broadcast_to(leaf, (everyone, *leaf.shape)), order="C"),
             jax.device_get(run.state.clients),
         )
@@ -238,7 +238,7 @@ class Offloaded:
         return self._parts.calibrate(shared, row, run.state.server, *self._on_devices((ids, uploads)))
 
     def _of_everyone(self, part: Callable, shared: Shared, row: Row, state: State) -> PyTree:
-        """What a part makes of every client, in their order."""
+        """The results of a part for all clients, in the order of their numbers; every leaf [N, ...]."""
         ids, rows = self._by_groups(part, shared, row, state, 0, self._engine.clients)
         whole = jax.tree.map(lambda leaf: np.zeros((self._engine.clients, *leaf.shape[1:]), leaf.dtype), rows)
         _put(whole, ids, rows)
@@ -247,17 +247,17 @@ class Offloaded:
     def _by_groups(
         self, part: Callable, shared: Shared, row: Row, state: State, first: int, end: int
     ) -> tuple[Int[np.ndarray, " rows"], PyTree]:
-        """What a part makes of the clients first ... end - 1: their ids, N where a row is absent, and the results."""
+        """Applies a part to the clients first ... end - 1; returns their ids (N for an absent row) and the results."""
         groups = list(self._groups(np.asarray(row.federation(shared.x, shared.y).train.count), first, end))
         found: list[PyTree] = []
         for ids in groups:
-            if len(found) > 1:  # one group works while the next one's states are on their way, and no more
+            if len(found) > 1:  # at most one group computes while the states of the next are transferred
                 jax.block_until_ready(found[-2])
             found.append(part(shared, row, state.server, self._group(ids, state.clients)))
         return np.concatenate(groups), jax.tree.map(lambda *leaves: np.concatenate(leaves), *jax.device_get(found))
 
     def _groups(self, count: Int[np.ndarray, " N"], first: int, end: int) -> Iterator[Int[np.ndarray, " K"]]:
-        """Clients by falling size, as the engine orders them."""
+        """Groups of clients by falling size, in the order of the engine."""
         size, absent = group_size(self._engine), self._engine.clients
         ids = np.arange(first, end, dtype=np.int32)
         ids = ids[np.argsort(-count[ids], kind="stable")]
@@ -266,7 +266,7 @@ class Offloaded:
         return (group[order] for group in ids.reshape(-1, size))
 
     def _group(self, ids: Int[np.ndarray, " K"], clients: PyTree) -> Group:
-        """Clients with their states, on the devices."""
+        """These clients with their states, on the devices."""
         states = jax.tree.map(lambda leaf: np.take(leaf, ids, axis=0, mode="clip"), clients)
         return Group(*self._on_devices((ids, states)))
 
@@ -278,7 +278,7 @@ class Offloaded:
 
 
 def _put(tree: PyTree, ids: Int[np.ndarray, " K"], rows: PyTree) -> None:
-    """Writes row k into row ids[k] of every leaf of the host's; an id past the end writes nothing."""
+    """Writes row k into row ids[k] of every leaf on the host; an id past the end writes nothing."""
 
     def put(leaf: np.ndarray, row: Any) -> None:
         present = ids < len(leaf)

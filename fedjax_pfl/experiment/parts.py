@@ -1,4 +1,4 @@
-"""Parts that are not the package's: what `simulate` is given in the place of its config's, and what a config names."""
+"""The user's own parts of a run: those passed to `simulate`, and those that a config names."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +20,15 @@ def with_parts(
     method: Callable[..., Method] | None = None,
     metrics: Mapping[str, Metric] | None = None,
 ) -> Config:
-    """The config with parts from Python in the place of those that it names; they are registered under their own names.
+    """The config with parts from Python instead of those that it names; they are registered under their own names.
 
     Args:
-      config: what is run otherwise.
-      model: what `register_model` takes.
-      features: likewise.
-      method: what `register_method` takes; hyperparameters have its defaults, unless the config names it already.
-      metrics: name -> what `register_metric` takes, on top of the config's.
+      config: the config.
+      model: a model, as for `register_model`.
+      features: the layer at which it is cut, as for `register_model`.
+      method: a factory, as for `register_method`; hyperparameters have its defaults, unless the config already names
+        this method.
+      metrics: name -> metric, as for `register_metric`, in addition to the config's.
 
     Raises:
       ConfigError: one of them cannot be used.
@@ -51,7 +52,7 @@ def with_parts(
 
 
 def parts_of(configs: Sequence[Config]) -> OwnParts:
-    """The methods, models ... that configs name and that are not the package's."""
+    """The user's own methods, models ... that configs name."""
     return own_parts(
         {
             "method": {config.method["name"] for config in configs},
@@ -64,7 +65,7 @@ def parts_of(configs: Sequence[Config]) -> OwnParts:
 
 
 def _own_name(part: Any) -> str:
-    """What a part from Python is called: as in its source, or else ``own``."""
+    """The name of a part from Python: its name in the source, or else ``own``."""
     while isinstance(part, functools.partial):
         part = part.func
     name = getattr(part, "__name__", None) or type(part).__name__

@@ -1,4 +1,4 @@
-"""Differential privacy of a run: which methods it is for, and the epsilon that its rounds come to."""
+"""Differential privacy of a run: which methods it works for, and the epsilon after all rounds."""
 
 import functools
 import logging
@@ -17,16 +17,16 @@ from fedjax_pfl.models.norm import is_statistic
 
 
 def without_privacy(config: Config) -> Config:
-    """The same run, in which nobody compresses, lies, or hides anything."""
+    """The same config without compression, attacks and privacy."""
     plain = {f"privacy.{field}": None for field in ("clip", "noise", "delta")}
     return config.replace({**plain, **HONEST, "compression.kind": "none", "compression.share": None})
 
 
 def check_accountant(config: Config) -> None:
-    """Checks that the epsilon of a run can be told.
+    """Checks that the epsilon of a run can be computed.
 
     Raises:
-      ConfigError: the library that computes it is missing.
+      ConfigError: the library that computes it is not installed.
     """
     if config.privacy.noise:
         try:
@@ -41,8 +41,8 @@ def check_privacy(config: Config, method: Method, exchange: Exchange) -> None:
 
     Args:
       config: the run.
-      method: without anything around it.
-      exchange: its.
+      method: the method, without attacks, compression and privacy.
+      exchange: shapes of what its clients and server exchange.
 
     Raises:
       ConfigError: the method's server learns more than an average of updates, or the model has running statistics.
@@ -57,7 +57,7 @@ def check_privacy(config: Config, method: Method, exchange: Exchange) -> None:
 
 
 def _why_not(method: Method, exchange: Exchange, clients: int) -> str | None:
-    """What keeps the wrapper `private` from this method."""
+    """The reason why `private` does not work for this method, or None."""
     occasions = {"setup": method.setup, "dispatch": method.dispatch, "calibrate": method.calibrate}
     others = [name for name, given in occasions.items() if given is not None]
     if others or hasattr(exchange.client, "inbox"):
@@ -70,7 +70,7 @@ def _why_not(method: Method, exchange: Exchange, clients: int) -> str | None:
 
 
 def _averages(method: Method, clients: int) -> bool:
-    """Whether two uploads do to the server what their weighted mean does alone, and to clients nothing."""
+    """Whether two uploads change the server like their weighted mean alone, and leave the clients unchanged."""
     rng = np.random.default_rng(0)
 
     def filled(tree: PyTree, *rows: int) -> Any:
@@ -96,11 +96,12 @@ def _averages(method: Method, clients: int) -> bool:
 
 
 def spent(config: Config) -> dict[str, Any]:
-    """What a run's summary says of its privacy: that of one client, whose data may be there or not.
+    """The entry of a run's summary on privacy, which protects the presence of all data of one client.
 
     Returns:
-      ``epsilon`` at ``delta`` after all rounds, None where there is no bound (``noise`` 0); ``noise`` and ``clip``;
-      ``adjacency``: two federations are neighbours if all data of one client of the first are replaced by none.
+      ``epsilon`` at ``delta`` after all rounds, None if there is no bound (``noise`` 0); ``noise`` and ``clip``;
+      ``adjacency``: two federations are neighbours if they are equal, except that one client of the first has no data
+      in the second.
     """
     privacy, ratio = config.privacy, config.participation.ratio
     assert isinstance(ratio, float)
@@ -116,13 +117,13 @@ def spent(config: Config) -> dict[str, Any]:
 
 @functools.cache
 def epsilon(noise: float, ratio: float, rounds: int, delta: float) -> float:
-    """An upper bound on the epsilon of so many Gaussian mechanisms, each on a Poisson sample, by Renyi divergences.
+    """An upper bound on epsilon for Gaussian mechanisms on Poisson samples, one per round, by Renyi divergences.
 
     Args:
-      noise: z, standard deviation over sensitivity.
-      ratio: the probability of a client to be selected. Drop-outs can only lower it.
-      rounds: how many.
-      delta: of the (epsilon, delta).
+      noise: z, standard deviation divided by sensitivity.
+      ratio: the probability with which a client is selected. Drop-outs can only lower it.
+      rounds: number of rounds.
+      delta: the delta of (epsilon, delta).
 
     Reference:
       I. Mironov, K. Talwar, L. Zhang. Renyi Differential Privacy of the Sampled Gaussian Mechanism. arXiv:1908.10530.

@@ -58,14 +58,14 @@ from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
 
 Over = Literal["clients", "runs"]
-# What a backend multiplies with unless told: the fastest whose effect on accuracy is lost in that of the seed
+# The default precision of a backend: the fastest one whose effect on accuracy is small compared with that of the seed
 # (`benchmarks/results/precision.json`).
 _PRECISION = {"cpu": "float32", "gpu": "tensorfloat32", "tpu": "bfloat16"}
-# Rounds of a run that is to end with the others.
+# The limit of a run that ends with the others.
 _UNLIMITED = np.int32(2**31 - 1)
-# Compiled programs that a process keeps, for the next run with the same shapes.
+# The number of compiled programs that a process keeps for later runs with the same shapes.
 _KEPT = 8
-# Fields that change a program through the shapes of arrays alone, or not at all: samples, rounds and seed are inputs.
+# Fields that affect a program only through the shapes of arrays, or not at all: samples, rounds and seed are inputs.
 _NOT_COMPILED = {
     "training": ("rounds",),
     "attack": ("share",),
@@ -99,7 +99,7 @@ _NOT_COMPILED = {
 
 
 class _Compiled(NamedTuple):
-    """A run that holds all states on the devices; `Offloaded` has the same three, and holds them on the host."""
+    """The functions of a run with all states on the devices; `Offloaded` has the same ones with states on the host."""
 
     init: Callable[[Shared, Row], Run]
     rounds: Callable[[Shared, Row, Run], Run]
@@ -110,7 +110,7 @@ _store: OrderedDict[tuple[str, Callable, Callable, tuple[Callable, ...]], _Compi
 
 
 def alike(config: Config) -> str:
-    """What runs of one program have in common: the config without its seed, its directory and its inputs."""
+    """The part of a config that is equal for all runs of a program: without seed, directory and input numbers."""
     tables = config.model_dump(mode="json")
     tables["run"] |= {"seed": None, "out": None}
     for number in program_inputs(config):
@@ -121,23 +121,25 @@ def alike(config: Config) -> str:
 
 @dataclass
 class Program:
-    """Runs of one program. Their states are a list: one stacked state if runs are over the devices, else one for each.
+    """The runs of one program.
+
+    Their states are a list: one stacked state if runs are spread over the devices, else one state per run.
 
     Attributes:
-      configs: of the runs.
-      data: what their models are fitted to.
-      engine: the method, with the first run's numbers, and where its clients go.
-      over: what is spread over the devices.
-      runs_on: where the runs go, if it is they that are spread over the devices.
-      manifests: of each run, the content of ``partition.json``.
-      holdings: likewise, that of ``partition.npz``.
-      memory: what one run needs.
-      exchange: what its clients and server exchange.
-      samples: the pool of samples and labels.
-      rows: the inputs of the runs, stacked if runs are over the devices.
-      order: the run that each row is of. Of several rows of a run the first one counts.
-      precision: of products of matrices and convolutions.
-      compile_seconds: time that `compile` took.
+      configs: the configs of the runs.
+      data: the shape of the data for which their models are built.
+      engine: the engine, with the numbers of the first run and the placement of the clients.
+      over: what is spread over the devices, runs or clients.
+      runs_on: the placement of the runs, if runs are spread over the devices.
+      manifests: the content of ``partition.json`` of each run.
+      holdings: the content of ``partition.npz`` of each run.
+      memory: the memory that one run needs.
+      exchange: shapes of what clients and server exchange.
+      samples: all samples and labels.
+      rows: the inputs of the runs, stacked if runs are spread over the devices.
+      order: the run to which each row belongs. If a run has several rows, the first one counts.
+      precision: the precision of matrix products and convolutions.
+      compile_seconds: the time that `compile` took.
     """
 
     configs: Sequence[Config]
@@ -158,7 +160,7 @@ class Program:
     _ends: dict[int, int] = field(default_factory=dict)  # run -> its rounds, where runs go one by one
 
     def compile(self) -> None:
-        """Compiles the program, unless this process has compiled its like before; it comes before `init` or `put`."""
+        """Compiles the program, unless this process has compiled an equal one; must precede `init` and `put`."""
         began = time.perf_counter()
         with jax.default_matmul_precision(self.precision):
             self._compiled = _compile(self)
@@ -167,16 +169,16 @@ class Program:
 
     @property
     def offloaded(self) -> bool:
-        """Whether the clients' states are held on the host."""
+        """Whether the clients' states are kept on the host."""
         return self.configs[0].run.client_state == "host"
 
     @property
     def devices(self) -> int:
-        """The number of devices that runs or clients are spread over."""
+        """The number of devices over which runs or clients are spread."""
         return (self.runs_on if self.over == "runs" else self.engine.placement).devices
 
     def one_run(self) -> Run:
-        """Shapes of one run's state."""
+        """The shapes of one run's state."""
         x, y = self.samples
         clients = (
             self.rows[0].clients if self.over == "clients" else jax.tree.map(lambda leaf: leaf[0], self.rows[0].clients)
@@ -185,7 +187,7 @@ class Program:
         return jax.eval_shape(self.engine.init, jax.random.key(0), federation)
 
     def bytes(self) -> int:
-        """What the program will take of memory: of the process on a CPU, else of a device."""
+        """The memory that the program will need, in bytes: of the process on a CPU, else of a device."""
         memory, clients_on = self.memory, self.engine.placement
         if self.over == "clients":  # one run after the other
             others = (len(self.rows) - 1) * (memory.resident - memory.samples)
@@ -198,7 +200,7 @@ class Program:
         return [self._ready.init(self._shared(0, 0), row) for row in self.rows]
 
     def rounds(self, states: list[Run], start: int, stop: int, *, evaluate: bool) -> list[Run]:
-        """Rounds start ... stop - 1 of all runs; the states given are used up."""
+        """Runs the rounds start ... stop - 1 of all runs; the given states must not be used afterwards."""
         stops = [min(stop, self._ends.get(run, stop)) for run in range(len(states))]
         return [
             self._ready.rounds(self._shared(start, last, evaluate), row, state) if start < last else state
@@ -206,10 +208,10 @@ class Program:
         ]
 
     def end(self, run: int, t: int) -> None:
-        """Stops a run after t rounds, with which a block of rounds must end.
+        """Stops a run after t rounds; a block of rounds must end there.
 
-        Its state is kept, and later scores of it mean nothing. Where runs go side by side, or the program has no
-        ``room``, it computes on with the others.
+        Its state is kept; later scores of the run are meaningless. If runs go side by side, or the program has no
+        ``room``, the run goes on computing with the others.
         """
         if self.over == "clients":
             self._ends[run] = t
@@ -225,7 +227,7 @@ class Program:
         return self.each(found)
 
     def rounds_participated(self, run: int, t: int) -> Int[np.ndarray, " N"]:
-        """In how many of the first t rounds each client of a run took part: 0 for new ones."""
+        """The number of rounds, of the first t, in which each client of a run took part, [N]; 0 for new clients."""
         engine, keys = self.engine, _keys(self.configs[run])
         if engine.participation.full:
             counts = np.full(engine.trainers, t, np.int32)
@@ -234,10 +236,10 @@ class Program:
         return np.pad(counts, (0, engine.new))
 
     def export(self, states: Sequence[Run], t: int) -> list[dict[str, np.ndarray]]:
-        """What ``run.export`` asks for after t rounds, of each run; nothing where it asks for nothing.
+        """The tables for ``run.export`` after t rounds, one per run; empty if nothing is to be exported.
 
         Args:
-          states: of the runs, from the host.
+          states: the states of the runs, from the host.
           t: rounds done.
         """
         config = self.configs[0]
@@ -264,7 +266,7 @@ class Program:
         ]
 
     def _calibrated(self, rows: Sequence[Row], states: Sequence[Run], t: int) -> list[PyTree]:
-        """The servers' states whose models are scored after t rounds; rows and states from the host."""
+        """The server states whose models are scored after t rounds; ``rows`` and ``states`` are on the host."""
         runs = list(zip(rows, states, strict=True))
         if self.engine.method.calibrate is None:
             return [state.state.server for _, state in runs]
@@ -287,14 +289,14 @@ class Program:
         return engine, key, row.federation(x, y)
 
     def each(self, groups: list[PyTree]) -> list[Any]:
-        """States, or parts of them, as a list with one entry for each run, on the host."""
+        """States, or parts of them, as a list with one entry per run, on the host."""
         if self.over == "clients":
             return [to_host(group) for group in groups]
         whole = to_host(groups[0])
         return [jax.tree.map(lambda leaf, at=at: leaf[at], whole) for at in self._at]
 
     def put(self, states: Sequence[Run]) -> list[Run]:
-        """The reverse of `each`: states from the host, where the program expects them."""
+        """The reverse of `each`: puts states from the host where the program expects them."""
         if self.over == "clients":
             put, layout = put_offloaded if self.offloaded else jax.device_put, layout_of(self.engine)
             return [put(state, layout) for state in states]
@@ -315,31 +317,38 @@ class Program:
         return Shared(*self.samples, np.int32(start), np.int32(stop), np.bool_(evaluate))
 
 
+def largest_batch(engine: Engine, samples: Any) -> Any:
+    """The largest ``training.batch_size`` that leaves a client with so many samples a batch under ``drop_last``."""
+    return samples * (2 if engine.method.copies == "concat" else 1) // engine.method.batches_per_step
+
+
 def _check_whole_batches(config: Config, engine: Engine, federations: Sequence[Federation]) -> None:
-    """Raises a ConfigError where, without short batches, nobody can train, or where some cannot and look honest."""
-    held = np.concatenate([np.asarray(federation.train.count)[: engine.trainers] for federation in federations])
-    held = held[held > 0] * (2 if engine.method.copies == "concat" else 1) // engine.method.batches_per_step
+    """Raises a ConfigError if, without short batches, nobody can train, or a robust rule would prefer who cannot."""
+    counts = [np.asarray(federation.train.count)[: engine.trainers] for federation in federations]
+    held = [largest_batch(engine, count[count > 0]) for count in counts]
+    # Of each run by itself: another one's clients may be larger.
+    most, all_have = min(of_run.max() for of_run in held), min(of_run.min() for of_run in held)
     field, size, rule = "training.batch_size", config.training.batch_size, config.aggregation.rule
-    if size > held.max():
-        allowed = f"at most {held.max()} with training.drop_last: nobody has a whole batch to train on"
+    if size > most:
+        allowed = f"at most {most} with training.drop_last: nobody has a whole batch to train on"
         raise ConfigError(field, size, allowed)
-    if rule != "mean" and size > held.min():
-        # It goes back as it came, between all others: Krum would choose it, and the model stand still.
-        allowed = f'at most {held.min()} with training.drop_last and aggregation.rule = "{rule}": a client has no more'
+    if rule != "mean" and size > all_have:
+        # Such a client returns the model unchanged, in the middle of all others: Krum would choose it in every round.
+        allowed = f'at most {all_have} with training.drop_last and aggregation.rule = "{rule}": a client has no more'
         raise ConfigError(field, size, allowed)
 
 
 def lay_out(
     configs: Sequence[Config], dataset: Dataset, hardware: Hardware | None = None, room: int | None = None
 ) -> Program:
-    """Divides the data among the clients of each run, and decides where runs and clients go; compiles nothing.
+    """Divides the data among the clients of each run, and chooses where runs and clients go; compiles nothing.
 
     Args:
-      configs: of the runs; `alike` is the same for all.
-      dataset: what they share out among their clients.
-      hardware: what the program is made for, by default what there is here.
-      room: the number of runs that the program is made for, this many or more, where runs may end before others
-        (`Program.end`): a later program of any number up to it is the same one. No room unless given.
+      configs: the configs of the runs; `alike` must be the same for all.
+      dataset: the data that each run divides among its clients.
+      hardware: the hardware for which the program is made; this machine's unless given.
+      room: the number of runs for which the program is made, at least ``len(configs)``. Runs may then end before others
+        (`Program.end`), and a later program with any number of runs up to it is the same program. None for no room.
 
     Raises:
       ConfigError: config, data and method do not fit together, or into memory.
@@ -350,7 +359,7 @@ def lay_out(
     rows = _rows(configs, federations)
     engine = make_engine(first, data)
     _check(configs, data, engine, federations)
-    # As it is compiled: a coefficient that is 0 in some of the runs has its term, with what that says, in all of them.
+    # As it will be compiled: a term whose coefficient is 0 in some runs only, and its diagnostics, are in all of them.
     surveyed = make_engine(first, data, rows[0].inputs)
     precision = precision_of(first, hardware.backend)
     on_host = first.run.client_state == "host"
@@ -378,9 +387,9 @@ def _keys(config: Config) -> Key[Array, "2"]:
 
 
 def _rows(configs: Sequence[Config], federations: Sequence[Federation]) -> list[Row]:
-    """What tells the runs apart, each by itself."""
+    """The arguments in which each run differs from the others."""
     numbers = [program_inputs(config) for config in configs]
-    # A coefficient that is 0 in all runs is none of the inputs: methods leave out a term that is off (rule R12).
+    # A coefficient that is 0 in all runs is not an input, because methods leave out a term that is off (rule R12).
     fields = [field for field in numbers[0] if any(found[field] != 0 for found in numbers)]
     return [
         Row(
@@ -394,10 +403,10 @@ def _rows(configs: Sequence[Config], federations: Sequence[Federation]) -> list[
 
 
 def _check(configs: Sequence[Config], data: DataShape, engine: Engine, federations: Sequence[Federation]) -> None:
-    """Checks what neither config nor engine can by itself.
+    """Checks that need config, engine and data together.
 
     Raises:
-      ConfigError: nobody has a whole batch, or the method cannot be private, or not have its states on the host.
+      ConfigError: no client has a whole batch, the method cannot be private, or its states cannot be on the host.
     """
     first = configs[0]
     if first.training.drop_last:
@@ -419,7 +428,7 @@ def _spread(
     clients_on: Placement,
     room: int | None,
 ) -> tuple[list[Row], tuple[Samples, Array], Int[np.ndarray, " rows"]]:
-    """Rows and samples on the devices, and the order of the rows, as `Program` has the three."""
+    """Rows and samples on the devices, and the order of the rows; see the attributes of `Program`."""
     runs = len(rows)
     if over == "clients":
         if runs > 1:  # one program for all: index tables of the same width
@@ -444,7 +453,7 @@ def _spread(
 
 
 def _check_offloaded(engine: Engine) -> None:
-    """Checks that clients' states can be held by the host.
+    """Checks that the clients' states can be kept on the host.
 
     Raises:
       ConfigError: field ``run.client_state``.
@@ -457,7 +466,7 @@ def _check_offloaded(engine: Engine) -> None:
 
 
 def precision_of(config: Config, backend: str) -> str:
-    """What a config's run multiplies with on a backend."""
+    """The precision of products that a config's run has on a backend."""
     asked = config.run.precision
     return _PRECISION.get(backend, "float32") if asked == "auto" else asked
 
@@ -465,10 +474,10 @@ def precision_of(config: Config, backend: str) -> str:
 def _place(
     config: Config, runs: int, memory: Memory, engine: Engine, hardware: Hardware
 ) -> tuple[Over, Placement, Engine]:
-    """What is spread over the devices, where runs go, and the engine with its clients' placement."""
+    """What is spread over the devices, the placement of the runs, and the engine with its clients' placement."""
     devices = len(hardware.devices)
     together = jax.process_count() > 1 or config.run.placement == "shard" or config.run.client_state == "host"
-    # Runs that would leave a device idle for longer than the exchange between devices costs go one by one.
+    # If spreading the runs leaves devices idle for too long, the runs go one by one, with their clients spread instead.
     idle = 1 - runs / (devices * math.ceil(runs / devices))
     if runs == 1 or together or idle > 0.3:
         return "clients", Placement(), replace(engine, placement=place(config, memory, hardware))
@@ -480,8 +489,9 @@ def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any,
     """The functions of a program, to be lowered: name -> (jitted, its arguments or their shapes).
 
     Args:
-      program: laid out.
-      on: where samples, tables and all else that no placement splits go: to compile for devices that are not there.
+      program: the program, laid out.
+      on: the sharding of samples, index tables and everything else that no placement splits; given to compile for
+        devices that this machine does not have.
     """
     config, data, over, runs_on = program.configs[0], program.data, program.over, program.runs_on
     clients_on = program.engine.placement
@@ -540,7 +550,7 @@ def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any,
 
 
 def _laid(tree: PyTree, where: Any) -> Any:
-    """Shapes of a tree with its place; anywhere if that is None."""
+    """The shapes of a tree with a sharding; the tree itself if that is None."""
     if where is None:
         return tree
 
@@ -551,7 +561,7 @@ def _laid(tree: PyTree, where: Any) -> Any:
 
 
 def _compile(program: Program) -> _Compiled | Offloaded:
-    """The compiled functions of a program, from this process's store if they are there."""
+    """The compiled functions of a program, taken from this process's store if they are there."""
     config, data, over, runs_on = program.configs[0], program.data, program.over, program.runs_on
     clients_on = program.engine.placement
     tables = json.loads(alike(config))
@@ -567,14 +577,14 @@ def _compile(program: Program) -> _Compiled | Offloaded:
         *((_devices(placement), placement.chunk) for placement in (runs_on, clients_on)),
     ]
     described = repr((tables, data._replace(name=""), shapes, where, sorted(jax.config.values.items())))
-    # The factories themselves: a name may stand for another one since, as in a notebook where a method is worked on.
+    # The factories themselves are part of the key: a name may be registered again, as in a notebook.
     metrics = tuple(METRICS[metric] for metric in config.run.metrics)
     name = described, METHODS[config.method["name"]], MODELS[config.model["name"]], metrics
     if name in _store:
         _store.move_to_end(name)
         return _store[name]
 
-    # While XLA compiles one, the next is traced; on few cores, no more at once than fit their memory.
+    # While XLA compiles one function, the next is traced; on few cores fewer at a time, so that they fit into memory.
     with ThreadPoolExecutor(max_workers=min(3, cores())) as pool:
         # The longest first.
         options = dict.fromkeys(("init", "start"), drawn_once())
@@ -590,7 +600,7 @@ def _compile(program: Program) -> _Compiled | Offloaded:
 
 
 def drawn_once() -> dict[str, int]:
-    """Compiler options for the initial state, mostly random numbers, which is not worth LLVM's best efforts."""
+    """Compiler options for the initial state: it is mostly random numbers, so LLVM need not optimise it much."""
     return {} if jax.config.values["jax_disable_most_optimizations"] else {"xla_backend_optimization_level": 1}
 
 
@@ -611,7 +621,7 @@ def _replicate(tree: PyTree, placement: Placement) -> Any:
 
 
 def _divisions(configs: Sequence[Config], dataset: Dataset) -> list[tuple[Federation, dict[str, Any], Holdings]]:
-    """Who holds what in each config; those with the same seed of the partition share it, all the samples."""
+    """The division of the data for each config; configs with the same partition seed share it. All share samples."""
     made: dict[int, tuple[Federation, dict[str, Any], Holdings]] = {}
     for config in configs:
         if config.partition_seed not in made:
@@ -625,17 +635,17 @@ def _divisions(configs: Sequence[Config], dataset: Dataset) -> list[tuple[Federa
 
 
 def _is_full(table: Clients) -> bool:
-    """Whether every client holds as many samples as the table is wide."""
+    """Whether the number of samples of every client equals the width of the table."""
     return bool(np.all(np.asarray(table.count) == table.index.shape[-1]))
 
 
 def _stack(trees: Sequence[PyTree]) -> Any:
-    """Trees of equal form on one axis, on the host: there it takes no program."""
+    """Stacks trees of equal form, on the host, where this needs no compiled program."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 def _stack_tables(tables: Sequence[tuple[Clients | None, ...]]) -> Any:
-    """Index tables of several federations on one axis, padded to the largest; padding only moves the last bits."""
+    """Stacks the index tables of several federations, padded to the largest; padding only affects the last bits."""
 
     def stack(parts: Sequence[Clients]) -> Clients:
         rows = max(len(part.count) for part in parts)

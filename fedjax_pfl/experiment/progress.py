@@ -1,4 +1,4 @@
-"""What a run says while it goes on: a bar on a terminal, one changing line in a notebook, lines of a log elsewhere."""
+"""Progress of a run: a bar on a terminal, one changing line in a notebook, lines in a log elsewhere."""
 
 import math
 import sys
@@ -12,23 +12,23 @@ from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.summary import Line
 
 SECONDS_PER_LINE = 5.0
-"""A log gets a line this often at most."""
-# A notebook's line changes this often at most.
+"""The shortest time between two lines of a log."""
+# The shortest time between two changes of the line in a notebook.
 _SECONDS_PER_CHANGE = 0.2
 
 
 class Progress(NamedTuple):
-    """What is reported before compilation, after it, and after each block of rounds.
+    """The progress that is reported before compilation, after it, and after each block of rounds.
 
     Attributes:
-      round: rounds done.
-      rounds: rounds in all.
+      round: number of rounds done.
+      rounds: total number of rounds.
       loss: mean training loss of the last round's participants, mean over the runs of a program; NaN before the first.
       last: the newest line of ``metrics.jsonl``, mean over the runs of a program; None before the first evaluation.
-      seconds_left: estimated time to the end; NaN before the first round.
-      memory: estimated bytes that the program will take.
-      runs: runs that go on together.
-      compiled: whether compilation is over.
+      seconds_left: estimated time to the end, in seconds; NaN before the first round.
+      memory: estimated memory of the program, in bytes.
+      runs: number of runs in the program.
+      compiled: whether compilation has ended.
     """
 
     round: int
@@ -46,12 +46,12 @@ Report = Callable[[Progress], None]
 
 @contextmanager
 def reporting(config: Config, progress: Report | Literal["auto"] | None) -> Iterator[Report | None]:
-    """What a run is to call.
+    """The function that a run calls to report its progress, or None.
 
     Args:
-      config: of the run.
-      progress: a function, which is called as it is; None for nothing; ``"auto"`` for a bar on a terminal, a line that
-        changes in a notebook, and nothing elsewhere.
+      config: the config of the run.
+      progress: a function, which is used as it is; None for no reports; ``"auto"`` for a bar on a terminal, a changing
+        line in a notebook, and nothing elsewhere.
 
     Raises:
       ConfigError: ``progress`` is none of these.
@@ -71,7 +71,7 @@ def reporting(config: Config, progress: Report | Literal["auto"] | None) -> Iter
 
 
 def lines(config: Config) -> Report:
-    """A function that prints a line at the beginning, every few seconds, and at the end, as a log wants them."""
+    """A function for a log: it prints one line at the beginning, one every few seconds, and one at the end."""
     return _at_most_every(SECONDS_PER_LINE, lambda now: print(_line(config, now), flush=True))
 
 
@@ -94,7 +94,7 @@ def _bar(config: Config) -> Iterator[Report]:
 
 @contextmanager
 def _one_line(config: Config) -> Iterator[Report]:
-    """Rich draws bars in a notebook by ipywidgets alone, which may not be there."""
+    """One changing line, because rich needs ipywidgets, which may be missing, to draw bars in a notebook."""
     longest = 0
 
     def write(now: Progress) -> None:
@@ -111,7 +111,7 @@ def _one_line(config: Config) -> Iterator[Report]:
 
 
 def _at_most_every(seconds: float, report: Report) -> Report:
-    """The same, but for reports that follow too soon on one that was let through; the last one always is."""
+    """The same function, but skipping calls that follow too soon on the last one; the final call is never skipped."""
     last = -math.inf
 
     def sometimes(now: Progress) -> None:
@@ -142,7 +142,7 @@ def _numbers(now: Progress) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time to wait, as one says it: ``40 s``, ``12 min``, ``3.5 h``."""
+    """A duration in words: ``40 s``, ``12 min``, ``3.5 h``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"

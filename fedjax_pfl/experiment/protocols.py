@@ -1,8 +1,8 @@
-"""Protocols by name: ``protocol = "fedpac"`` in a config stands for values of `PROTOCOLS` that it does not give itself.
+"""Protocols by name: ``protocol = "fedpac"`` in a config stands for the values of `PROTOCOLS` that are not given.
 
-A protocol is what all runs of a paper or a benchmark have in common, whatever the method: partition and split, model,
-local training, participation. The data set, what normalises its pixels, the method and how a run is carried out are not
-part of it. The table in ``docs/protocol.md`` tells what a paper states from what is our reading.
+A protocol consists of the settings that all runs of a paper or a benchmark share, whatever the method: partition and
+split, model, local training, participation. The data set, its normalisation, the method and how a run is carried out
+are not part of it. The table in ``docs/protocol.md`` marks which values the paper states and which are our reading.
 """
 
 import copy
@@ -15,10 +15,10 @@ Tables = dict[str, dict[str, Any]]
 
 
 def _protocol(data: dict[str, Any], model: dict[str, Any], training: dict[str, Any]) -> Tables:
-    """All values of a protocol: what two of them differ in is given by both, so that one can take another's place."""
+    """All values of a protocol. Every protocol sets the same fields, so that one can replace another."""
     apart = {"samples_per_client": None, "test_classes": "all", "stratified": False, "seed": None}
     if data["split"] == "merge":
-        apart["test_part_share"] = None  # of the official split, it is the data set that decides
+        apart["test_part_share"] = None  # for the official split, this depends on the data set
     plain = {
         "lr_decay": 1.0,
         "momentum": 0.0,
@@ -32,8 +32,8 @@ def _protocol(data: dict[str, Any], model: dict[str, Any], training: dict[str, A
     return {"data": apart | data, "model": model, "training": plain | training, "participation": everyone}
 
 
-# The local training of FedPAC's code on CIFAR-10. FedeCouple, whose setting and model are FedPAC's, gives rounds and
-# epochs alone.
+# The local training of FedPAC's code on CIFAR-10. FedeCouple has FedPAC's setting and model, but its paper gives only
+# rounds and epochs.
 _FEDPAC_TRAINING = {
     "rounds": 200,
     "epochs": 5,
@@ -43,9 +43,10 @@ _FEDPAC_TRAINING = {
     "weight_decay": 5e-4,
     "augment": "crop_flip",
 }
-# 600 images to train on and 300 to test on.
+# 600 training and 300 test images per client.
 _FEDPAC_DATA = {"clients": 20, "split": "official", "test_share": 1 / 3, "samples_per_client": 600}
-# Training and test part in one, a quarter of each client's for testing. Seed 1 gives PFLlib's very client sizes.
+# Training and test part are merged; a quarter of each client's samples is for testing. Seed 1 gives exactly PFLlib's
+# client sizes.
 _PFLLIB_DATA = {"clients": 20, "split": "merge", "test_share": 0.25, "seed": 1}
 _PFLLIB_DIRICHLET = {"kind": "dirichlet", "beta": 0.1, "style": "pfllib"}
 
@@ -102,10 +103,10 @@ PROTOCOLS: dict[str, Tables] = {
 
 
 def tables_of(protocol: Any) -> Tables:
-    """The tables that a protocol gives, by section; they are the caller's own.
+    """Section -> values of a protocol, as a copy that the caller may change.
 
     Raises:
-      ConfigError: field ``protocol``: there is none of this name.
+      ConfigError: field ``protocol``: there is no protocol of this name.
     """
     if not isinstance(protocol, str) or protocol not in PROTOCOLS:
         raise ConfigError("protocol", protocol, f"one of {', '.join(PROTOCOLS)}")
@@ -113,13 +114,13 @@ def tables_of(protocol: Any) -> Tables:
 
 
 def with_defaults_of(given: Any, table: Mapping[str, Any]) -> Any:
-    """A table with all that is given, and the values of another where nothing is given.
+    """The given table, completed by the values of another table.
 
-    A model or a kind of partition other than the other table's takes none of its options.
+    If the given table names another model or kind of partition than the other table, nothing is added to it.
 
     Args:
-      given: a table, perhaps with tables in it; returned as it is if it is none, for the config's checks to refuse.
-      table: the other.
+      given: a table, possibly nested; anything else is returned unchanged, for the config's checks to refuse.
+      table: the table with the values to add.
     """
     if not isinstance(given, Mapping) or any(
         given.get(key, table[key]) != table[key] for key in {"name", "kind"} & {*table}

@@ -1,7 +1,7 @@
-"""Parts that are not the package's: methods, models, data sources, partitions and metrics under names of their own.
+"""Registers a user's own parts: methods, models, data sources, partitions and metrics.
 
-A decorator puts a part into the table that configs name. Other installed packages offer theirs as entry points, which
-are looked for when a config names something that no table has:
+A decorator adds a part to the table of names that configs use. Other installed packages offer parts as entry points,
+which are loaded when a config uses a name that is not in the table:
 
     [project.entry-points."fedjax_pfl.methods"]
     mine = "their_package.methods:mine"
@@ -37,13 +37,13 @@ OwnParts = Mapping[str, Mapping[str, Any]]
 
 
 class _Kind(NamedTuple):
-    """A table of parts.
+    """A kind of parts.
 
     Attributes:
       table: name -> part.
-      built_in: the names that are the package's own, and stay what they are.
-      example: how such a part begins, for messages.
-      given: how many arguments it may be called with, before its options.
+      built_in: the names of the package's own parts, which cannot be replaced.
+      example: an example of a part's signature, for messages.
+      given: the allowed numbers of positional arguments.
     """
 
     table: MutableMapping[str, Any]
@@ -55,7 +55,7 @@ class _Kind(NamedTuple):
 _KINDS = {
     "method": _Kind(METHODS, frozenset(METHODS), "def mine(model, train, *, mu: float = 0.1) -> Method", (2,)),
     "model": _Kind(MODELS, frozenset(MODELS), "def mine(*, hidden: int = 64, init: str) -> flax.linen.Module", (0,)),
-    # "arrays" is what a config calls data from Python.
+    # In a config, "arrays" stands for data from Python.
     "dataset": _Kind(
         SOURCES, frozenset({*SOURCES, "arrays"}), "def mine(argument) -> data, as simulate takes it", (1,)
     ),
@@ -68,31 +68,32 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def register_method(name: str) -> Callable[[Part], Part]:
-    """Puts a method under a name that configs and the command line know.
+    """Registers a method under a name for configs and the command line.
 
-    ``@register_method("mine")`` stands above a factory ``(model, train, *, hyperparameters) -> Method``, with a third
-    argument ``combine`` where it averages parameters: see :class:`fedjax_pfl.method.Method`. The names, types and
-    defaults of its keyword-only arguments are its config table. Registering a name again replaces what it stood for.
+    ``@register_method("mine")`` decorates a factory ``(model, train, *, hyperparameters) -> Method``, with a third
+    argument ``combine`` if the method averages parameters: see :class:`fedjax_pfl.method.Method`. The names, types and
+    defaults of its keyword-only arguments are its options in a config. Registering a name again replaces the earlier
+    method.
 
     Args:
-      name: letters, digits and underscores; none that the package has itself.
+      name: letters, digits and underscores; not the name of one of the package's methods.
 
     Raises:
-      ConfigError: no such name, or no such function.
+      ConfigError: the name is not allowed, or the function does not have such a signature.
     """
     return functools.partial(_register, "method", name)
 
 
 def register_model(name: str, *, features: str | None = None) -> Callable[[Part], Part]:
-    """Puts a model under a name that configs and the command line know.
+    """Registers a model under a name for configs and the command line.
 
     Args:
       name: as in `register_method`.
-      features: of a classifier, the layer after which it is cut into extractor and head; see
-        :func:`fedjax_pfl.models.own.own_model`, which says what may stand under the decorator.
+      features: the layer of a classifier after which it is cut into extractor and head; see
+        :func:`fedjax_pfl.models.own.own_model`, which also lists what can be decorated.
 
     Raises:
-      ConfigError: no such name, or nothing that can be a model.
+      ConfigError: the name is not allowed, or the decorated object cannot be a model.
     """
 
     def register(given: Part) -> Part:
@@ -104,16 +105,16 @@ def register_model(name: str, *, features: str | None = None) -> Callable[[Part]
 
 
 def register_dataset(name: str) -> Callable[[Part], Part]:
-    """Puts a data source under a name: ``data.source = "mine"`` or ``"mine:ARGUMENT"``.
+    """Registers a data source under a name: ``data.source = "mine"`` or ``"mine:ARGUMENT"``.
 
-    ``@register_dataset("mine")`` stands above a function of the argument, a string that may be empty, which returns
-    data as :func:`fedjax_pfl.simulate` takes it. The first line of its docstring is what ``fedjax-pfl datasets`` says.
+    ``@register_dataset("mine")`` decorates a function of the argument (a string, which may be empty) that returns data
+    in a form that :func:`fedjax_pfl.simulate` accepts. ``fedjax-pfl datasets`` prints the first line of its docstring.
 
     Args:
       name: as in `register_method`.
 
     Raises:
-      ConfigError: no such name, or no such function.
+      ConfigError: the name is not allowed, or the function does not have such a signature.
     """
 
     def register(given: Part) -> Part:
@@ -129,18 +130,18 @@ def register_dataset(name: str) -> Callable[[Part], Part]:
 
 
 def register_partition(name: str) -> Callable[[Part], Part]:
-    """Puts a partition under a name: ``data.partition = {kind = "mine", ...}``.
+    """Registers a partition under a name: ``data.partition = {kind = "mine", ...}``.
 
-    ``@register_partition("mine")`` stands above a function ``(labels, clients, seed, size, *, options) -> rows``: of
-    int labels [samples], the row numbers of each client, of whom each has two or more. ``size`` is the number of
-    samples that each client shall have, or None; where a config asks for it, a function that gives other numbers is
-    refused. The keyword-only arguments are its options in a config.
+    ``@register_partition("mine")`` decorates a function ``(labels, clients, seed, size, *, options) -> rows``. It gets
+    the integer labels [samples] and returns the row numbers of each client, two or more per client. ``size`` is the
+    number of samples that the config wants for each client, or None; if it is given, other numbers are refused. The
+    keyword-only arguments are options in a config.
 
     Args:
       name: as in `register_method`.
 
     Raises:
-      ConfigError: no such name, or no such function.
+      ConfigError: the name is not allowed, or the function does not have such a signature.
     """
 
     def register(given: Part) -> Part:
@@ -160,25 +161,25 @@ def register_partition(name: str) -> Callable[[Part], Part]:
 
 
 def register_metric(name: str) -> Callable[[Part], Part]:
-    """Puts a measure of answers under a name: ``run.metrics = ["mine"]``.
+    """Registers a metric under a name: ``run.metrics = ["mine"]``.
 
-    ``@register_metric("mine")`` stands above a JAX function; see :mod:`fedjax_pfl.engine.metrics` for its two forms.
+    ``@register_metric("mine")`` decorates a JAX function; see :mod:`fedjax_pfl.engine.metrics` for its two forms.
 
     Args:
-      name: as in `register_method`; a metric is then called ``pre.mine``, ``post.mine``, ``global_mine``.
+      name: as in `register_method`; the metric is recorded as ``pre.mine``, ``post.mine`` and ``global_mine``.
 
     Raises:
-      ConfigError: no such name, or no such function.
+      ConfigError: the name is not allowed, or the function does not have such a signature.
     """
     return functools.partial(_register, "metric", name)
 
 
 @functools.cache
 def load_entry_points() -> None:
-    """Registers what other packages offer, once in a process, but for names that this process has registered itself.
+    """Registers the parts that other packages offer, once per process; names registered by this process stay.
 
     Raises:
-      ConfigError: a package's part cannot be imported, or is none.
+      ConfigError: a part cannot be imported, or is not a valid part.
     """
     decorators: dict[str, Callable[[str], Callable[[Any], Any]]] = {
         "methods": register_method,
@@ -201,7 +202,7 @@ def load_entry_points() -> None:
 
 
 def own_parts(names: Mapping[str, Iterable[str]]) -> OwnParts:
-    """Those of the parts of these names that are not the package's.
+    """The user's own parts among the parts with these names, without the package's.
 
     Args:
       names: kind -> names.
@@ -213,14 +214,14 @@ def own_parts(names: Mapping[str, Iterable[str]]) -> OwnParts:
 
 
 def add_parts(parts: OwnParts) -> None:
-    """Registers what `own_parts` has given in another process."""
+    """Registers parts that `own_parts` has returned in another process."""
     for kind, own in parts.items():
         _KINDS[kind].table.update(own)
 
 
 @contextlib.contextmanager
 def with_own_parts(parts: OwnParts) -> Iterator[None]:
-    """Under their names are these parts for a while, whatever has been registered there since `own_parts` gave them."""
+    """Registers these parts temporarily, even if others have been registered under their names in the meantime."""
     now = {kind: {name: _KINDS[kind].table.get(name) for name in own} for kind, own in parts.items()}
     add_parts(parts)
     try:
@@ -269,7 +270,7 @@ def _check_name(kind: str, name: Any) -> None:
 
 
 def _checked_rows(name: str, given: Any, samples: int, clients: int) -> Partition:
-    """What an own partition returns, with its rows in ascending order."""
+    """The result of a user's own partition, checked, with rows in ascending order."""
     if isinstance(given, Partition):
         return given._replace(parts=_checked_rows(name, given.parts, samples, clients).parts)
     field = "data.partition.kind"

@@ -1,7 +1,7 @@
-"""``fedjax-pfl report``: what runs were and what came of them, as one HTML file that asks for nothing else.
+"""``fedjax-pfl report``: configs and results of runs, as one self-contained HTML file.
 
-Tables are made here. Curves and clients are drawn by ``report.js`` from the numbers that the page holds as JSON; with
-``report.css``, it is copied into the page.
+Tables are made here. ``report.js`` draws curves and clients from the numbers, which the page holds as JSON.
+``report.js`` and ``report.css`` are copied into the page.
 """
 
 import itertools
@@ -36,19 +36,19 @@ from fedjax_pfl.experiment.record import Begun, write_atomically
 from fedjax_pfl.experiment.summary import POINTS, flat, without_nan
 from fedjax_pfl.experiment.tables import NONE, markdown, mean_and_spread, show, without_seed
 
-# What lies across: where a run is, not how well it fares.
+# The metrics for the horizontal axis, which measure progress and cost, not quality.
 _ACROSS = {"round": "round", "seconds": "seconds", "megabytes": "megabytes"}
 _DIAGNOSTICS = "diagnostics."
-# More dots than these cover each other, and more tables of partitions nobody reads.
+# The largest number of dots (more would cover each other) and of partition tables (nobody would read more).
 _DOTS, _PARTITIONS = 400, 6
 
 
 class _Combination(NamedTuple):
-    """Runs that differ in their seeds alone.
+    """Runs that differ only in their seeds.
 
     Attributes:
-      name: what they go by.
-      runs: their numbers among all runs.
+      name: the name of the combination.
+      runs: the indices of these runs among all runs.
     """
 
     name: str
@@ -59,11 +59,11 @@ class _Runs(NamedTuple):
     """All runs of a report.
 
     Attributes:
-      begun: what each has left so far.
-      values: of each, what tells it from others.
-      names: what each goes by.
-      of: those that differ in their seeds alone, together.
-      table: what a comparison or sweep has written, if that is what is reported.
+      begun: the files of each run so far.
+      values: for each run, the values that distinguish it from the others.
+      names: the name of each run.
+      of: the combinations, that is, groups of runs that differ only in their seeds.
+      table: the table that a comparison or sweep has written, if the report is of its folder.
     """
 
     begun: list[Begun]
@@ -79,13 +79,13 @@ def report(
     """Writes a report of runs: one HTML file, which opens in any browser and needs no network.
 
     Args:
-      paths: run directories, of runs that have ended or go on, and folders of comparisons and sweeps.
+      paths: run directories (also of runs that have not ended), and folders of comparisons and sweeps.
       out: the file.
-      overwrite: replace it if it exists.
+      overwrite: whether to replace the file if it exists.
 
     Raises:
-      ConfigError: no run has begun there, a file of a run is damaged, a part that a run names is not registered here,
-        or the report exists or cannot be written.
+      ConfigError: no run has begun there, a file of a run is damaged, a part that a run names is not registered in this
+        process, or the report exists or cannot be written.
     """
     target = Path(out)
     if target.is_dir():
@@ -100,13 +100,13 @@ def report(
 
 
 def report_html(paths: Sequence[str | os.PathLike[str]]) -> str:
-    """The text of a report.
+    """The HTML text of a report.
 
     Args:
       paths: as in `report`.
 
     Raises:
-      ConfigError: as in `report`, but for the file.
+      ConfigError: as in `report`, except for the errors about the file.
     """
     folders = folders_of(paths)
     runs = _together(gather(folders), table_in(folders))

@@ -1,4 +1,4 @@
-"""What a run leaves: its numbers, its models, and what can be asked of them afterwards."""
+"""The result of a run: its numbers, and its models for later use."""
 
 import os
 from dataclasses import dataclass, field, fields, replace
@@ -33,23 +33,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves.
+    """The result of a run: its numbers and its models.
+
+    Accuracies lie in [0, 1].
 
     Attributes:
       summary: the content of ``summary.json``.
-      history: metric -> array over evaluated rounds, e.g. ``history["pre.accuracy"]``; ``history["round"]`` says which.
+      history: metric -> array over the evaluated rounds, e.g. ``history["pre.accuracy"]``; ``history["round"]`` has the
+        numbers of these rounds.
       clients: column -> array [N], as in ``clients.csv``.
-      labels: column -> array, as in ``labels.csv``: a row per client and label that it is scored on.
+      labels: column -> array, as in ``labels.csv``: one row per client and label on which it is scored.
       partition: the content of ``partition.json``.
-      exported: column -> array, as in ``export.npz``: what ``run.export`` asks for; nothing unless it does.
-      kept: the state that models are made of, and its round: the last one's, or, with ``run.keep = "best"``, the best
-        one's; None where a run directory has none.
+      exported: column -> array, as in ``export.npz``; empty unless ``run.export`` asks for something.
+      kept: the state of the models, and its round: the last round or, with ``run.keep = "best"``, the best one; None if
+        the run directory has no state.
       config: the resolved config.
-      client_history: column -> array, as in ``client_history.csv``: a row per evaluated round and client, with the
-        scores of ``clients``; nothing unless ``run.client_history`` asks for it.
-      data: what `simulate` was given instead of ``data.source``; None for nothing.
-      parts: kind -> name -> part: methods, models ... of the config that are not the package's, as they were in the
-        run; nothing in a result that was loaded or unpickled, which takes those of its process.
+      client_history: column -> array, as in ``client_history.csv``: one row per evaluated round and client, with the
+        scores of ``clients``; empty unless ``run.client_history`` is true.
+      data: the data that `simulate` was given instead of ``data.source``, or None.
+      parts: kind -> name -> part: the user's own methods, models ... of the config, as they were in the run; empty for
+        a result that was loaded or unpickled, which uses the parts registered in its process.
     """
 
     summary: dict[str, Any]
@@ -73,7 +76,7 @@ class Result:
         return result_html(title, table, self.history, said, self.partition, self.config._repr_html_())
 
     def to_frame(self) -> "pandas.DataFrame":
-        """``history`` as a pandas frame: a row per evaluated round, ``round`` and the metrics as columns.
+        """``history`` as a pandas frame: one row per evaluated round, with ``round`` and the metrics as columns.
 
         Raises:
           ConfigError: pandas is not installed.
@@ -81,11 +84,11 @@ class Result:
         return frame(self.history)
 
     def clients_frame(self, *, history: bool = False) -> "pandas.DataFrame":
-        """The clients as a pandas frame: a row per client, or per evaluated round and client.
+        """The clients as a pandas frame: one row per client, or one row per evaluated round and client.
 
         Args:
-          history: whether of all evaluated rounds, with ``round`` as a column, as ``client_history`` has them; and not
-            of the last one alone, as ``clients`` has it.
+          history: whether to return all evaluated rounds (``client_history``, with ``round`` as a column) instead of
+            the last one only (``clients``).
 
         Raises:
           ConfigError: the run kept no history of its clients, or pandas is not installed.
@@ -101,8 +104,8 @@ class Result:
 
         Args:
           metric: a name in ``history``.
-          x: what lies across: ``round``, ``seconds`` since the run began, or ``megabytes`` sent up and down so far.
-          ax: what to draw on, beside the lines that are there; a figure of its own unless given.
+          x: the horizontal axis: ``round``, ``seconds`` since the run began, or ``megabytes`` sent up and down so far.
+          ax: matplotlib axes to draw on, in addition to the lines there; a new figure unless given.
 
         Raises:
           ConfigError: there is no such metric or x, the run has no value of it, or matplotlib is not installed.
@@ -111,14 +114,14 @@ class Result:
         return plot_curves([run], metric, x, None, ax)
 
     def rounds_to(self, target: float, metric: str = "global") -> int | None:
-        """The first evaluated round after which a metric is the target or more; see `first_reached`.
+        """The first evaluated round at which a metric reaches the target; see `first_reached`.
 
         Args:
-          target: in the metric's own unit: 0.66 for an accuracy of 66 %.
+          target: in the unit of the metric, e.g. 0.66 for an accuracy of 66 %.
           metric: a name in ``history``; by default the accuracy of the global model.
 
         Returns:
-          The number of rounds; None where the target is never reached, or there is no global model to reach it.
+          The number of rounds; None if the target is never reached (or there is no global model).
 
         Raises:
           ValueError: ``history`` has no such metric.
@@ -130,16 +133,16 @@ class Result:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], data: Any = None) -> "Result":
-        """What a run has left in its directory, to be asked as though it had just ended.
+        """Reads the result of a run from its directory.
 
         Args:
-          directory: ``run.out`` of a complete run, or a run of a sweep or comparison.
-          data: as `simulate` was given it, for a run on data from Python. The models of most methods are made without;
-            those that are fine-tuned, mixed or calibrated with samples take the data of the run.
+          directory: ``run.out`` of a complete run, or the directory of a run of a sweep or comparison.
+          data: for a run on data from Python: the same data as `simulate` was given. The models of most methods do not
+            need it; models that are fine-tuned, mixed or calibrated with samples do.
 
         Raises:
-          ConfigError: no complete run lies there, a file of it is damaged, its method, model or partition is not
-            registered in this process, or its state is none of this config.
+          ConfigError: the directory holds no complete run, a file is damaged, its method, model or partition is not
+            registered in this process, or its state does not fit its config.
         """
         folder = Path(directory)
         config, read = read_run(folder)
@@ -151,15 +154,15 @@ class Result:
         return cls(**read, kept=kept, config=config, data=data)
 
     def save(self, directory: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Writes a run directory that `load` reads, of a run that had none.
+        """Writes a run directory that `load` can read, for a run that had none.
 
         Args:
-          directory: where; it may exist if it is empty.
-          overwrite: replace what an earlier run left there.
+          directory: the directory; it may exist if it is empty.
+          overwrite: whether to replace the files of an earlier run there.
 
         Raises:
-          ConfigError: the directory holds something, or cannot be written; the data of the run, whose rows are
-            written, is not there, or is other data.
+          ConfigError: the directory is not empty, or cannot be written; or the data of the run, which is needed for the
+            rows of the clients, is missing or is other data.
         """
         record = RunDirectory(directory, overwrite=overwrite)
         with with_own_parts(self.parts):
@@ -177,19 +180,19 @@ class Result:
 
     @property
     def state(self) -> State:
-        """The state of server and clients that models are made of, as NumPy arrays.
+        """The state of server and clients from which models are made, as NumPy arrays.
 
         Raises:
-          ConfigError: the run directory holds none.
+          ConfigError: the state was not kept.
         """
         return self._found.state
 
     def at(self, round: int, state: State) -> "Result":
-        """This result with the models of another round; its numbers stay.
+        """This result with the models of another round; its numbers stay the same.
 
         Args:
-          round: rounds done.
-          state: what they left.
+          round: number of rounds done.
+          state: the state after these rounds.
         """
         return replace(self, kept=self._found._replace(round=round, state=state))
 
@@ -197,20 +200,20 @@ class Result:
         """The parameters of a model, as NumPy arrays: ``{"extractor": ..., "head": ...}``, and what a method adds.
 
         Args:
-          client: whose model, the one that PRE scores: after aggregation, personalisation and calibration; None for the
-            global model.
+          client: number of the client whose model is returned, as PRE scores it (after aggregation, personalisation and
+            calibration); None for the global model.
 
         Raises:
           ConfigError: there is no such client or global model, the global model is more than an extractor with a head,
-            the state was not kept, or the data of the run is needed and is not there.
+            the state was not kept, or the data of the run is needed and missing.
         """
         return self._trained.params_of_all() if client is None else self._trained.of_client(client).params
 
     def predict(self, x: np.ndarray, client: int | None = None) -> Int[np.ndarray, " n"]:
-        """The class that a model gives to each sample; -1 where it has diverged and gives no answer.
+        """The predicted class of each sample; -1 if the model has diverged and gives no prediction.
 
         Args:
-          x: samples as the data of the run, [n, ...], of its shape and dtype.
+          x: samples, [n, ...], of the shape and dtype of the run's data.
           client: as in `params`.
 
         Raises:
@@ -219,40 +222,41 @@ class Result:
         return self._model(client).predict(x)
 
     def predict_proba(self, x: np.ndarray, client: int | None = None) -> Float[np.ndarray, "n classes"]:
-        """The softmax of a model's logits, float32; NaN where it has diverged. Arguments and errors as in `predict`."""
+        """The softmax of a model's logits, float32; NaN if it has diverged. Arguments and errors as in `predict`."""
         return self._model(client).predict_proba(x)
 
     def adapt(self, x: np.ndarray, y: np.ndarray, epochs: int = 5, *, client: int | None = None) -> TrainedModel:
         """The model of a client that never took part: local training from the shared model; nothing is uploaded.
 
-        It is what POST scores of a client of ``data.new_clients``: one call of the method's local work, from the state
-        that every client starts with and what the server sends now, at the learning rate of the round to come.
+        This is the model that POST scores for a client of ``data.new_clients``: one call of the method's ``local``,
+        from the initial client state and the current broadcast of the server, at the learning rate of the next round.
 
         Args:
-          x: its samples, [n, ...], of the shape and dtype of the run's data.
+          x: the client's samples, [n, ...], of the shape and dtype of the run's data.
           y: their labels, whole numbers [n].
-          epochs: passes over them, in the place of ``training.epochs``.
-          client: the number that it goes by, on which, with ``run.seed``, the order of its batches depends; by default
-            the next after those of the run.
+          epochs: passes over the samples, instead of ``training.epochs``.
+          client: number of the client; the order of its batches depends on it and on ``run.seed``. By default the next
+            number after those of the run.
 
         Returns:
           The model, with ``predict(x)``, ``predict_proba(x)`` and ``params``.
 
         Raises:
-          ConfigError: x or y do not fit, the state was not kept, or the method cannot: its server computes a message
-            for each client that it knows, or clients select on validation samples.
+          ConfigError: x or y do not fit, or make no whole batch under ``training.drop_last``; the state was not kept; or
+            the method does not allow it, because its server computes a message for each client that it knows, or its
+            clients select on validation samples.
         """
         return self._trained.of_newcomer(x, y, epochs, client)
 
     def save_params(self, path: str | os.PathLike[str], client: int | None = None, *, overwrite: bool = False) -> None:
         """Writes a model's parameters as a safetensors file, with names such as ``extractor/hidden_layer/kernel``.
 
-        ``unflatten_dict(safetensors.numpy.load_file(path), sep="/")`` (of ``flax.traverse_util``) has them back.
+        ``unflatten_dict(safetensors.numpy.load_file(path), sep="/")`` (from ``flax.traverse_util``) reads them again.
 
         Args:
           path: the file.
           client: as in `params`.
-          overwrite: replace a file that exists.
+          overwrite: whether to replace a file that exists.
 
         Raises:
           ConfigError: the file exists, or cannot be written; as in `params`.
@@ -286,5 +290,5 @@ class Result:
         return dataset_of(self.config, self.data)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is compiled, and functions, which may be none that a pickle can hold."""
+        """Everything except compiled programs, and the user's functions, which a pickle may not be able to hold."""
         return {column.name: getattr(self, column.name) for column in fields(self)} | {"parts": {}}

@@ -1,4 +1,4 @@
-"""The JSON schema of a config file, for editors that complete and check TOML while it is typed."""
+"""The JSON schema of a config file, for editors that complete and check TOML while you type."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,8 +17,9 @@ Schema = dict[str, Any]
 def config_schema() -> Schema:
     """The JSON schema (draft 2020-12) of a config file.
 
-    Names, types, ranges, defaults and descriptions are those of the code; methods, models, partitions and sources that
-    are registered, or offered by installed packages, are in it. What holds between fields is left to `load_config`.
+    Names, types, ranges, defaults and descriptions come from the code. The schema includes methods, models, partitions
+    and sources that are registered, or offered by installed packages. Rules between fields are checked by `load_config`
+    only.
     """
     load_entry_points()
     schema = Config.model_json_schema()
@@ -34,7 +35,7 @@ def config_schema() -> Schema:
     data["source"] = _kept(data["source"], "description") | _source()
     protocols = {"enum": list(PROTOCOLS), "description": "what is not given below is taken from it, not the defaults."}
     schema["properties"] = {"protocol": protocols, **tables}
-    # A protocol names model and partition, too.
+    # A protocol also sets model and partition.
     schema["if"] = {"not": {"required": ["protocol"]}}
     schema["then"] = {
         "properties": {"model": {"required": ["name"]}, "data": {"properties": {"partition": {"required": ["kind"]}}}}
@@ -48,7 +49,7 @@ def _kept(schema: Schema, *names: str) -> Schema:
 
 
 def _choice(key: str, parts: Mapping[str, Callable]) -> Schema:
-    """A table {key: name, **options}, whose options are those of the part of that name."""
+    """The schema of a table {key: name, **options}, whose options are those of the part of that name."""
     options = {name: _options(name, part) for name, part in parts.items()}
     texts: dict[str, list[str]] = {}
     rules: list[Schema] = []
@@ -60,7 +61,7 @@ def _choice(key: str, parts: Mapping[str, Callable]) -> Schema:
     nameless = {"if": {"not": {"required": [key]}}, "then": {"propertyNames": {"enum": list(texts)}}}
     return {
         "type": "object",
-        # Without these, some editors complete nothing: they do not look into conditions.
+        # Some editors do not look into conditions, and would otherwise complete nothing.
         "properties": {
             key: {"enum": list(parts)},
             **{option: {"description": "\n\n".join(said)} for option, said in texts.items()},
@@ -79,7 +80,7 @@ def _options(name: str, part: Callable) -> Schema:
 
 
 def _source() -> Schema:
-    """The names of the sources; those that say so take an argument after a colon."""
+    """The names of the sources; some take an argument after a colon."""
     with_argument = [name for name, (_, text) in SOURCES.items() if text.startswith(f"{name}:")]
     alone = [name for name in SOURCES if name not in with_argument]
     return {
@@ -89,7 +90,7 @@ def _source() -> Schema:
 
 
 def _for_toml(node: Any) -> Any:
-    """Without null, which TOML cannot say, and without titles of fields and reStructuredText, which nobody need see."""
+    """Without null, which TOML does not have, and without titles of fields and reStructuredText markup."""
     if isinstance(node, list):
         return [_for_toml(value) for value in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""How sure a difference between two methods is: intervals and tests over seeds, and over clients."""
+"""Statistics of the difference between two methods: intervals and tests over seeds, and over clients."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-# Of effects of one standard deviation, the paired t-test finds 40 % with five seeds, 18 % with three.
+# The power of the paired t-test for an effect of one standard deviation is 40 % with five seeds, 18 % with three.
 ENOUGH_SEEDS = 5
 _RESAMPLES = 2000
 
@@ -15,11 +15,11 @@ class Difference(NamedTuple):
     """A paired difference.
 
     Attributes:
-      mean: over the seeds that both have.
-      low: lower end of the 95 % interval; NaN with fewer than two seeds, and where all differences are the same.
-      high: upper end; NaN likewise.
-      p: of the two-sided paired t-test; NaN likewise.
-      seeds: how many seeds both have.
+      mean: mean over the seeds that both have.
+      low: lower end of the 95 % interval; NaN with fewer than two seeds, or if all differences are equal.
+      high: upper end of the interval; NaN in the same cases.
+      p: p-value of the two-sided paired t-test; NaN in the same cases.
+      seeds: number of seeds that both have.
     """
 
     mean: float
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
 
 
 def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> Difference | None:
-    """The mean of first - second over the seeds that both have, with Student's 95 % interval and test; or None.
+    """The mean of first - second over common seeds, with Student's 95 % interval and test; None without common seeds.
 
     Args:
       first: seed -> figure.
@@ -42,14 +42,14 @@ def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -
     if not len(gaps):
         return None
     mean, nan = float(gaps.mean()), float("nan")
-    if len(gaps) < 2 or np.ptp(gaps) < 1e-12:  # no spread to judge by
+    if len(gaps) < 2 or np.ptp(gaps) < 1e-12:  # no variance, so no test
         return Difference(mean, nan, nan, nan, len(gaps))
     half = float(stats.t.ppf(0.975, len(gaps) - 1) * gaps.std(ddof=1) / np.sqrt(len(gaps)))
     return Difference(mean, mean - half, mean + half, float(stats.ttest_1samp(gaps, 0.0).pvalue), len(gaps))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm, Scandinavian Journal of Statistics, 1979); NaN stays, uncounted."""
+    """p-values corrected for their number (Holm, Scandinavian Journal of Statistics, 1979); NaNs are not counted."""
     p = np.asarray(p_values, float)
     corrected = np.full(len(p), np.nan)
     tested = np.flatnonzero(~np.isnan(p))
@@ -64,18 +64,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def bootstrap_over_clients(
     gaps: Sequence[Float[np.ndarray, " clients"]], *, seed: int = 0
 ) -> tuple[float, float] | None:
-    """95 % percentile interval of a mean difference when the clients are drawn anew, with replacement.
+    """95 % percentile interval of a mean difference, by a bootstrap over clients.
 
-    A client is drawn with its scores of all seeds, since it may be the same one in each (``data.seed``, users of the
-    source). What it leaves out is the spread over seeds: it says how much hangs on which clients there happened to be.
+    A client is drawn with its scores of all seeds, because it may be the same client in each seed (``data.seed``, users
+    of the source). The interval does not include the variance over seeds; it shows how much the difference depends on
+    which clients there happened to be.
 
     Args:
-      gaps: for each seed, the differences of the same number of clients' scores; NaN for a client that has no samples
-        to be scored on.
-      seed: of the draws.
+      gaps: for each seed, the differences of the clients' scores, the same number for each seed; NaN for a client
+        without samples to be scored on.
+      seed: seed of the bootstrap.
 
     Returns:
-      The two ends; None where there is no client to draw.
+      The two ends of the interval; None if there is no client to draw.
     """
     rng = np.random.default_rng(seed)
     of_seeds = np.asarray(gaps, float)

@@ -1,8 +1,8 @@
-"""What a run's numbers are called, in ``metrics.jsonl``, ``history``, ``summary.json`` and tables alike.
+"""The names and contents of a run's numbers, in ``metrics.jsonl``, ``history``, ``summary.json`` and tables.
 
-A line of ``metrics.jsonl`` holds the scores of an evaluated round; ``pre.accuracy`` names one of them everywhere. A
-summary says of each metric what it was in the last round, in the best one, and in the one that is best on validation
-samples. `figures_of` picks what tables show.
+A line of ``metrics.jsonl`` holds the scores of an evaluated round; a name such as ``pre.accuracy`` means the same in
+all of these. A summary gives each metric for the last round, the best round, and the round that is best on validation
+samples. `figures_of` selects the figures that tables show.
 """
 
 import math
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, Shaped
 from fedjax_pfl.engine.scoring import Evaluation, Scored, Scores
 
 Line = dict[str, Any]
-"""A line of ``metrics.jsonl``: metric -> number, or a table of metrics; None for what a run does not have."""
+"""A line of ``metrics.jsonl``: metric -> number, or a table of metrics; None if the run does not have it."""
 
 POINTS = ("pre", "post")
 MEASURES = (
@@ -30,17 +30,17 @@ MEASURES = (
     "hm",
     "correct",
 )
-"""What every run measures at a point; no metric of somebody's own is called so."""
-# Of these the largest is the best. Of others it may be the worst, or they are no scores of a model.
+"""The built-in metrics at each evaluation point; a user's own metric cannot have one of these names."""
+# For these metrics the largest value is the best. Other metrics are better when small, or do not score a model.
 _GLOBAL = ("global", "global_macro_f1", "global_macro_f1_union")
 _RISING = tuple(name for name in MEASURES if name not in ("loss", "std_clients"))
-_SUMS = tuple(name for name in MEASURES if name not in ("hm", "correct"))  # over clients, which `summarize` makes
+_SUMS = tuple(name for name in MEASURES if name not in ("hm", "correct"))  # computed by `summarize`, over clients
 _DIAGNOSTICS = "diagnostics"
 _LAST_ROUNDS = 10
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, with dotted names."""
+    """Nested tables as one table with dotted names."""
     found: dict[str, Any] = {}
     for key, value in tables.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
@@ -48,24 +48,24 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def harmonic_mean(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:
-    """2 a b / (a + b), element by element; 0 where both are 0, NaN where one is."""
+    """2 a b / (a + b), element by element; 0 where both are 0, NaN where one of them is NaN."""
     total = np.add(a, b)
     return np.asarray(2 * np.multiply(a, b) / np.where(total == 0, 1, total))
 
 
 def summarize(scores: Scores, samples: Int[np.ndarray, " N"]) -> dict[str, float]:
-    """Sums up the clients that have samples to be scored on.
+    """Aggregates the scores of the clients that have samples to be scored on.
 
     Args:
-      scores: one row per client.
-      samples: how many of them each client has.
+      scores: scores of the clients, one row per client, [N].
+      samples: number of samples on which each client is scored.
 
     Returns:
-      ``accuracy`` (unweighted mean over clients), ``weighted`` (by samples: PFLlib's number), ``std_clients``
-      (population standard deviation), ``worst_10_percent`` (mean over the tenth of the clients, at least one, that fare
-      worst), ``macro_f1`` (over the classes that a client holds), ``macro_f1_union`` (and those predicted for it) and
-      ``loss`` (unweighted means), ``i_local`` (unweighted mean of the harmonic mean of accuracy and macro-F1,
-      pFedCSPC's measure of a personal model). Accuracies lie in [0, 1]. All are NaN where no client has any.
+      ``accuracy`` (unweighted mean over clients), ``weighted`` (weighted by samples: PFLlib's number), ``std_clients``
+      (population standard deviation), ``worst_10_percent`` (mean over the worst tenth of the clients, at least one),
+      ``macro_f1`` (over the classes that a client holds), ``macro_f1_union`` (and the predicted classes) and ``loss``
+      (unweighted means), ``i_local`` (unweighted mean of the harmonic mean of accuracy and macro-F1, pFedCSPC's measure
+      of a personal model). Accuracies lie in [0, 1]. All are NaN if no client has samples.
     """
     scored = samples > 0
     if not scored.any():
@@ -83,29 +83,29 @@ def summarize(scores: Scores, samples: Int[np.ndarray, " N"]) -> dict[str, float
 
 
 def judged(manifest: Mapping[str, Any], new: int) -> Int[np.ndarray, " clients"]:
-    """The clients that reported numbers are of: those that train, and are not malicious.
+    """The clients that the reported numbers cover: those that train and are not malicious.
 
     Args:
       manifest: the content of ``partition.json``.
-      new: how many clients, the last ones, never train.
+      new: number of clients, the last ones, that never train.
     """
     return np.setdiff1d(np.arange(len(manifest["n_train"]) - new), manifest.get("attackers", ()))
 
 
 def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, new: int) -> Line:
-    """What ``metrics.jsonl`` says of the models after a round.
+    """The part of a line of ``metrics.jsonl`` that describes the models after a round.
 
     Args:
-      scores: of the clients and of the global model.
+      scores: scores of the clients and of the global model.
       manifest: the content of ``partition.json``.
       evaluated_on: ``test`` or ``validation``.
-      new: how many clients, the last ones, never train; they stand apart, in ``new_pre`` and ``new_post``.
+      new: number of clients, the last ones, that never train; they are reported in ``new_pre`` and ``new_post``.
 
     Returns:
-      ``pre`` and ``post`` as `summarize` has them, with ``hm``, the harmonic mean of the global accuracy and
-      ``i_local``; likewise ``validation_pre`` and ``validation_post`` where these samples are scored, too; ``global``,
-      ``global_macro_f1`` and ``global_macro_f1_union``, None without a global model; ``diagnostics``, where the method
-      has any. A metric of the config's is there at each point, unweighted mean over clients, and of the global model.
+      ``pre`` and ``post`` from `summarize`, with ``hm``, the harmonic mean of the global accuracy and ``i_local``;
+      likewise ``validation_pre`` and ``validation_post`` if validation samples are scored in addition; ``global``,
+      ``global_macro_f1`` and ``global_macro_f1_union``, None without a global model; ``diagnostics``, if the method has
+      any. The config's own metrics are there for each point, as unweighted mean over clients, and for the global model.
     """
     shared = None if scores.shared is None else {name: float(x) for name, x in scores.shared._asdict().items()}
     accuracy = None if shared is None else shared["accuracy"]
@@ -138,7 +138,7 @@ def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, 
 
 
 def history_of(lines: Sequence[Line]) -> dict[str, Float[np.ndarray, " rounds"]]:
-    """Columns of the evaluated rounds, by dotted name; NaN where a run does not have the metric."""
+    """Dotted name -> array over the evaluated rounds; NaN where a run does not have the metric."""
     columns: dict[str, list[float]] = {}
     for line in lines:
         for name, value in flat(line).items():
@@ -147,7 +147,7 @@ def history_of(lines: Sequence[Line]) -> dict[str, Float[np.ndarray, " rounds"]]
 
 
 def mean_line(lines: Sequence[Line]) -> Line:
-    """The mean of the same round's lines of several runs; None where one of them has nothing."""
+    """The mean of several runs' lines of the same round; None where one run has no value."""
     first = lines[0]
     mean: Line = {}
     for name, value in first.items():
@@ -160,9 +160,9 @@ def mean_line(lines: Sequence[Line]) -> Line:
 
 
 def first_reached(values: Sequence[float | None] | np.ndarray, target: float) -> int | None:
-    """The first position at which a metric is the target or more; None where it never is.
+    """The first index at which a metric reaches the target; None if it never does.
 
-    Six digits count: 4200 of 10,000 in float32 is a little less than 0.42, and yet 42 %.
+    Values are rounded to six digits, because 4200 of 10,000 is a little less than 0.42 in float32, but is 42 %.
     """
     reached = np.flatnonzero(np.asarray(values, np.float64).round(6) >= round(target, 6))
     return int(reached[0]) if len(reached) else None
@@ -174,9 +174,9 @@ def summary_of(
     """The content of ``summary.json``.
 
     Args:
-      lines: the evaluated rounds.
-      identity: what was run: method, headline, data set ...; first in the file.
-      costs: timing, traffic, memory, environment; last.
+      lines: the lines of the evaluated rounds.
+      identity: description of the run: method, headline, data set ...; first in the file.
+      costs: timing, traffic, memory, environment; last in the file.
       new: number of clients that never train.
     """
     history = history_of(lines)
@@ -217,13 +217,13 @@ def _known(value: float) -> float | None:
 
 
 def _round_chosen(history: Mapping[str, np.ndarray], point: str) -> int | None:
-    """The position of the round with the highest accuracy on validation samples, where these are scored."""
+    """The index of the round with the highest accuracy on validation samples; None if these are not scored."""
     accuracy = history.get(f"validation_{point}.accuracy")
     return None if accuracy is None or np.isnan(accuracy).all() else int(np.nanargmax(accuracy))
 
 
 def _diverged(history: Mapping[str, np.ndarray]) -> int | None:
-    """The first evaluated round after which a client's model answers with what is no number."""
+    """The first evaluated round at which the loss of a client's model is not finite, or None."""
     scored = ~np.isnan(history["pre.accuracy"])
     bad = scored & (~np.isfinite(history["pre.loss"]) | ~np.isfinite(history["post.loss"]))
     return int(history["round"][np.flatnonzero(bad)[0]]) if bad.any() else None
@@ -235,9 +235,9 @@ def _headline(
     chosen: Mapping[str, int | None],
     point: str,
 ) -> dict[str, float | None]:
-    """The headline numbers of a point, under the names that version 0.1 gave them; ``best`` is by accuracy.
+    """The main numbers of an evaluation point, under the names of version 0.1.
 
-    ``best`` is selected on the samples that are scored, ``by_validation`` on the validation samples.
+    ``best`` is the round of the highest accuracy on the scored samples, ``by_validation`` that on validation samples.
     """
     accuracy, rounds = history[f"{point}.accuracy"], history["round"]
     at = chosen.get(point)
@@ -271,7 +271,7 @@ def client_table(
     new: int,
     rounds_participated: Int[np.ndarray, " N"],
 ) -> dict[str, Float[np.ndarray, " N"] | Int[np.ndarray, " N"]]:
-    """One row per client, as in ``clients.csv``; the scores of a client without samples to be scored on are NaN."""
+    """One row per client, as in ``clients.csv``; scores are NaN for a client without samples to be scored on."""
     samples = np.asarray(manifest[f"n_{evaluated_on}"])
     client = np.arange(len(samples))
     table = {"client": client, "n_train": np.asarray(manifest["n_train"]), "n_test": samples}
@@ -286,20 +286,20 @@ def client_table(
 def client_rows(
     round: int, manifest: Mapping[str, Any], evaluated_on: str, scores: Evaluation
 ) -> dict[str, Float[np.ndarray, " N"] | Int[np.ndarray, " N"]]:
-    """An evaluated round's rows of ``client_history.csv``: round, client, and the scores of `client_table`."""
+    """The rows of ``client_history.csv`` for an evaluated round: round, client, and the scores of `client_table`."""
     samples = np.asarray(manifest[f"n_{evaluated_on}"])
     known = {name: values.astype(np.float64) for name, values in _client_scores(samples, scores).items()}
     return {"round": np.full(len(samples), round), "client": np.arange(len(samples)), **known}
 
 
 def stacked(tables: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Shaped[np.ndarray, " rows"]]:
-    """Tables with the same columns, one below the other; empty ones count as none."""
+    """Tables with the same columns, concatenated; empty tables are skipped."""
     held = [table for table in tables if table]
     return {name: np.concatenate([table[name] for table in held]) for name in held[0]} if held else {}
 
 
 def _client_scores(samples: Int[np.ndarray, " N"], scores: Evaluation) -> dict[str, Float[np.ndarray, " N"]]:
-    """Point and metric -> of each client; NaN for one without samples to be scored on."""
+    """Point and metric -> score of each client; NaN for a client without samples to be scored on."""
     table = {}
     for point, of in zip(POINTS, (scores.pre, scores.post), strict=True):
         found = {"accuracy": of.test.accuracy, "macro_f1": of.test.macro_f1, **of.own}
@@ -311,10 +311,11 @@ def _client_scores(samples: Int[np.ndarray, " N"], scores: Evaluation) -> dict[s
 def label_table(
     manifest: Mapping[str, Any], evaluated_on: str, scores: Evaluation
 ) -> dict[str, Int[np.ndarray, " rows"]]:
-    """One row per client and label that it is scored on, as in ``labels.csv``.
+    """One row per client and label on which it is scored, as in ``labels.csv``.
 
     Returns:
-      ``client``, ``label``, ``n_train`` and ``n_test`` samples, and ``pre_correct`` and ``post_correct`` of the latter.
+      ``client``, ``label``, the numbers of samples ``n_train`` and ``n_test``, and how many of the latter are predicted
+      correctly at each point, ``pre_correct`` and ``post_correct``.
     """
     n_test = np.asarray(manifest[f"{evaluated_on}_class_counts"], np.int64)
     client, label = np.nonzero(n_test)
@@ -326,10 +327,10 @@ def label_table(
 
 
 def label_accuracy(labels: Mapping[str, np.ndarray], classes: int, who: Int[np.ndarray, " clients"]) -> dict[str, Any]:
-    """The accuracy on each label at each point, these clients' samples together; None where nobody is scored on it.
+    """Point -> the accuracy on each label, over all samples of these clients; None for a label without samples.
 
     Args:
-      labels: as `label_table` has them.
+      labels: the table from `label_table`.
       classes: number of labels.
       who: the clients that count.
     """
@@ -346,11 +347,11 @@ def label_accuracy(labels: Mapping[str, np.ndarray], classes: int, who: Int[np.n
 
 
 def majority_class(manifest: Mapping[str, Any], evaluated_on: str, new: int) -> dict[str, float] | None:
-    """How a client fares that always answers the class it has most training samples of, the first of several.
+    """The scores of always answering the class of which a client has most training samples (the first of equals).
 
     Returns:
       ``accuracy``, the unweighted mean over the clients that train and are scored, and ``weighted`` by samples; None
-      where there is no such client.
+      if there is no such client.
     """
     train, scored = (
         np.asarray(manifest[f"{part}_class_counts"], np.float64)[judged(manifest, new)]
@@ -379,19 +380,19 @@ FIGURES = (
     "megabytes",
     "seconds_per_round",
 )
-"""The figures of a run that tables show, in their order."""
+"""The figures of a run that tables show, in this order."""
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of one run that tables show, from its summary; NaN for what the run does not have.
+    """The figures of one run that tables show, from its summary; NaN if the run does not have a figure.
 
     Returns:
-      ``headline``, the accuracy that the method is judged by, ``pre`` and ``post``, all after the last round; of the
-      headline's point ``best`` (of the evaluated rounds), ``weighted`` by samples after the last round and
-      ``weighted_best`` (PFLlib's headline number), ``validation``, the highest accuracy on validation samples, which
-      hyperparameters are to be chosen by (where all scores are of these, the same as ``best``), ``by_validation``, that
-      on test samples in the same round, ``std_clients`` and ``worst_10_percent``; ``global``; ``megabytes`` in all,
-      ``seconds_per_round``. Accuracies lie in [0, 1].
+      Accuracies, in [0, 1], after the last round: ``headline``, at the point at which the method is judged; ``pre`` and
+      ``post``; ``global``, of the global model. At the headline point: ``best`` over the evaluated rounds; ``weighted``
+      by samples after the last round, and ``weighted_best`` (PFLlib's headline number); ``validation``, the highest
+      accuracy on validation samples, by which hyperparameters are to be chosen (it equals ``best`` if the run is scored
+      on validation samples); ``by_validation``, the accuracy on test samples in that round; ``std_clients`` and
+      ``worst_10_percent``. Costs: ``megabytes`` in total, and ``seconds_per_round``.
     """
     judged = summary["personal"][summary["headline"]]
     validated = summary.get("metrics", {}).get(f"validation_{summary['headline']}.accuracy", {})
@@ -413,7 +414,7 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def without_nan(node: Any) -> Any:
-    """JSON has no NaN: null stands for it (a diverged run's loss)."""
+    """Replaces NaN and infinite numbers by None, because JSON has only null (for example for a diverged loss)."""
     if isinstance(node, Mapping):
         return {key: without_nan(value) for key, value in node.items()}
     if isinstance(node, Iterable) and not isinstance(node, str):

@@ -1,7 +1,7 @@
-"""``sweep(config, grid)``: a run for every combination of some fields, in as few programs as their shapes allow.
+"""``sweep(config, grid)``: one run for every combination of some fields, in as few programs as their shapes allow.
 
-Runs that differ in nothing but their seed and in numbers that no shape depends on become rows of one program, compiled
-once: on a CPU every core takes its share of them, on an accelerator they run side by side.
+Runs that differ only in their seed and in numbers on which no shape depends become rows of one program, which is
+compiled once. On a CPU every core takes a share of them; on an accelerator they run side by side.
 """
 
 import hashlib
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
     import pandas
 
 
-# Most letters of a run directory's name. Most bytes, which may be several to a letter: file systems allow no more.
+# The largest number of letters, and of bytes, in the name of a run directory; file systems allow no more bytes.
 _LONGEST_NAME, _MOST_BYTES = 200, 255
 
 
 class Sweep(NamedTuple):
     """All runs of a sweep, in the order of the grid.
 
-    A folder that `sweep` has written becomes one again, without anything being run, by the same call with the same
-    ``out``, or by `Sweep.load`.
+    The same call of `sweep` with the same ``out``, or `Sweep.load`, reads a folder that it has written, without running
+    anything.
 
     Attributes:
-      cells: one per combination.
-      baseline: the values, without the seed, of the runs that the others are compared with.
-      point: ``pre`` or ``post``, where they are compared.
+      cells: the runs, one per combination.
+      baseline: the values, without the seed, of the runs with which the others are compared.
+      point: ``pre`` or ``post``, the evaluation point at which they are compared.
     """
 
     cells: list[Cell]
@@ -70,20 +70,20 @@ class Sweep(NamedTuple):
     def load(
         cls, *paths: str | os.PathLike[str], baseline: Mapping[str, Any] | None = None, point: str | None = None
     ) -> "Sweep":
-        """Runs that have ended, from their directories alone: their config files and data are not needed.
+        """Reads complete runs from their directories; the original config files and data are not needed.
 
-        The folder of one sweep or comparison gives what that call gave: its names, order, baseline and point. Of other
-        runs, such as those of several sweeps and comparisons, some runs of one, or one of which a run has gone on
-        since, the fields in which they differ take the place of a grid's. Runs that have not ended are left out.
+        For the folder of one sweep or comparison, the names, order, baseline and point are those of that call. In other
+        cases (runs of several sweeps and comparisons, some runs of one, or a run has been continued since) the runs are
+        named by the fields in which they differ. Runs that have not ended are left out.
 
         Args:
-          paths: run directories, and folders that hold some, as `sweep`, `compare` and `simulate` leave them.
-          baseline: as in `sweep`; unless given, that of the sweep or comparison, or else the first combination.
-          point: likewise; ``pre`` where there is none.
+          paths: run directories, and folders of run directories, as `sweep`, `compare` and `simulate` write them.
+          baseline: as in `sweep`; unless given, the baseline of the sweep or comparison, or else the first combination.
+          point: the evaluation point; unless given, that of the sweep or comparison, or else ``pre``.
 
         Raises:
           ConfigError: no run has ended there, there is no such baseline or point, a file is damaged, or a part that a
-            config names is not registered here.
+            config names is not registered in this process.
         """
         folders = folders_of(paths)
         ended, table = [run for run in gather(folders) if run.summary is not None], table_in(folders)
@@ -106,23 +106,23 @@ class Sweep(NamedTuple):
         return [cell for cell in self.cells if cell.summary is None]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The tidy table: a row per run with the fields of the grid, the figures of `summary.figures_of`, any error."""
+        """The tidy table: one row per run, with the grid's fields, the figures of `summary.figures_of`, any error."""
         return rows_of(self.cells)
 
     def csv(self) -> str:
-        """The tidy table; what a run does not have stays empty."""
+        """The tidy table as CSV; values that a run does not have are empty."""
         return csv_of(self.rows())
 
     def markdown(self) -> str:
-        """Mean and sample standard deviation over seeds of each combination, and differences from the baseline."""
+        """The summary table in Markdown: one row per combination, mean ± sample standard deviation over seeds."""
         return markdown(self.cells, self.baseline, self.point)
 
     def to_frame(self, *, history: bool = False) -> "pandas.DataFrame":
-        """The tidy table as a pandas frame; or, for curves, a row per run and evaluated round.
+        """The tidy table as a pandas frame; or, for curves, one row per run and evaluated round.
 
         Args:
-          history: the latter: the fields of the grid, ``round``, and the metrics of ``Result.history``; NaN where a run
-            does not have a field or metric, no row where it failed.
+          history: whether to return the evaluated rounds, with the fields of the grid, ``round``, and the metrics of
+            ``Result.history`` as columns; NaN if a run does not have a field or metric; no rows for a failed run.
 
         Raises:
           ConfigError: pandas is not installed.
@@ -145,13 +145,13 @@ class Sweep(NamedTuple):
         *,
         aggregate: str = "mean",
     ) -> "pandas.DataFrame":
-        """A figure summed up over seeds, as a pandas frame: NaN where no run has it.
+        """A figure aggregated over seeds, as a pandas frame; NaN if no run has it.
 
         Args:
-          index: one field of the grid or more, for the rows; unless given, the method and what else varies.
-          columns: likewise, for the columns; unless given, the fields of the data that vary, if any do.
-          values: one of the figures of `summary.figures_of`; unless given, the accuracy where the sweep compares,
-            ``pre`` or ``post``. Accuracies lie in [0, 1].
+          index: one or more fields of the grid, for the rows; unless given, the method and the other varying fields.
+          columns: likewise, for the columns; unless given, the data fields that vary, if any.
+          values: one of the figures of `summary.figures_of`; unless given, the accuracy at the point at which the sweep
+            compares, ``pre`` or ``post``. Accuracies lie in [0, 1].
           aggregate: ``mean``, ``std`` (of the sample; NaN for one seed) or ``count`` of the runs that have the figure.
 
         Raises:
@@ -161,15 +161,15 @@ class Sweep(NamedTuple):
         return pivot(self.cells, SEED, index, columns, values or self.point, aggregate)
 
     def differences(self, point: str | None = None) -> "pandas.DataFrame":
-        """How far each combination is ahead of the baseline of its data setting, as the table says it, in shares.
+        """The differences of the table, row minus the baseline of its data setting, as accuracies in [0, 1].
 
         Columns: the fields of the grid; ``difference``, the mean over the seeds that both have; ``low`` and ``high``,
         its 95 % interval over seeds; ``clients_low`` and ``clients_high``, its 95 % bootstrap interval over clients,
-        each drawn with its scores of all seeds; ``p``, of the paired t-test over seeds; ``p_holm``, after Holm's
-        correction; ``seeds``, how many both have.
+        where each client is drawn with its scores of all seeds; ``p``, p-value of the paired t-test over seeds;
+        ``p_holm``, the same after Holm's correction; ``seeds``, the number of seeds that both have.
 
         Args:
-          point: ``pre`` or ``post``; by default where the table compares.
+          point: ``pre`` or ``post``; the point at which the table compares unless given.
 
         Raises:
           ConfigError: there is no such point, or pandas is not installed.
@@ -179,14 +179,16 @@ class Sweep(NamedTuple):
     def to_latex(self, figures: Sequence[str] = POINTS, *, bold: bool = True) -> str:
         """A table in LaTeX, for the package booktabs: mean ± sample standard deviation over seeds, in %.
 
-        A row per combination of what is not of the data; for each data setting, a column per figure.
+        One row per combination of the fields that do not belong to the data; for each data setting, one column per
+        figure.
 
         Args:
-          figures: those of `summary.figures_of` that are shares.
-          bold: print the highest mean of each column, and so of each data setting, in bold; ``std_clients`` has none.
+          figures: figures of `summary.figures_of` that are accuracies.
+          bold: whether to print the highest mean of each column (and so of each data setting) in bold; not for
+            ``std_clients``.
 
         Returns:
-          A ``tabular``, after comments that say what a caption may need and which runs failed.
+          A ``tabular``, after comments with notes for the caption and the failed runs.
 
         Raises:
           ConfigError: there is no such figure.
@@ -201,17 +203,17 @@ class Sweep(NamedTuple):
         errorbar: str | None = "sd",
         ax: "matplotlib.axes.Axes | None" = None,
     ) -> "matplotlib.axes.Axes":
-        """Draws a metric over the evaluated rounds: for each combination a line, the mean over seeds, and a band.
+        """Draws a metric over the evaluated rounds: one line per combination, the mean over seeds, with a band.
 
-        Lines end with the last evaluated round that all seeds have, and combinations without the metric have none.
+        Lines end at the last evaluated round that all seeds have. Combinations without the metric have no line.
 
         Args:
           metric: a name in ``Result.history``.
-          x: what lies across: ``round``, ``seconds`` since the run began, or ``megabytes`` sent up and down so far;
-            the last two are means over seeds, too.
-          errorbar: the band: ``sd``, a sample standard deviation up and down; ``ci``, Student's 95 % interval of the
-            mean; None for none.
-          ax: what to draw on, beside the lines that are there; a figure of its own unless given.
+          x: the horizontal axis: ``round``, ``seconds`` since the run began, or ``megabytes`` sent up and down so far;
+            the last two are means over seeds.
+          errorbar: the band: ``sd``, plus and minus one sample standard deviation; ``ci``, Student's 95 % interval of
+            the mean; None for no band.
+          ax: matplotlib axes to draw on, in addition to the lines there; a new figure unless given.
 
         Raises:
           ConfigError: no run has ended, there is no such metric, x or errorbar, no run has a value of the metric, or
@@ -233,42 +235,46 @@ def sweep(
 ) -> Sweep:
     """Runs every combination of the values in a grid.
 
-    Runs that differ in the seed, in numbers of ``training`` (``lr``, ``lr_decay``, ``momentum``, ``weight_decay``,
-    ``clip_norm``) and in the method's real-valued hyperparameters share a program; each gives what `simulate` would
-    give on its own, up to float rounding. Other fields make programs of their own.
+    Runs that differ only in the seed, in numbers of ``training`` (``lr``, ``lr_decay``, ``momentum``, ``weight_decay``,
+    ``clip_norm``) and in the method's real-valued hyperparameters share a program. Each gives the same result as
+    `simulate`, up to float rounding. Runs that differ in other fields have separate programs.
 
     Args:
-      config: what all runs share, but for ``run.out``: ``out`` says where they are recorded.
+      config: the config that all runs share, except ``run.out``: ``out`` says where they are recorded.
       grid: dotted field -> values, e.g. ``{"training.lr": [0.01, 0.1], "run.seed": [0, 1, 2]}``. A hyperparameter of
-        one of several methods goes by the method's name, and is combined with that method's runs only:
+        one of several methods is written with the method's name, and is combined with the runs of that method only:
         ``{"method.name": ["fedavg", "fedprox"], "fedprox.mu": [0.01, 0.1]}`` are three runs.
-      baseline: the values, without the seed, of the runs that the others are compared with, each within its data
+      baseline: the values, without the seed, of the runs with which the others are compared, each within its data
         setting; the first combination unless given.
-      point: where all runs are compared: ``pre`` or ``post``.
-      out: a folder for run directories, ``sweep.csv`` (and ``sweep.parquet`` where pyarrow is installed) and
-        ``sweep.md``, with ``sweep.json``, by which `Sweep.load` knows the runs. Complete runs that are found there are
-        not run again, interrupted ones go on from the newest checkpoint (``run.checkpoint_every``, or that of a
-        signal). One process at a time runs in it. Nothing is written unless given.
+      point: ``pre`` or ``post``, the evaluation point at which all runs are compared.
+      out: a folder for the run directories, ``sweep.csv`` (and ``sweep.parquet`` if pyarrow is installed), ``sweep.md``
+        and ``sweep.json``, from which `Sweep.load` knows the runs. Complete runs in it are not run again; interrupted
+        runs continue from their newest checkpoint, which ``run.checkpoint_every`` or a signal has written. Only one
+        process at a time may run in it. Nothing is written unless given.
       data: as in `simulate`.
       progress: called with a line of text when a program starts, every few seconds, and when it ends.
-      executor: where programs run: ``local``, here, one after the other; ``ray``, as tasks of the Ray cluster that
-        this process is connected to, or that the environment variable ``RAY_ADDRESS`` names, or else of one that is
-        started on this machine for the sweep. A task asks for a CPU per run of its program, at most for all of the
-        largest node, or, in a cluster with GPUs, for one CPU and one GPU; all that fit run at once, each in a process
-        of its own, which takes over the settings of JAX (``jax.config``). On several machines, all need this package,
-        ``out`` must be on a file system that they share, and data must be found on each: under an absolute path or the
-        machine's own ``$FEDJAX_PFL_DATA``. All this holds, too, for ``submitit``, a job of a SLURM cluster for each
-        program, with options as in ``{"name": "submitit", "slurm_partition": "gpu", "gpus_per_node": 1,
-        "timeout_min": 240}``; `jobs.check_jobs` has more of them. A job that SLURM ends for others or for its time
-        leaves checkpoints and is queued again; one that is still in the queue when this process has ended is found by
-        the same call.
+      executor: where programs run.
+
+        ``local``: in this process, one after the other.
+
+        ``ray``: as tasks of a Ray cluster: the one to which this process is connected, or the one in the environment
+        variable ``RAY_ADDRESS``, or else one that is started on this machine for the sweep. A task asks for one CPU per
+        run of its program, at most for all CPUs of the largest node; in a cluster with GPUs it asks for one CPU and one
+        GPU. As many tasks as fit run at once, each in a separate process with the settings of JAX (``jax.config``) of
+        this one. Several machines all need this package, an ``out`` on a shared file system, and the data: under an
+        absolute path or in the machine's own ``$FEDJAX_PFL_DATA``.
+
+        ``submitit``: as jobs of a SLURM cluster, one per program, with the same requirements, and with options as in
+        ``{"name": "submitit", "slurm_partition": "gpu", "gpus_per_node": 1, "timeout_min": 240}``; `jobs.check_jobs`
+        lists more. A job that SLURM ends for its time limit or for another job writes checkpoints and is queued again.
+        The same call finds jobs that are still in the queue from an earlier process.
 
     Returns:
-      The runs; one that failed is reported among them and does not stop the others.
+      The runs; a failed run is reported among them and does not stop the others.
 
     Raises:
-      ConfigError: a field or value that no config can have, a run directory holds another run, another process is at
-        work in ``out``, or the executor is unknown, not installed, has no such option or cannot be reached; raised
+      ConfigError: a field or value is not allowed in a config, a run directory holds another run, another process is
+        running in ``out``, or the executor is unknown, not installed, has no such option or cannot be reached; raised
         before anything is run.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
     """
@@ -303,17 +309,17 @@ def run_cells(
     progress: Callable[[str], None] | None,
     executor: Executor,
 ) -> list[Cell]:
-    """Runs what is not complete yet.
+    """Runs the cells that are not complete yet; returns all cells with their results.
 
     Args:
-      cells: the runs, none of them run.
+      cells: the runs, before any of them is run.
       data: as in `simulate`.
-      write: called with all runs that are done, in the order of the cells, after each program.
-      progress: called with a line of text now and then.
-      executor: where, as in `sweep`.
+      write: called after each program with all runs that are done, in the order of the cells.
+      progress: called with a line of text from time to time.
+      executor: where programs run, as in `sweep`.
 
     Raises:
-      ConfigError: the directory of a cell holds another run, or no run can be, all for the same reason.
+      ConfigError: the directory of a cell holds another run, or no run is possible, all for the same reason.
     """
     done: dict[int, Cell] = {}
     for number, cell in enumerate(cells):
@@ -346,7 +352,7 @@ def run_cells(
 
 
 def _check_done_have_this_data(configs: Sequence[Config], data: Any) -> None:
-    """Checks that the runs that are done had the samples that the others would have."""
+    """Checks that the complete runs had the same samples as the other runs would have."""
     known: dict[str, str] = {}
     for config in configs:
         if (source := config.data.source) not in known:
@@ -355,7 +361,7 @@ def _check_done_have_this_data(configs: Sequence[Config], data: Any) -> None:
 
 
 def _check_not_all_are_refused(configs: Sequence[Config], data: Any) -> None:
-    """Raises what is wrong with every one of these configs, such as their data, before any is run."""
+    """Raises an error that concerns all of these configs, such as missing data, before any is run."""
     refused: dict[str, ConfigError] = {}
     for config in {alike(config): config for config in configs}.values():
         try:
@@ -379,7 +385,7 @@ def run_configs(
     progress: Callable[[str], None] | None = None,
     executor: Executor = "local",
 ) -> Iterator[tuple[list[int], Outcome]]:
-    """Runs configs in as few programs as shapes allow; gives the places of a program's configs and what came out."""
+    """Runs configs in as few programs as shapes allow; yields the indices of a program's configs, and its outcome."""
     programs: dict[str, list[int]] = {}
     for place, config in enumerate(configs):
         programs.setdefault(alike(config), []).append(place)
@@ -401,7 +407,7 @@ def check_point(point: str) -> str:
     """The name of an evaluation point, checked.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: there is no such point.
     """
     if point not in POINTS:
         raise ConfigError("point", point, "pre (after aggregation) or post (after local training)")
@@ -409,7 +415,7 @@ def check_point(point: str) -> str:
 
 
 def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Executor) -> Path | None:
-    """The folder of many runs, checked as far as it can be before any of them."""
+    """The folder of a sweep's or comparison's runs, with the checks that are possible before any run."""
     check_config(config)
     check_executor(executor, out)
     if config.run.tensorboard:
@@ -427,18 +433,18 @@ def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Exec
 def load_sweep(
     path: str | os.PathLike[str], overrides: Sequence[str] = ()
 ) -> tuple[Config, dict[str, list[Any]], dict[str, Any] | None]:
-    """Reads a sweep file: ``config``, a path beside it; ``overrides``; tables ``grid`` and, if wanted, ``baseline``.
+    """Reads a sweep file: ``config``, a path beside it; ``overrides``; tables ``grid`` and, optionally, ``baseline``.
 
     Args:
       path: the file.
-      overrides: ``section.key=value`` strings, which go over the file's.
+      overrides: ``section.key=value`` strings, applied after those of the file.
 
     Returns:
       Config, grid and baseline, as `sweep` takes them.
 
     Raises:
-      ConfigError: the file is missing or no TOML, what it says cannot be used, or an override is of a field that the
-        grid gives its values.
+      ConfigError: the file is missing or not TOML, one of its values cannot be used, or an override is of a field that
+        the grid varies.
     """
     tables = read_toml(path, "sweep file")
     unknown = sorted(tables.keys() - {"config", "overrides", "grid", "baseline"})
@@ -458,7 +464,7 @@ def load_sweep(
 
 
 def _baseline(cells: Sequence[Cell], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The values that a baseline is known by, checked; those of the first run unless given."""
+    """The values of the baseline, checked; those of the first run unless given."""
     named = without_seed(cells[0].values) if baseline is None else baseline
     if not isinstance(named, Mapping) or all(without_seed(cell.values) != named for cell in cells):
         given, one = show(named) if isinstance(named, Mapping) else named, without_seed(cells[0].values)
@@ -515,10 +521,10 @@ def _configure(config: Config, values: Mapping[str, Any], out: Path | None) -> C
 
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the tidy table for other programs, where pyarrow is installed.
+    """Writes the tidy table as Parquet, if pyarrow is installed.
 
-    A column whose values have no type in common, such as a share and a range, is of their JSON. What cannot be written
-    all the same is a warning: by now all runs have ended.
+    A column whose values have no common type, such as a share and a range, is written as JSON. If the file cannot be
+    written, this is only a warning, because all runs have already ended.
     """
     try:
         import pyarrow
@@ -544,12 +550,12 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _folder(values: Mapping[str, Any]) -> str:
-    """A run directory's name, another for each combination."""
+    """The name of a run directory; different combinations have different names."""
     return file_name(",".join(f"{field}={value}" for field, value in values.items()))
 
 
 def file_name(name: str) -> str:
-    """A name as readable as file systems allow, another for each name."""
+    """A file name that is as readable as file systems allow; different names have different file names."""
     allowed = "".join(letter if letter.isalnum() or letter in "=,._-+" else "_" for letter in name)
     short = allowed[:_LONGEST_NAME]
     if short == name and len(name.encode()) <= _MOST_BYTES:

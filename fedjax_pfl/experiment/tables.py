@@ -1,4 +1,4 @@
-"""The one table of runs: a row per combination of values, mean and spread over seeds, differences from a baseline."""
+"""The table of runs: one row per combination of values, mean and spread over seeds, differences from a baseline."""
 
 import csv
 import io
@@ -24,19 +24,19 @@ from fedjax_pfl.experiment.summary import FIGURES, POINTS, figures_of
 NONE = "—"
 SEED = "run.seed"
 DIFFERENCES = ("difference", "low", "high", "clients_low", "clients_high", "p", "p_holm", "seeds")
-"""What `differences` says of a row."""
+"""The columns that `differences` adds to a row."""
 
 
 class Cell(NamedTuple):
     """One run of a comparison or sweep.
 
     Attributes:
-      values: field -> value, of the fields in the grid.
-      config: its config.
-      summary: what ``summary.json`` says; None where the run failed.
-      clients: column -> array, as in ``clients.csv``; likewise.
-      history: metric -> array over evaluated rounds; likewise.
-      error: why it failed.
+      values: field -> value, for the fields of the grid.
+      config: the config of the run.
+      summary: the content of ``summary.json``; None if the run failed.
+      clients: column -> array [N], as in ``clients.csv``; None if the run failed.
+      history: metric -> array over the evaluated rounds; None if the run failed.
+      error: the reason of a failure, else None.
     """
 
     values: dict[str, Any]
@@ -54,32 +54,32 @@ class Cell(NamedTuple):
         clients: dict[str, np.ndarray],
         history: dict[str, np.ndarray],
     ) -> "Cell":
-        """A run that stands for itself, and goes by the name of its method."""
+        """A single run, named by its method."""
         return cls({"method.name": config.method["name"]}, config, summary, clients, history)
 
     @property
     def method(self) -> str:
-        """The name of its method."""
+        """The name of the run's method."""
         return str(self.config.method["name"])
 
     @property
     def seed(self) -> int:
-        """Its seed."""
+        """The seed of the run."""
         return self.config.run.seed
 
     @property
     def figures(self) -> dict[str, float]:
-        """What tables show of it; empty where it failed."""
+        """The figures that tables show (`summary.figures_of`); empty if the run failed."""
         return figures_of(self.summary) if self.summary else {}
 
 
 class Group(NamedTuple):
-    """The runs of a row of the table: one combination, several seeds.
+    """The runs of one row of the table: one combination with several seeds.
 
     Attributes:
       values: the combination, without the seed.
-      setting: the values among them that belong to the data: rows are compared within one setting only.
-      cells: by seed; those that have not failed.
+      setting: the data setting, that is, the values of data fields; rows are compared within one setting only.
+      cells: seed -> run, without the failed ones.
     """
 
     values: dict[str, Any]
@@ -87,18 +87,18 @@ class Group(NamedTuple):
     cells: dict[int, Cell]
 
     def by_seed(self, figure: str) -> dict[int, float]:
-        """A figure of `summary.figures_of`, of the runs that have it."""
+        """Seed -> a figure of `summary.figures_of`, for the runs that have it."""
         found = {seed: cell.figures[figure] for seed, cell in self.cells.items()}
         return {seed: value for seed, value in found.items() if not math.isnan(value)}
 
     def mean(self, figure: str) -> float:
-        """Its mean over seeds; NaN without any."""
+        """The mean of a figure over seeds; NaN if no run has it."""
         found = list(self.by_seed(figure).values())
         return float(np.mean(found)) if found else math.nan
 
     @property
     def diverged(self) -> bool:
-        """Whether a run of it gave answers that are no numbers."""
+        """Whether one of the runs diverged: some of its logits were not finite."""
         return any(cell.summary and cell.summary.get("diverged_round") is not None for cell in self.cells.values())
 
 
@@ -120,21 +120,21 @@ _LATEX = str.maketrans(
 )
 _LEGEND = (
     "Accuracy in % on {samples} samples, mean over seeds ± sample standard deviation. PRE: after aggregation, POST: "
-    "after local training, after the last round, unweighted mean over clients; *: what the method is judged by. "
-    "{compared}Of what the method is judged by: best (of the evaluated rounds, selected on the samples that are "
-    "scored), best weighted (by the clients' samples: PFLlib's number), {validation}std of clients, worst 10 %. "
-    "Global: the shared model on the pooled samples. MB: all clients, up and down. s per round: without evaluation and "
-    "compilation. **Bold**: the highest mean {point}{within}."
+    "after local training; both after the last round, unweighted mean over clients; *: the point at which the method "
+    "is judged. {compared}For the point with *: best (of the evaluated rounds, selected on the samples that are "
+    "scored), best weighted (the same, weighted by the clients' samples: PFLlib's number), {validation}std of clients, "
+    "worst 10 %. Global: the global model on the pooled samples. MB: all clients, up and down. s per round: without "
+    "evaluation and compilation. **Bold**: the highest mean {point}{within}."
 )
-# What is to be said of a column that is not in every table.
+# The part of the legend for each column that is not in every table.
 _COMPARED = {
     "difference": "Difference: {point} minus that of {baseline}{same}, mean of the paired differences{honest} with a "
     "95 % interval over seeds. ",
-    "over clients": "Over clients: 95 % interval when clients are drawn anew, each with its scores of all seeds. ",
+    "over clients": "Over clients: its 95 % bootstrap interval over clients, each drawn with its scores of all seeds. ",
     "p": "p: paired t-test over seeds, after Holm's correction for the number of rows{within}; intervals are not "
     "corrected. ",
 }
-# Of what a summary says of its run's environment, the versions of the packages that numbers depend on.
+# The packages whose versions a summary records and on which numbers depend.
 _PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
 
 
@@ -155,10 +155,10 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
 
     Args:
       cells: the runs.
-      baseline: the values, without the seed, of the row that the others are held against, each within its own data
+      baseline: the values, without the seed, of the row with which the others are compared, each within its own data
         setting.
-      point: ``pre`` or ``post``: all rows are compared there, whatever they are judged by.
-      heading: of the first column.
+      point: ``pre`` or ``post``, the evaluation point at which all rows are compared, whatever their headline is.
+      heading: heading of the first column.
     """
     groups = grouped(cells)
     gaps = _gaps(groups, baseline, point)
@@ -184,7 +184,7 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
             f"{name} ({text}), "
             for name, text in {
                 "validation": "the highest on validation samples",
-                "by validation": "in that round",
+                "by validation": "on the scored samples in that round",
             }.items()
             if name in names
         ),
@@ -212,18 +212,18 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
 
 
 def _printed(group: Group, point: str) -> float:
-    """Its mean in %, as it is printed; 0 without runs."""
+    """The mean of a row in %, as it is printed; 0 without runs."""
     return round(100 * group.mean(point), 2) if group.by_seed(point) else 0.0
 
 
 def _guesses(groups: Sequence[Group]) -> list[str]:
-    """What always answering a client's most frequent class gives, within each data setting."""
+    """The accuracy of always answering a client's most frequent class, within each data setting, as text."""
     said = []
     for setting in dict.fromkeys(group.setting for group in groups):
         members = [(group, _guess_by_seed(group)) for group in groups if group.setting == setting]
         merged: dict[int, float] = {}
         alike = all(merged.setdefault(seed, value) == value for _, of in members for seed, value in of.items())
-        # The clients that are judged may be others from row to row, as with a share of malicious ones.
+        # The clients that are scored may differ from row to row, for instance with different shares of malicious ones.
         of_rows = [(show(group.values), of) for group, of in members]
         of_all = [(show({field: value for field, value in members[0][0].values.items() if _is_of_data(field)}), merged)]
         for name, of in of_all if alike else of_rows:
@@ -234,13 +234,13 @@ def _guesses(groups: Sequence[Group]) -> list[str]:
 
 
 def _guess_by_seed(group: Group) -> dict[int, float]:
-    """That, in %, of the runs whose summaries say it: those of version 0.1 do not."""
+    """Seed -> this accuracy in %, for the runs whose summaries have it (those of version 0.1 do not)."""
     guesses = {seed: (cell.summary or {}).get("majority_class") for seed, cell in group.cells.items()}
     return {seed: 100 * guess["accuracy"] for seed, guess in guesses.items() if guess}
 
 
 def _mixed_versions(cells: Sequence[Cell]) -> list[str]:
-    """With which versions runs were made, if it was with several."""
+    """A note on the versions with which the runs were made, if these differ."""
     environments = [cell.summary.get("environment", {}) for cell in cells if cell.summary]
     of_runs = (tuple(f"{name} {of[name]}" for name in _PACKAGES if name in of) for of in environments)
     found = dict.fromkeys(of for of in of_runs if of)
@@ -252,7 +252,7 @@ def _mixed_versions(cells: Sequence[Cell]) -> list[str]:
 
 
 def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: bool) -> str:
-    """The table in LaTeX: a row per combination; for each data setting, a column per figure.
+    """The table in LaTeX: one row per combination; for each data setting, one column per figure.
 
     Args:
       cells: the runs.
@@ -261,7 +261,7 @@ def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: 
       bold: print the highest mean of each column in bold.
 
     Raises:
-      ConfigError: there is no such figure, or it is no share.
+      ConfigError: there is no such figure, or it is not an accuracy.
     """
     allowed = {"headline": "accuracy", **_PERCENT}
     if isinstance(figures, str) or not figures or not set(figures) <= set(allowed):
@@ -291,7 +291,7 @@ def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: 
 
 
 def _latex_column(groups: Mapping[str, Group], figure: str, *, bold: bool) -> dict[str, str]:
-    """Row -> what stands there; those with the highest mean, as it is printed, in bold."""
+    """Row -> entry of the column; entries with the highest mean, as printed, are bold."""
     percent = {row: [100 * value for value in group.by_seed(figure).values()] for row, group in groups.items()}
     printed = {row: float(mean_and_spread(values).split()[0]) for row, values in percent.items() if values}
     column = {}
@@ -304,7 +304,7 @@ def _latex_column(groups: Mapping[str, Group], figure: str, *, bold: bool) -> di
 
 
 def _latex_notes(cells: Sequence[Cell], bold: bool) -> list[str]:
-    """What a caption may need, as comments."""
+    """Notes for the caption, as LaTeX comments."""
     groups = grouped(cells)
     seeds = sorted({len(group.cells) for group in groups} - {0}) or [0]
     of = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else "one seed" if seeds == [1] else f"{seeds[0]} seeds"

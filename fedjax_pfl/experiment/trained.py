@@ -1,4 +1,4 @@
-"""The models of a run that has ended, to be asked and adapted: the engine of its config, filled with its state."""
+"""The models of a run that has ended, for predictions and adaptation: the engine of its config, with its state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import DataShape, divide, make_engine, model_of
 from fedjax_pfl.experiment.config import HONEST, Config
 from fedjax_pfl.experiment.kept import Kept, fitted, named
-from fedjax_pfl.experiment.programs import precision_of
+from fedjax_pfl.experiment.programs import largest_batch, precision_of
 from fedjax_pfl.experiment.registry import OwnParts, with_own_parts
 from fedjax_pfl.method import State, personalize_nothing
 
 
 def check_partition(dataset: Dataset, found: Mapping[str, Any], partition: Mapping[str, Any]) -> None:
-    """Checks that the data read again is that of the run.
+    """Checks that data that were read again are the data of the run.
 
     Args:
-      dataset: what was read.
-      found: the manifest of its partition.
-      partition: that of the run, its ``partition.json``; version 0.1 kept no fingerprint of the samples in it.
+      dataset: the data that were read.
+      found: the manifest of their partition.
+      partition: the content of the run's ``partition.json`` (version 0.1 wrote no fingerprint of the samples).
 
     Raises:
-      ConfigError: it is other data.
+      ConfigError: they are other data.
     """
     differs = [
         what
@@ -48,19 +48,19 @@ class TrainedModel:
     """A trained model.
 
     Attributes:
-      params: its parameters, as NumPy arrays; None of the global model.
+      params: its parameters, as NumPy arrays; None for the global model.
     """
 
     params: PyTree
-    _held: PyTree  # what the answers are computed from: of a global model the server's state
+    _held: PyTree  # the arguments of _logits: params, or the server's state for a global model
     _logits: Callable[[PyTree, Shaped[np.ndarray, "batch ..."]], Float[Array, "batch classes"]]
     _data: DataShape
 
     def predict(self, x: Shaped[np.ndarray, "n ..."]) -> Int[np.ndarray, " n"]:
-        """The class of each sample; -1 where a model that has diverged gives no answer.
+        """The predicted class of each sample; -1 if the model has diverged and gives no prediction.
 
         Args:
-          x: samples as the data set of the run has them, of the same dtype.
+          x: samples, [n, ...], of the shape and dtype of the run's data.
 
         Raises:
           ConfigError: they have another shape or dtype.
@@ -69,7 +69,7 @@ class TrainedModel:
         return np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
 
     def predict_proba(self, x: Shaped[np.ndarray, "n ..."]) -> Float[np.ndarray, "n classes"]:
-        """How likely each class is: the softmax of the logits, float32; NaN where a model has diverged.
+        """The probability of each class: the softmax of the logits, float32; NaN if the model has diverged.
 
         Args:
           x: as in `predict`.
@@ -80,7 +80,7 @@ class TrainedModel:
         return np.asarray(jax.nn.softmax(self._answers(x)))
 
     def _answers(self, x: Shaped[np.ndarray, "n ..."]) -> Float[np.ndarray, "n classes"]:
-        """The logits, computed in blocks of one size: compiled once."""
+        """The logits, computed in blocks of a fixed size, so that one compilation is enough."""
         x = checked_samples(x, self._data)
         held, found = jax.device_put(self._held), [np.zeros((0, self._data.classes), np.float32)]
         for start in range(0, len(x), BATCH):
@@ -105,14 +105,14 @@ class Trained:
         """Builds the engine; compiles nothing.
 
         Args:
-          config: of the run.
-          kept: its state.
+          config: the config of the run.
+          kept: the state of the run.
           partition: the content of ``partition.json``.
-          load: gives the data set, which is read only if a model takes samples to be made.
-          parts: those of the config that are not the package's, if others may be called so by now.
+          load: returns the data set; it is called only if making a model needs samples.
+          parts: the user's own parts of the config, because others may be registered under their names by now.
 
         Raises:
-          ConfigError: the state is none of such a config.
+          ConfigError: the state does not fit the config.
         """
         self._config, self._kept, self._partition, self._load, self._parts = config, kept, partition, load, parts
         with with_own_parts(parts):
@@ -130,7 +130,7 @@ class Trained:
         """The model that PRE scores for a client of the run.
 
         Raises:
-          ConfigError: there is no such client, or its model takes data that is not there.
+          ConfigError: there is no such client, or its model needs data that is missing.
         """
         if not _is_whole(client) or not 0 <= client < self._engine.clients:
             raise ConfigError("client", client, f"a client from 0 to {self._engine.clients - 1}")
@@ -143,7 +143,7 @@ class Trained:
         """The global model.
 
         Raises:
-          ConfigError: the method has none, or it takes data that is not there.
+          ConfigError: the method has no global model, or the model needs data that is missing.
         """
         if self._predict_as_all is None:
             allowed = f"a client from 0 to {self._engine.clients - 1}: {self._name} has no global model"
@@ -151,10 +151,10 @@ class Trained:
         return TrainedModel(None, self._server, self._predict_as_all, self._kept.data)
 
     def params_of_all(self) -> PyTree:
-        """The parameters of the global model: what of the server's state answers as it does, by itself.
+        """The parameters of the global model: the part of the server's state that gives the same predictions alone.
 
         Raises:
-          ConfigError: as in `of_all`; it is more than an extractor with a head.
+          ConfigError: as in `of_all`; or the global model is more than an extractor with a head.
         """
         shared, data = self.of_all(), self._kept.data
         with with_own_parts(self._parts):
@@ -179,7 +179,7 @@ class Trained:
     def of_newcomer(
         self, x: Shaped[np.ndarray, "n ..."], y: Int[np.ndarray, " n"], epochs: int, client: int | None
     ) -> TrainedModel:
-        """What one call of ``local`` makes for a client that never took part; see `Result.adapt`."""
+        """The model after one call of ``local`` for a client that never took part; see `Result.adapt`."""
         data, method = self._kept.data, self._engine.method
         x = checked_samples(x, data)
         y = checked_labels(y, len(x), data.classes)
@@ -188,6 +188,10 @@ class Trained:
             raise ConfigError("adapt", self._name, allowed)
         if method.selects:
             raise ConfigError("adapt", self._name, "a method that does not select on validation samples")
+        size = self._config.training.batch_size
+        if self._config.training.drop_last and size > largest_batch(self._engine, len(x)):
+            allowed = f"more samples: with training.drop_last they make no batch of {size}, and nothing would be trained"
+            raise ConfigError("x", f"{x.dtype}{list(x.shape)}", allowed)
         client = self._engine.clients if client is None else client
         if not _is_whole(client) or not 0 <= client < 2**31:
             raise ConfigError("client", client, "a whole number, 0 or more")
@@ -208,7 +212,7 @@ class Trained:
         return TrainedModel(own, own, self._predict, self._kept.data)
 
     def _compiled(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that is compiled for each shape, and multiplies as the run did."""
+        """The jitted function, with the precision of products that the run used."""
 
         def as_in_the_run(*arguments: Any) -> Any:
             with jax.default_matmul_precision(self._precision):
@@ -223,12 +227,12 @@ class Trained:
 
     @property
     def _keys(self) -> Key[Array, " 2"]:
-        """Of the initial state and of the rounds."""
+        """The keys of the initial state and of the rounds."""
         return jax.random.split(jax.random.key(self._config.run.seed))
 
     @cached_property
     def _server(self) -> PyTree:
-        """The server's state whose models are scored."""
+        """The server state whose models are scored, calibrated if the method calibrates."""
         if self._engine.method.calibrate is None:
             return self._kept.state.server
         state = self._compiled(self._engine.calibrated)(
@@ -246,7 +250,7 @@ class Trained:
         return jax.device_get(federation)
 
     def _samples(self, client: int) -> tuple[np.ndarray, np.ndarray, tuple[Clients, Clients | None]]:
-        """A client's samples for training and validation, and the tables that point into them."""
+        """A client's training and validation samples, their labels, and the index tables that refer to them."""
         if not self._takes_samples:
             of_class = self._partition["train_class_counts"][client]
             train = _table(np.zeros(1), self._partition["n_train"][client], of_class)
@@ -278,10 +282,10 @@ def state_like(engine: Engine) -> State:
 
 
 def checked_samples(x: Any, data: DataShape) -> Shaped[np.ndarray, "n ..."]:
-    """Samples that a model can read; images of one channel may come without its axis, and flat where they are square.
+    """Samples in the form that a model reads; images of one channel may lack the channel axis; square ones may be flat.
 
     Raises:
-      ConfigError: they have another shape or dtype than those of the run, or hold what is no finite number.
+      ConfigError: they have another shape or dtype than those of the run, or contain NaN or infinite numbers.
     """
     x = np.asarray(x)
     found, sample = f"{x.dtype}{list(x.shape)}", data.sample
@@ -312,10 +316,10 @@ def _table(index: Any, count: Any, class_counts: Any) -> Clients:
 
 
 def checked_labels(y: Any, samples: int, classes: int) -> Int[np.ndarray, " n"]:
-    """Labels of so many samples.
+    """The labels of this number of samples, checked.
 
     Raises:
-      ConfigError: they are no whole numbers of that many, or no classes.
+      ConfigError: they are not this number of whole numbers, or not classes.
     """
     y = np.asarray(y)
     wrong = y.shape != (samples,) or y.dtype.kind not in "iu"
@@ -330,5 +334,5 @@ def _is_whole(number: Any) -> bool:
 
 
 def _own(tree: PyTree) -> PyTree:
-    """Arrays of NumPy's own, which may be written."""
+    """The tree as writable NumPy arrays."""
     return jax.tree.map(np.array, jax.device_get(tree))

@@ -1,7 +1,7 @@
-"""``tune(config, space)``: a search for hyperparameters by Optuna, whose trials go in batches as rows of one program.
+"""``tune(config, space)``: a search for hyperparameters with Optuna; batches of trials run as rows of one program.
 
-Trials that differ in numbers that no shape depends on share a program, and every batch has the same one. They are
-judged on validation samples alone, and one that falls behind is stopped between two blocks of rounds.
+Trials that differ only in numbers on which no shape depends share a program, and all batches use the same program.
+Trials are judged on validation samples only. A trial that falls behind is stopped between two blocks of rounds.
 """
 
 import itertools
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
-# What trials can be judged by: the larger the better, or the smaller.
+# The metrics by which trials can be judged, and whether large or small values are better.
 _DIRECTIONS: dict[str, Literal["maximize", "minimize"]] = {
     **dict.fromkeys(("accuracy", "weighted", "worst_10_percent", "macro_f1", "macro_f1_union", "i_local"), "maximize"),
     "loss": "minimize",
 }
-# Trials side by side, at least: few enough for a sampler to learn from what has come out.
+# The smallest number of trials side by side; few enough for the sampler to learn from earlier results.
 _BATCH = 8
-# What the config of a trial leaves out: it is not recorded anywhere but in the study.
+# Changes to the config of a trial: it is recorded in the study only.
 _NOT_RECORDED: dict[str, Any] = {
     "run.out": None,
     "run.keep": "none",
@@ -51,13 +51,13 @@ _NOT_RECORDED: dict[str, Any] = {
     "run.export_clients": None,
     "run.client_history": False,
 }
-# The user attribute of a study that says what it searches.
+# The user attribute of a study that describes its search.
 _SEARCH = "search"
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """A real number from low to high."""
+    """A real number, drawn uniformly from low to high."""
 
     low: float
     high: float
@@ -65,7 +65,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogUniform:
-    """A real number from low to high, both above 0, whose logarithm is uniform: for learning rates."""
+    """A real number from low to high, both above 0, with a uniform logarithm; for example for learning rates."""
 
     low: float
     high: float
@@ -73,7 +73,7 @@ class LogUniform:
 
 @dataclass(frozen=True)
 class IntUniform:
-    """A whole number from low to high, both of them included."""
+    """A whole number from low to high, both included."""
 
     low: int
     high: int
@@ -81,13 +81,13 @@ class IntUniform:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of some values: numbers, strings, true or false, or None."""
+    """One of several values: numbers, strings, true or false, or None."""
 
     values: Sequence[Any]
 
 
 Space = Mapping[str, Uniform | LogUniform | IntUniform | Choice]
-"""Dotted field -> what its values are drawn from."""
+"""Dotted field -> the distribution of its values."""
 
 
 def tune(
@@ -106,41 +106,41 @@ def tune(
     data: Any = None,
     progress: Callable[[str], None] | None = None,
 ) -> "optuna.Study":
-    """Searches for the hyperparameters that fare best on validation samples.
+    """Searches for the hyperparameters that give the best results on validation samples.
 
-    ``simulate(config.replace(study.best_params))`` runs the best of them; its value, ``study.best_value``, is the
-    metric after the last round. Test samples are never looked at. All trials have the seed of the config, and so the
-    same partition, initial model and order of batches.
+    ``simulate(config.replace(study.best_params))`` runs the best trial again; ``study.best_value`` is its metric after
+    the last round. Test samples are never used. All trials have the seed of the config, and so the same partition,
+    initial model and order of batches.
 
-    A trial whose model answers with what is no number is stopped there and counts as pruned; its user attribute
-    ``diverged_round`` says when. Nothing is written but to the storage.
+    A trial whose loss is no longer finite is stopped and counts as pruned; its user attribute ``diverged_round`` has
+    the round. Nothing is written, except to the storage.
 
     Args:
-      config: what all trials share. ``data.validation_share`` must be above 0; in the run of the best one, too,
-        training samples are the fewer for it.
-      space: dotted field -> what its values are drawn from, e.g. ``{"training.lr": LogUniform(1e-3, 0.3),
-        "method.mu": Uniform(0, 1), "training.batch_size": Choice([10, 50])}``. Real-valued hyperparameters are inputs
-        of a program; each value of another field has a program of its own.
-      n_trials: that the study is to have in the end: complete, or pruned. A space of choices alone with no more points
-        than that is gone through point by point, before the sampler chooses again.
-      batch: trials that go together, as rows of a program. The smallest multiple of the number of devices that is 8 or
-        more unless given: one of a larger batch knows less of the others.
-      seed: of the sampler.
-      metric: ``accuracy``, ``weighted``, ``worst_10_percent``, ``macro_f1``, ``macro_f1_union``, ``i_local`` or
-        ``loss``, which is to be small.
-      point: ``pre`` or ``post``, where they are judged; the method's headline unless given.
-      storage: where the study is kept, such as ``sqlite:///study.db``, or a storage of Optuna's. A second call goes on
-        with it until there are ``n_trials``; a trial that was running when its process died has failed, and does not
-        count, so that only one process may work on a study. In memory unless given.
-      study_name: what the study is called in the storage.
-      pruner: says after each evaluation (``run.eval_every``) which trials are not worth going on; Optuna's
-        ``MedianPruner`` unless given, and ``NopPruner()`` stops none.
-      sampler: chooses the trials; Optuna's ``TPESampler``, with a seed of its own for each batch, unless given.
+      config: the config that all trials share. ``data.validation_share`` must be above 0; the run of the best trial
+        then has fewer training samples, too.
+      space: dotted field -> distribution of its values, e.g. ``{"training.lr": LogUniform(1e-3, 0.3), "method.mu":
+        Uniform(0, 1), "training.batch_size": Choice([10, 50])}``. Real-valued hyperparameters are inputs of a program;
+        each value of another field needs a separate program.
+      n_trials: the number of complete or pruned trials that the study shall have in the end. If the space consists of
+        choices only and has no more points than that, every point is tried once before the sampler chooses again.
+      batch: number of trials that run together, as rows of a program. Unless given, the smallest multiple of the number
+        of devices that is 8 or more; the larger the batch, the less the sampler knows when it chooses the trials.
+      seed: seed of the sampler.
+      metric: ``accuracy``, ``weighted``, ``worst_10_percent``, ``macro_f1``, ``macro_f1_union``, ``i_local`` (all
+        maximised) or ``loss`` (minimised).
+      point: ``pre`` or ``post``, the evaluation point at which trials are judged; the method's headline unless given.
+      storage: where the study is kept, such as ``sqlite:///study.db``, or an Optuna storage; in memory unless given.
+        A second call continues the study until it has ``n_trials``. A trial that was running when its process was
+        killed has failed and does not count, so only one process may work on a study at a time.
+      study_name: name of the study in the storage.
+      pruner: decides after each evaluation (``run.eval_every``) which trials to stop; Optuna's ``MedianPruner`` unless
+        given; ``NopPruner()`` stops none.
+      sampler: chooses the trials; Optuna's ``TPESampler``, with a different seed for each batch, unless given.
       data: as in `simulate`.
       progress: called with a line of text when a batch starts, every few seconds, and when it ends.
 
     Returns:
-      The study, to be asked for ``best_params``, ``best_value``, ``trials_dataframe()`` ...
+      The Optuna study, with ``best_params``, ``best_value``, ``trials_dataframe()`` ...
 
     Raises:
       ConfigError: Optuna is not installed, config, space and data do not fit together, or the storage holds another
@@ -180,7 +180,7 @@ def tune(
             for group in _groups(config, trials):
                 configs, alike_trials = zip(*group, strict=True)
                 watch = _Watch(alike_trials, metric, point)
-                # A trial without its like spreads its clients over the devices instead.
+                # A trial that shares its program with no other spreads its clients over the devices instead.
                 room, places = batch if len(group) > 1 else None, [RunPlace(own) for own in configs]
                 drive(configs, dataset, places, began=time.perf_counter(), progress=said, callbacks=[watch], room=room)
                 watch.tell(study)
@@ -191,7 +191,7 @@ def tune(
 
 
 def in_short(study: "optuna.Study") -> str:
-    """How many trials were pruned, and the best value with its fields as overrides of a config."""
+    """The number of pruned trials, and the best value with its fields as overrides of a config, as text."""
     from optuna.trial import TrialState
 
     pruned = len(study.get_trials(deepcopy=False, states=(TrialState.PRUNED,)))
@@ -203,21 +203,21 @@ def in_short(study: "optuna.Study") -> str:
 
 
 def load_tune(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tuple[Config, dict[str, Any]]:
-    """Reads a file of a search: ``config``, a path beside it; ``overrides``; and the table ``space``.
+    """Reads the file of a search: ``config``, a path beside it; ``overrides``; and the table ``space``.
 
-    A field of ``space`` has a list of values, or ``{low = 1e-3, high = 0.3}``, with ``log = true`` or ``int = true``
-    where it is wanted.
+    A field of ``space`` has a list of values, or ``{low = 1e-3, high = 0.3}``, optionally with ``log = true`` or
+    ``int = true``.
 
     Args:
       path: the file.
-      overrides: ``SECTION.KEY=VALUE`` on top of the file's; of fields that are not searched.
+      overrides: ``SECTION.KEY=VALUE``, applied after those of the file; for fields that are not searched.
 
     Returns:
       Config and space, as `tune` takes them.
 
     Raises:
-      ConfigError: the file is missing or no TOML, what it says cannot be used, or an override is of a field that is
-        searched.
+      ConfigError: the file is missing or not TOML, one of its values cannot be used, or an override is of a field that
+        is searched.
     """
     tables = read_toml(path, "tune file")
     unknown = sorted(tables.keys() - {"config", "overrides", "space"})
@@ -233,7 +233,7 @@ def load_tune(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tu
 
 
 class _Watch(Callback):
-    """Reports trials to their study while they run, and stops those that are not worth going on."""
+    """Reports trials to their study while they run, and stops those that the pruner rejects."""
 
     def __init__(self, trials: Sequence["optuna.Trial"], metric: str, point: str | None):
         self._trials, self._metric, self._point = trials, metric, point
@@ -268,7 +268,7 @@ class _Watch(Callback):
                 study.tell(trial, run.lines[-1][self._table(run)][self._metric])
 
     def _table(self, run: Running) -> str:
-        """The scores of a line that are of validation samples."""
+        """The key under which a line has the scores on validation samples."""
         point = self._point or run.headline
         return point if run.config.data.evaluate_on == "validation" else f"validation_{point}"
 
@@ -277,7 +277,7 @@ class _Watch(Callback):
 def _asked(
     study: "optuna.Study", distributions: Mapping[str, "BaseDistribution"], number: int
 ) -> Iterator[list["optuna.Trial"]]:
-    """New trials; those that the study is not told of have failed."""
+    """New trials; trials whose result is not reported to the study count as failed."""
     from optuna.trial import TrialState
 
     trials: list[optuna.Trial] = []
@@ -293,7 +293,7 @@ def _asked(
 
 
 def _groups(config: Config, trials: Sequence["optuna.Trial"]) -> list[list[tuple[Config, "optuna.Trial"]]]:
-    """The trials and their configs, those together that share a program."""
+    """The trials and their configs, grouped by the program that they share."""
     groups: dict[str, list[tuple[Config, optuna.Trial]]] = {}
     for trial in trials:
         own = config.replace(trial.params)
@@ -302,7 +302,7 @@ def _groups(config: Config, trials: Sequence["optuna.Trial"]) -> list[list[tuple
 
 
 def _reporter(progress: Callable[[str], None] | None, trials: str) -> Callable[[Progress], None] | None:
-    """What a program is to call."""
+    """The function that a program calls to report its progress."""
     if progress is None:
         return None
     say, last = progress, time.perf_counter()
@@ -319,7 +319,7 @@ def _reporter(progress: Callable[[str], None] | None, trials: str) -> Callable[[
 
 
 def _distributions(space: Space) -> dict[str, "BaseDistribution"]:
-    """The space as Optuna has it."""
+    """The space as distributions of Optuna."""
     try:
         from optuna import distributions
     except ImportError:
@@ -355,7 +355,7 @@ def _distributions(space: Space) -> dict[str, "BaseDistribution"]:
 
 
 def _check_values(name: str, values: Any) -> None:
-    """Checks what can be chosen from."""
+    """Checks the values of a `Choice`."""
     listed = isinstance(values, Sequence) and not isinstance(values, str)
     if not listed or not values or any(value in values[:at] for at, value in enumerate(values)):
         raise ConfigError(name, values, "a list of one value or more, each of them once")
@@ -364,7 +364,7 @@ def _check_values(name: str, values: Any) -> None:
 
 
 def _check(config: Config, space: Space, dataset: Dataset) -> None:
-    """Tries the ends of each range and all choices, each with the first of the others.
+    """Checks the ends of each range and all choices, each combined with the first value of the other fields.
 
     Raises:
       ConfigError: a config has no such field or value, or method, model and data do not fit together.
@@ -389,7 +389,7 @@ def _study(
     from sqlalchemy.exc import SQLAlchemyError
 
     verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # that there is a study now is what was asked for
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # no message that a study was created, as asked
     try:
         return optuna.create_study(
             storage=storage, study_name=name, pruner=pruner, sampler=sampler, direction=direction, load_if_exists=True
@@ -408,10 +408,10 @@ def _go_on(
     judged_by: list[str | None],
     samples: str,
 ) -> None:
-    """Checks that a study is of this search, or notes what it is of; trials whose process died have failed.
+    """Checks that a study belongs to this search; a new study records the search. Trials of a dead process fail.
 
     Raises:
-      ConfigError: it is of another search; all that differs is named.
+      ConfigError: the study belongs to another search; all differences are named.
     """
     from optuna.distributions import distribution_to_json
     from optuna.trial import TrialState

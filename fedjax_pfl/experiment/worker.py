@@ -1,4 +1,4 @@
-"""A program of several runs, in whatever process an executor has put it."""
+"""Runs a program of several runs, in the process that an executor has chosen."""
 
 import logging
 import time
@@ -20,11 +20,11 @@ from fedjax_pfl.experiment.resume import RunPlace
 
 
 class Finished(NamedTuple):
-    """What is kept of a run among many: a `Result` without its state.
+    """The numbers that are kept of a run among many: a `Result` without its state.
 
     Attributes:
       summary: the content of ``summary.json``.
-      history: metric -> array over evaluated rounds.
+      history: metric -> array over the evaluated rounds.
       clients: column -> array [N].
     """
 
@@ -33,20 +33,20 @@ class Finished(NamedTuple):
     clients: dict[str, np.ndarray]
 
 
-# The runs of a program, or why it failed.
+# The results of a program's runs, or the reason why it failed.
 Outcome = list[Finished] | str
 Report = Callable[[int, str], None]
-"""Program, line of text -> None."""
+"""(number of the program, line of text) -> None."""
 
 _log = logging.getLogger(__name__)
 
 
 class Surroundings(NamedTuple):
-    """What another process needs to know to run a program as this one would.
+    """The state that another process needs to run a program in the same way as this process.
 
     Attributes:
-      settings: of JAX, ``jax.config``.
-      parts: methods, models, ... that its configs name and that are not the package's.
+      settings: the settings of JAX, ``jax.config``.
+      parts: the user's own methods, models, ... that the configs name.
     """
 
     settings: dict[str, Any]
@@ -54,19 +54,21 @@ class Surroundings(NamedTuple):
 
 
 def surroundings(programs: Sequence[Sequence[Config]]) -> Surroundings:
-    """Those of this process, for these programs."""
+    """The surroundings of this process, for these programs."""
     configs = [config for configs in programs for config in configs]
     return Surroundings(dict(jax.config.values), parts_of(configs))
 
 
 def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: Callable[[str], None]) -> Outcome:
-    """Runs a program here. What stops it does not stop others; if unforeseen, it is logged with its traceback.
+    """Runs a program in this process. An error is returned, so that other programs can go on.
+
+    An unforeseen error is also logged with its traceback.
 
     Args:
-      configs: of its runs.
-      dataset: gives what they share.
-      say: called with a line of text before compilation, every few seconds, and after the last round; what it raises
-        is the caller's.
+      configs: the configs of its runs.
+      dataset: returns the data set that they share.
+      say: called with a line of text before compilation, every few seconds, and after the last round; its exceptions
+        are raised.
     """
     raised: list[Exception] = []
     began = last = time.perf_counter()
@@ -109,7 +111,7 @@ def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: 
 def run_elsewhere(
     configs: Sequence[Config], data: Any, around: Surroundings, say: Callable[[str], None] = lambda line: None
 ) -> Outcome:
-    """Runs a program in a process of its own, under the surroundings of the one that called for it."""
+    """Runs a program in a separate process, with the surroundings of the calling process."""
     for name, value in around.settings.items():
         if jax.config.values[name] != value:
             jax.config.update(name, value)

@@ -290,3 +290,10 @@ def test_arguments_that_do_not_fit_name_their_field(dataset, fields, field):
     with pytest.raises(ConfigError) as caught:
         divided(dataset, **fields)
     assert caught.value.field == field
+
+
+def test_no_share_is_asked_for_that_would_leave_none_either():
+    """Of its only training sample a client can spare none, whatever the share."""
+    for clients, allowed in ((CLIENTS, "a larger share: of"), (SAMPLES // 2, "0, or fewer clients: of 1 training")):
+        with pytest.raises(ConfigError, match=rf"data\.validation_share = 0\.01 is not usable: {allowed}"):
+            divided(clients=clients, validation_share=0.01)
