@@ -15,7 +15,8 @@ from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.experiment.build import divide
+from fedjax_pfl.experiment.build import attackers, divide
+from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
 from tests import generator
@@ -143,3 +144,23 @@ def test_a_share_leaves_some_of_either_kind(share):
         ConfigError, match=rf"data.new_clients = {share} is not usable: .*a share that is some of the 6 clients"
     ):
         divide(config(data={"new_clients": share}), load("digits"))
+
+
+def test_validation_samples_that_nobody_has_whose_scores_are_reported_are_refused(tmp_path):
+    """The last of three clients has the only one: it is new, or malicious."""
+    uses = {"train": [[0], [1], [2]], "validation": [[], [], [3]], "test": [[4], [5], [6]]}
+    rows = {use: np.concatenate(of_clients).astype(int) for use, of_clients in uses.items()}
+    ends = {f"{use}_offsets": np.cumsum([0, *map(len, of_clients)]) for use, of_clients in uses.items()}
+    np.savez(tmp_path / "rows.npz", **rows, **ends)
+    partition = {"kind": "indices", "file": str(tmp_path / "rows.npz")}
+    data = {"source": "digits", "clients": 3, "partition": partition, "validation_share": 0.2}
+    honest = Config(data=data, model={"name": "mlp", "hidden": 4}, method={"name": "fedavg"})
+    lying = [
+        honest.replace({"attack.kind": "sign_flip", "attack.share": 0.34, "data.seed": seed}) for seed in range(30)
+    ]
+    last = next(config for config in lying if attackers(config)[2])
+    lay_out([honest], load("digits"))
+    for refused in (honest.replace("data.new_clients", 0.34), last):
+        for evaluate_on in ("test", "validation"):
+            with pytest.raises(ConfigError, match=r"data\.validation_share = 0\.2 .* only to clients that are new or"):
+                lay_out([refused.replace("data.evaluate_on", evaluate_on)], load("digits"))

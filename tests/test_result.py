@@ -442,6 +442,9 @@ def test_what_a_method_has_not_is_said(fedavg):
             ask()
     with pytest.raises(ConfigError, match=r"adapt = 'fedamp' is not usable: a method whose server"):
         with_drawn_state(fedavg[0], "fedamp").adapt(X, Y)
+    dropping = dataclasses.replace(fedavg[0], config=fedavg[0].config.replace("training.drop_last", True))
+    with pytest.raises(ConfigError, match=r"x = 'uint8\[4, 8, 8, 1\]' is not usable: more samples: .* no batch of 16"):
+        dropping.adapt(X, Y)
 
 
 def changed(out, name, old, new):

@@ -257,8 +257,8 @@ class Training(_Section):
         padding by 4 black pixels, and a random horizontal flip; ``crop_flip_reflect``, the same with padding by
         reflection; ``crop_flip_rotate``, ``crop_flip`` and a rotation by up to 15 degrees.
       augment_every: ``epoch``: each training epoch over the images draws anew, while cached features and class means
-        use one draw per round; or ``round``: all use that one draw. It has no effect with ``augment = "none"``, and none
-        on ``copies``.
+        use one draw per round; or ``round``: all use that one draw. It has no effect with ``augment = "none"``, nor on
+        ``copies``.
       copies: a method's own augmentation: ``none``; or a copy of each image by one of FedeCouple's five operations,
         added to the originals (``concat``) or instead of them (``replace``). The method's default unless given
         (FedeCouple: ``concat``, all others: ``none``).

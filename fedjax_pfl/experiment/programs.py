@@ -53,6 +53,7 @@ from fedjax_pfl.experiment.export import export_of
 from fedjax_pfl.experiment.inputs import Row, Shared, layout_of
 from fedjax_pfl.experiment.offloaded import Offloaded, Parts, put_offloaded, traced_offloaded
 from fedjax_pfl.experiment.privacy import check_accountant, check_privacy, without_privacy
+from fedjax_pfl.experiment.summary import judged
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
@@ -359,6 +360,8 @@ def lay_out(
     rows = _rows(configs, federations)
     engine = make_engine(first, data)
     _check(configs, data, engine, federations)
+    for config, manifest in zip(configs, manifests, strict=True):
+        _check_validated(config, manifest, engine.new)
     # As it will be compiled: a term whose coefficient is 0 in some runs only, and its diagnostics, are in all of them.
     surveyed = make_engine(first, data, rows[0].inputs)
     precision = precision_of(first, hardware.backend)
@@ -418,6 +421,14 @@ def _check(configs: Sequence[Config], data: DataShape, engine: Engine, federatio
         check_privacy(first, plain.method, survey(plain, jax.random.key(0), federations[0])[1])
     if first.run.client_state == "host":
         _check_offloaded(engine)
+
+
+def _check_validated(config: Config, manifest: dict[str, Any], new: int) -> None:
+    """Raises a ConfigError if none of the clients whose scores are reported has a validation sample, but others do."""
+    share = config.data.validation_share
+    if share and not np.asarray(manifest["n_validation"])[judged(manifest, new)].any():
+        allowed = "a larger share: it leaves validation samples only to clients that are new or malicious"
+        raise ConfigError("data.validation_share", share, allowed)
 
 
 def _spread(

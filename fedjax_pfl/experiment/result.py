@@ -242,7 +242,7 @@ class Result:
           The model, with ``predict(x)``, ``predict_proba(x)`` and ``params``.
 
         Raises:
-          ConfigError: x or y do not fit, or make no whole batch under ``training.drop_last``; the state was not kept; or
+          ConfigError: x or y do not fit, or make no whole batch with ``training.drop_last``; the state was not kept; or
             the method does not allow it, because its server computes a message for each client that it knows, or its
             clients select on validation samples.
         """

@@ -190,7 +190,7 @@ class Trained:
             raise ConfigError("adapt", self._name, "a method that does not select on validation samples")
         size = self._config.training.batch_size
         if self._config.training.drop_last and size > largest_batch(self._engine, len(x)):
-            allowed = f"more samples: with training.drop_last they make no batch of {size}, and nothing would be trained"
+            allowed = f"more samples: with training.drop_last they make no batch of {size}, and nothing is trained"
             raise ConfigError("x", f"{x.dtype}{list(x.shape)}", allowed)
         client = self._engine.clients if client is None else client
         if not _is_whole(client) or not 0 <= client < 2**31:

@@ -246,9 +246,6 @@ class _Watch(Callback):
     def on_evaluate(self, run: Running, line: Line) -> None:
         """Reports the value."""
         trial, scores = self._of[run], line[self._table(run)]
-        if math.isnan(scores["accuracy"]):
-            share = run.config.data.validation_share
-            raise ConfigError("data.validation_share", share, "larger: no client that is scored has validation samples")
         if not math.isfinite(scores["loss"]):
             trial.set_user_attr("diverged_round", line["round"])
             run.stop("it diverged")
