@@ -87,7 +87,8 @@ def fedtgp(
             apart = distances(batch.x, generate(generator)) + margin * jax.nn.one_hot(batch.y, model.classes)
             return cross_entropy(jnp.where(known, -apart, -1e9), batch.y, batch.mask)
 
-        generator, _ = train_server(now, loss, server.generator, means_as_samples(means, held, cohort.ids))
+        samples = means_as_samples(means, held, cohort.ids)
+        generator, _ = train_server(now, loss, server.generator, samples, record=False)
         return Server(generator, known), clients
 
     return base._replace(init=init, broadcast=broadcast, aggregate=aggregate)

@@ -84,12 +84,13 @@ def _cbam(gates: Params, x: Float[Array, "batch h w c"]) -> Float[Array, "batch 
 
 def _fuse(levels: list[Params], maps: Maps) -> list[Array]:
     """X* of each level: Cv2(up(Cv1' X') + Cv1 X + Cv3 X), where X' and Cv1' belong to the next deeper level."""
-    narrow = [x @ level["cv1"] for level, x in zip(levels, maps, strict=True)]
     fused = []
     for number, (level, x) in enumerate(zip(levels, maps, strict=True)):
-        total = narrow[number] + conv2d(x, level["cv3"], padding="SAME")
+        # Cv1 X + Cv3 X is one convolution: a 1x1 kernel is the middle of a 3x3 kernel.
+        middle = jnp.pad(level["cv1"][None, None], ((1, 1), (1, 1), (0, 0), (0, 0)))
+        total = conv2d(x, middle + level["cv3"], padding="SAME")
         if number + 1 < len(maps):
-            deeper = narrow[number + 1]
+            deeper = maps[number + 1] @ levels[number + 1]["cv1"]
             total = total + jax.image.resize(deeper, (*x.shape[:3], deeper.shape[3]), "bilinear")
         fused.append(conv2d(total, level["cv2"], padding="SAME"))
     return fused
