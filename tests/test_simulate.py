@@ -2,8 +2,6 @@ import csv
 import itertools
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from fedjax_pfl.data.sources import load
 from fedjax_pfl.data.split import draw_test, manifest
 from fedjax_pfl.engine.memory import Hardware, peak_bytes, survey
 from fedjax_pfl.engine.traffic import count, size
-from fedjax_pfl.experiment.build import cores, divide, even_chunk, make_engine, shape_of
+from fedjax_pfl.experiment.build import divide, even_chunk, make_engine, shape_of
 from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.experiment.summary import flat
 from fedjax_pfl.method import Cohort
@@ -300,23 +298,6 @@ def test_other_random_numbers_of_jax_are_refused(setting, value):
     finally:
         jax.config.update(setting, before)
     assert caught.value.field == setting
-
-
-def test_a_warning_says_that_jax_has_started_too_early():
-    program = """
-import warnings
-import jax
-jax.devices()
-from fedjax_pfl.experiment.build import prepare
-from fedjax_pfl.experiment.config import Run
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    prepare(Run(compilation_cache="off"))
-print(*(warning.message for warning in caught))
-"""
-    environment = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
-    shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert ("JAX had started before with one CPU device" in shown.stdout) == (cores() > 1)
 
 
 def test_evaluating_more_often_changes_no_number(reference):
