@@ -82,9 +82,15 @@ from fedjax_pfl.models.projection import Projected  # noqa: E402
 from fedjax_pfl.ops.training import Trainer  # noqa: E402
 
 
+LONGEST = "tests/test_distributed.py"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With ``-n``, a file stays in one process, which compiles its programs once; a method's conformance likewise."""
+    """With ``-n``, a file stays in one process, which compiles its programs once; a method's conformance likewise.
+
+    Those of many tests come first, and before them the one whose few tests take the longest: nobody waits for it.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
@@ -92,6 +98,11 @@ def pytest_xdist_make_scheduler(config, log):
             file, _, test = nodeid.partition("::")
             method = re.search(r"\[(\w+)", test) if file.endswith("test_conformance.py") else None
             return f"{file} {method[1]}" if method else file
+
+        def schedule(self):
+            super().schedule()
+            if LONGEST in self.workqueue:
+                self.workqueue.move_to_end(LONGEST, last=False)
 
     return ByFile(config, log)
 

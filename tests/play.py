@@ -11,6 +11,7 @@ from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run
+from fedjax_pfl.engine.scoring import Scored, Scores
 from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.method import Method, Update
 from tests.conftest import CLASSES
@@ -31,9 +32,17 @@ class Played(NamedTuple):
     cohorts: list[list[int]]
 
 
-def play(method, federation: Federation, *, who=EVERYONE, rounds=3, new=0) -> Played:
+class Unscored(Engine):
+    """Scores no model, which is a third of what is compiled: for tests that do not look at scores."""
+
+    def _score_model(self, view, client, x, y, scored):
+        hits = jnp.zeros(scored[0].class_counts.shape)
+        return Scored(Scores(*[jnp.zeros(())] * len(Scores._fields)), None, hits, {})
+
+
+def play(method, federation: Federation, *, who=EVERYONE, rounds=3, new=0, scored=True) -> Played:
     """The first rounds of a method, as the engine runs them."""
-    engine = Engine(method, N, who, new=new)
+    engine = (Engine if scored else Unscored)(method, N, who, new=new)
     start = jax.jit(engine.init)(KEY, federation)
     end = jax.jit(engine.rounds)(KEY, start, at(0), at(rounds), np.bool_(True), federation)
     return Played(start, end, [present for present, _ in cohorts(engine, KEY, federation, rounds)])

@@ -25,7 +25,7 @@ from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.compressed import Quantised, Sparse, compressed, int8, top_k
 from fedjax_pfl.methods.fedavg import fedavg
 from tests.conftest import TRAIN_SIZES
-from tests.play import KEY, SOME, N, play, unscored
+from tests.play import KEY, SOME, N, Unscored, play
 from tests.reference import MLP, at, client, client_key, held, now, to_numpy, weighted_mean
 from tests.test_conformance import computations_with_collectives
 
@@ -137,8 +137,9 @@ def test_what_would_not_become_smaller_is_sent_as_it_is(model, trainer, federati
 @pytest.mark.parametrize("name", ["fedfcd", "pgfedsplit"])
 def test_bytes_change_little_whatever_the_method_sends(name, model, trainer, federation):
     """Parts for some classes, or in some rounds; a round -1. Wrong parts or origins would change a lot."""
-    plain = unscored(METHODS[name](model, replace(trainer, epochs=1)))
-    plain, found = (play(method, federation, rounds=2).end for method in (plain, compressed(plain, int8())))
+    plain = METHODS[name](model, replace(trainer, epochs=1))
+    methods = plain, compressed(plain, int8())
+    plain, found = (play(method, federation, rounds=2, scored=False).end for method in methods)
     moved = 0.0
     for a, b in zip(*(map(np.float64, jax.tree.leaves(run.state)) for run in (plain, found)), strict=True):
         np.testing.assert_allclose(a, b, atol=0.05 * np.abs(a).max(initial=0) + 1e-3)
@@ -147,11 +148,11 @@ def test_bytes_change_little_whatever_the_method_sends(name, model, trainer, fed
 
 
 def test_devices_do_the_same_and_exchange_nothing_inside_loops(model, trainer, federation, mesh):
-    method, who = compressed(unscored(fedavg(model, trainer)), top_k(0.2)), Participation(0.6, 1.0, 0.1)
-    run, ends = jax.jit(Engine(method, N, who).init)(KEY, federation), []
+    method, who = compressed(fedavg(model, trainer), top_k(0.2)), Participation(0.6, 1.0, 0.1)
+    run, ends = jax.jit(Unscored(method, N, who).init)(KEY, federation), []
     for where in (Placement(), Placement(mesh, 2)):
         arguments = KEY, run, at(0), at(3), jnp.array(False), federation
-        program = jax.jit(Engine(method, N, who, where).rounds).lower(*arguments).compile()
+        program = jax.jit(Unscored(method, N, who, where).rounds).lower(*arguments).compile()
         ends.append(program(*arguments).state.server)
         if where.mesh is not None:
             assert computations_with_collectives(program.as_text()) == []

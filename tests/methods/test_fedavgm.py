@@ -30,7 +30,7 @@ def momentum_step(w, u, mean, *, beta=BETA, server_lr=SERVER_LR, nesterov=False)
 def test_rounds_are_numpys(model, trainer, federation):
     trainer = replace(trainer, lr_decay=0.9)
     method = fedavgm(model, trainer, beta=BETA, server_lr=SERVER_LR)
-    start, end, cohorts = play(method, federation, who=SOME, rounds=ROUNDS)
+    start, end, cohorts = play(method, federation, who=SOME, rounds=ROUNDS, scored=False)
     mlp, w = MLP(federation.x, federation.y), to_numpy(start.state.server.params)
     u, rows = jax.tree.map(np.zeros_like, w), [held(federation.train, i) for i in range(N)]
     for t, cohort in enumerate(cohorts):

@@ -85,7 +85,7 @@ def join(layers, norm):
 
 def test_rounds_and_scores_are_numpys(model_with_norm, trainer, federation):
     method = fedbn(model_with_norm, trainer)
-    start, end, cohorts = play(method, federation, who=SOME, rounds=ROUNDS)
+    start, end, cohorts = play(method, federation, who=SOME, rounds=ROUNDS, scored=False)
     mlp, rows = NormalisedMLP(federation.x, federation.y), [held(federation.train, i) for i in range(N)]
     w = to_numpy(method.personal(start.state.server, client(start.state.clients, 0)))
     layers, norms = {"hidden_layer": w["extractor"]["hidden_layer"], "head": w["head"]}, [w["extractor"]["norm"]] * N

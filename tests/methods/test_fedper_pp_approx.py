@@ -46,7 +46,7 @@ def balanced_gradient(mlp, received, counts):
 def test_rounds_and_scores_are_numpys(model, trainer, federation):
     trainer = replace(trainer, weight_decay=0.01, lr_decay=0.9)
     method = fedper_pp_approx(model, trainer, gamma=GAMMA, lam=LAM)
-    start, end, cohorts = play(method, federation, who=SOME, rounds=ROUNDS)
+    start, end, cohorts = play(method, federation, who=SOME, rounds=ROUNDS, scored=False)
     mlp, rows = MLP(federation.x, federation.y), [held(federation.train, i) for i in range(N)]
     theta, phi = to_numpy(start.state.server), [to_numpy(client(start.state.clients, i)) for i in range(N)]
     for t, cohort in enumerate(cohorts):

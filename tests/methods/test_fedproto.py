@@ -137,7 +137,7 @@ def test_without_the_pull_it_is_local_bit_for_bit(model, trainer, federation):
 
 
 def test_under_one_extractor_prototypes_are_the_means_of_all_samples(model, trainer, federation):
-    start, end, _ = play(fedproto(model, replace(trainer, lr=0.0)), federation, rounds=1)
+    start, end, _ = play(fedproto(model, replace(trainer, lr=0.0)), federation, rounds=1, scored=False)
     rows = np.concatenate([held(federation.train, i) for i in range(N)])
     mlp = MLP(federation.x, federation.y)
     means, counts = class_means(mlp.features(to_numpy(client(start.state.clients, 0)), rows), mlp.y[rows], CLASSES)

@@ -27,7 +27,7 @@ from fedjax_pfl.method import Cohort, TrainInfo, Update
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.private import private
-from tests.play import KEY, N, play, unscored
+from tests.play import KEY, N, Unscored, play
 from tests.reference import MLP, at, client, client_key, held, now, to_numpy
 
 CLIP, NOISE = 0.3, 0.2
@@ -59,7 +59,7 @@ def played(model, trainer, federation):
     @cache
     def of(name):
         method = private(METHODS[name](model, trainer), clip=CLIP, noise=NOISE, expected=EXPECTED)
-        return play(method, federation, who=POISSON, rounds=6)
+        return play(method, federation, who=POISSON, rounds=6, scored=False)
 
     return of
 
@@ -93,8 +93,8 @@ def test_rounds_are_numpys(name, played, trainer, federation):
 def test_noise_has_its_deviation_in_every_round_and_array(model, trainer, federation):
     """Of clients that do not train, the model is a sum of noise."""
     nothing = TrainInfo(jnp.zeros(()), jnp.array(0, jnp.int32))
-    still = unscored(fedavg(model, trainer))._replace(local=lambda now, view, own, data: Update(own, view, nothing))
-    start, end, _ = play(private(still, clip=2.0, noise=1.5, expected=4.0), federation, rounds=4)
+    still = fedavg(model, trainer)._replace(local=lambda now, view, own, data: Update(own, view, nothing))
+    start, end, _ = play(private(still, clip=2.0, noise=1.5, expected=4.0), federation, rounds=4, scored=False)
     moved = jax.tree.leaves(jax.tree.map(lambda a, b: np.asarray(a - b).ravel(), end.state.server, start.state.server))
     deviation = 1.5 * 2.0 / 4.0 * np.sqrt(4)
     for values in moved:
@@ -104,8 +104,8 @@ def test_noise_has_its_deviation_in_every_round_and_array(model, trainer, federa
 
 def test_one_client_moves_the_model_by_the_clip_at_most_whatever_it_sends(model, trainer, federation):
     """Two federations that are neighbours: client 2, the largest, has its samples or none."""
-    plain = unscored(fedavg(model, trainer))
-    start = jax.jit(Engine(plain, N).init)(KEY, federation)
+    plain = fedavg(model, trainer)
+    start = jax.jit(Unscored(plain, N).init)(KEY, federation)
 
     @jax.jit
     def after(factor, data):
@@ -114,7 +114,7 @@ def test_one_client_moves_the_model_by_the_clip_at_most_whatever_it_sends(model,
             return update._replace(upload=jax.tree.map(lambda u: jnp.where(lies, u * factor, u), update.upload))
 
         method = private(plain._replace(local=local), clip=CLIP, noise=NOISE, expected=EXPECTED)
-        server = Engine(method, N).round(KEY, at(0), start, jnp.array(False), data).state.server
+        server = Unscored(method, N).round(KEY, at(0), start, jnp.array(False), data).state.server
         return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(server)])
 
     count = federation.train.count.at[2].set(0)
@@ -144,8 +144,8 @@ def test_a_sum_that_is_neither_clipped_nor_hidden_is_fedavgs_mean_of_equal_clien
 
 
 def test_devices_add_the_same_noise(played, model, trainer, federation, mesh):
-    method = private(unscored(fedavg(model, trainer)), clip=CLIP, noise=NOISE, expected=EXPECTED)
-    engine = Engine(method, N, POISSON, Placement(mesh, 2))
+    method = private(fedavg(model, trainer), clip=CLIP, noise=NOISE, expected=EXPECTED)
+    engine = Unscored(method, N, POISSON, Placement(mesh, 2))
     start, end, _ = played("fedavg")
     run = jax.jit(engine.rounds)(KEY, start, at(0), at(6), jnp.array(True), federation)
     jax.tree.map(near, run.state.server, end.state.server)

@@ -85,8 +85,8 @@ def test_clients_that_agree_have_nothing_to_correct_and_run_fedavg(model, traine
     tables = jax.tree.map(np.asarray, (federation.train, federation.test))
     train, test = client(tables, np.full(N, 2))
     alike = federation._replace(train=train, test=test)
-    start, end, _ = play(scaffold(model, trainer), alike, rounds=ROUNDS)
-    _, expected, _ = play(fedavg(model, trainer), alike, rounds=ROUNDS)
+    start, end, _ = play(scaffold(model, trainer), alike, rounds=ROUNDS, scored=False)
+    _, expected, _ = play(fedavg(model, trainer), alike, rounds=ROUNDS, scored=False)
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, end.state.server.params, expected.state.server)
     assert float(end.loss) == pytest.approx(float(expected.loss), rel=1e-4)
@@ -131,7 +131,7 @@ def test_running_statistics_are_averaged_without_variates(trainer, federation):
         maps=(),
     )
     small = replace(trainer, lr=0.01)
-    start, end, _ = play(scaffold(model, small, server_lr=0.5), federation, rounds=1)
+    start, end, _ = play(scaffold(model, small, server_lr=0.5), federation, rounds=1, scored=False)
 
     def trained(key, row):
         data = client_data(federation.x, federation.y, row)
