@@ -81,7 +81,6 @@ from fedjax_pfl.models.norm import BatchNorm  # noqa: E402
 from fedjax_pfl.models.projection import Projected  # noqa: E402
 from fedjax_pfl.ops.training import Trainer  # noqa: E402
 
-
 LONGEST = "tests/test_distributed.py"
 
 
