@@ -88,7 +88,8 @@ LONGEST = "tests/test_distributed.py"
 def pytest_xdist_make_scheduler(config, log):
     """With ``-n``, a file stays in one process, which compiles its programs once; a method's conformance likewise.
 
-    Those of many tests come first, and before them the one whose few tests take the longest: nobody waits for it.
+    Those of many tests come first. The first process that is done with one goes on with the one whose few tests take
+    the longest, so that nobody waits for it in the end.
     """
     from xdist.scheduler import LoadScopeScheduling
 

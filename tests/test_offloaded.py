@@ -42,38 +42,6 @@ def assert_same(found, expected):
     assert found.summary["traffic"] == expected.summary["traffic"]
 
 
-@pytest.mark.parametrize(
-    "tables",
-    [
-        pytest.param({}, id="a head for each client"),
-        pytest.param({"run": {"eval_every": 3, "placement": "shard"}}, id="on several devices"),
-        pytest.param(
-            {"data": {"new_clients": 0.35}, "run": {"eval_every": 3, "export": ["predictions"], "placement": "vmap"}},
-            id="with new clients and what they answer",
-        ),
-        pytest.param(
-            {
-                "data": {"new_clients": 0.2},
-                "method": {"name": "ccvr"},
-                "run": {"eval_every": 3, "export": ["features"], "export_clients": [1, 4]},
-            },
-            id="calibrated before scoring, but for the training of new clients",
-        ),
-        pytest.param({"participation": {"ratio": 1.0}}, id="everybody takes part"),
-        pytest.param({"participation": {"ratio": [0.2, 0.6], "dropout": 0.4}}, id="some drop out"),
-    ],
-)
-def test_a_run_is_that_with_all_states_on_the_device(tables):
-    results = [simulate(_with(tables, where)) for where in ("host", "device")]
-    assert_same(*results)
-    states = results[0].state.clients
-    assert all(len(leaf) == CLIENTS and leaf.flags.c_contiguous for leaf in jax.tree.leaves(states))
-
-
-def _with(tables, where):
-    return config(where, **{**tables, "run": {**tables.get("run", {"eval_every": 3}), "client_state": where}})
-
-
 def test_a_killed_run_goes_on_wherever_states_were_and_are(tmp_path):
     class KilledError(Exception):
         pass
@@ -82,6 +50,7 @@ def test_a_killed_run_goes_on_wherever_states_were_and_are(tmp_path):
         if now.round >= 2:
             raise KilledError
 
+    # A head for each client.
     run = {"checkpoint_every": 2}
     whole = simulate(config("host", run={**run, "out": str(tmp_path / "whole"), "client_state": "host"}))
     for begun, resumed in (("host", "host"), ("host", "device"), ("device", "host")):
@@ -100,6 +69,42 @@ def test_runs_of_one_program_go_one_by_one():
     for row, expected in zip(*rows, strict=True):
         for name in ("seed", "pre", "post", "std_clients", "megabytes"):
             assert row[name] == pytest.approx(expected[name], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        pytest.param(
+            {"data": {"new_clients": 0.35}, "run": {"eval_every": 3, "export": ["predictions"], "placement": "vmap"}},
+            id="with new clients and what they answer",
+        ),
+        pytest.param(
+            {
+                "data": {"new_clients": 0.2},
+                "method": {"name": "ccvr"},
+                "run": {"eval_every": 3, "export": ["features"], "export_clients": [1, 4]},
+            },
+            id="calibrated before scoring, but for the training of new clients",
+        ),
+        pytest.param({"participation": {"ratio": 1.0}}, id="everybody takes part"),
+        pytest.param(
+            {
+                "participation": {"ratio": [0.2, 0.6], "dropout": 0.4},
+                "run": {"eval_every": 3, "placement": "shard"},
+            },
+            id="some drop out, on several devices",
+        ),
+    ],
+)
+def test_a_run_is_that_with_all_states_on_the_device(tables):
+    results = [simulate(_with(tables, where)) for where in ("host", "device")]
+    assert_same(*results)
+    states = results[0].state.clients
+    assert all(len(leaf) == CLIENTS and leaf.flags.c_contiguous for leaf in jax.tree.leaves(states))
+
+
+def _with(tables, where):
+    return config(where, **{**tables, "run": {**tables.get("run", {"eval_every": 3}), "client_state": where}})
 
 
 def test_no_function_of_a_device_sees_more_states_than_a_cohort_has():
@@ -131,6 +136,15 @@ def test_what_does_not_fit_a_device_is_told_of_the_host_and_fits_from_there():
         memory("device", "gpu", few)
 
 
-def test_a_method_that_begins_with_all_clients_at_once_is_refused():
+def test_a_method_that_begins_with_all_clients_at_once_is_refused_and_not_told_of_the_host():
     with pytest.raises(ConfigError, match=r"run\.client_state = 'host' .* the method's round before the first"):
         simulate(config("host", method={"name": "fedfcd"}))
+    tables = {"method": {"name": "fedfcd"}, "data": {"clients": 300}, "participation": {"ratio": 0.01}}
+
+    def fits(bytes_):
+        hardware = Hardware("gpu", tuple(jax.devices()[:1]), bytes_)
+        return lay_out([config("device", **tables)], load("digits"), hardware).memory
+
+    memory = fits(10**9)
+    with pytest.raises(ConfigError, match=r"data\.clients = 300 is not usable: .* a device has \S+ GB$"):
+        fits(memory.total(chunk=1) - memory.states // 2)

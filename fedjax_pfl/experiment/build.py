@@ -388,13 +388,14 @@ def model_of(config: Config, data: DataShape) -> Model:
         raise ConfigError("model.name", name, f"it does not fit {shape} images: {error}") from None
 
 
-def place(config: Config, memory: Memory, hardware: Hardware) -> Placement:
+def place(config: Config, memory: Memory, hardware: Hardware, *, movable: bool = True) -> Placement:
     """Chooses devices and chunk for the clients of one run, by backend and memory, unless the config sets them.
 
     Args:
       config: the config of the run.
       memory: the memory that it needs, and the number of participants of a round.
       hardware: the available devices and their memory.
+      movable: whether the method's states of clients can be kept on the host, which the error message then proposes.
 
     Raises:
       ConfigError: the run does not fit into memory, or a run of several processes needs another placement.
@@ -419,7 +420,7 @@ def place(config: Config, memory: Memory, hardware: Hardware) -> Placement:
         why = f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB"
         if config.run.chunk and fitting >= 1:
             raise ConfigError("run.chunk", chunk, f"at most {fitting}: {why}")
-        if not on_cpu and 2 * cohort < config.data.clients and need - memory.states <= limit:
+        if movable and not on_cpu and 2 * cohort < config.data.clients and need - memory.states <= limit:
             states = f"the states of all clients, {memory.states / 1e9:.2f} GB,"
             why += f'; with run.client_state = "host", {states} stay in the memory of its host'
         raise ConfigError("data.clients", config.data.clients, why)

@@ -491,7 +491,8 @@ def _place(
     # If spreading the runs leaves devices idle for too long, the runs go one by one, with their clients spread instead.
     idle = 1 - runs / (devices * math.ceil(runs / devices))
     if runs == 1 or together or idle > 0.3:
-        return "clients", Placement(), replace(engine, placement=place(config, memory, hardware))
+        placement = place(config, memory, hardware, movable=engine.method.setup is None)
+        return "clients", Placement(), replace(engine, placement=placement)
     runs_on, clients_on = place_runs(runs, memory, hardware)
     return "runs", runs_on, replace(engine, placement=clients_on)
 
