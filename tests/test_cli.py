@@ -216,10 +216,17 @@ def test_names_are_printed_as_they_are(tmp_path, capsys):
     assert said.count(" 2/2 │   — │ 50.00 ") == len(NAMES)  # PRE: no client was scored
 
 
-def test_quiet_prints_nothing(quick, tmp_path):
+def test_quiet_prints_nothing_and_a_lost_partition_file_can_be_written_again(quick, tmp_path):
     result = invoke("run", quick, "--out", tmp_path / "out", "--quiet")
     assert result.exit_code == 0
     assert result.output == ""
+    # Here of the same run: the remedy for a damaged partition file, as the error gives it.
+    whole = (tmp_path / "out" / "partition.json").read_bytes()
+    (tmp_path / "out" / "partition.json").write_bytes(b"")
+    damaged = str(invoke("report", tmp_path / "out").exception)
+    remedy, config = re.search("`fedjax-pfl (.*) (.*) --out FOLDER` writes the same", damaged).groups()
+    assert invoke(remedy, config, "--out", tmp_path / "again").exit_code == 0
+    assert (tmp_path / "again" / "partition.json").read_bytes() == whole
 
 
 def test_partition_shows_and_writes_who_holds_what_without_training(quick, tmp_path):

@@ -617,7 +617,11 @@ def damaged(home, name, text):
         (lambda home: [write(home / "run")], "file/r", "out = '.*' is not usable: a file that can be written"),
         (lambda home: [damaged(home, "metrics.jsonl", '{"round": 1\n')], "r", "metrics = .*: the metrics of a run"),
         (lambda home: [damaged(home, "metrics.jsonl", "")], "r", "metrics = .*: the metrics of a run"),
-        (lambda home: [damaged(home, "partition.json", "{")], "r", "partition = .*: the partition of a run"),
+        (
+            lambda home: [damaged(home, "partition.json", "{")],
+            "r",
+            "partition = .*: the partition of a run; .*config.toml --out",
+        ),
         (lambda home: [damaged(home, "clients.csv", "a,b\n1\n")], "r", "clients = .*: the clients of a run"),
         (lambda home: [damaged(home, "config.toml", "[")], "r", "config file = .*not valid TOML"),
         (

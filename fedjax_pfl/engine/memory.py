@@ -60,6 +60,9 @@ class Memory(NamedTuple):
     Sizes are what a device needs; ``samples`` and ``states`` are parts of ``resident``. ``process`` and ``compiler``
     are for a CPU, whose devices share the memory of the process; elsewhere they are 0.
 
+    What ``aggregate`` takes in a round is not counted: no client runs beside it, and of all methods here only GRACE's
+    takes more than ``exchanged`` (1.3 times, with 20 and 200 participants and ``cnn3``).
+
     Attributes:
       resident: samples, index tables, the server's state and that of all clients.
       per_client: what one running client needs on top: gradients, activations of a batch, optimiser state.

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shlex
 import shutil
 import sys
 import weakref
@@ -348,7 +349,7 @@ def check_same_data(path: Path, data: str, field: str) -> None:
     Raises:
       ConfigError: of this field: it had others.
     """
-    held = _read("partition", path / "partition.json", json.loads).get("data", data)
+    held = _partition_in(path).get("data", data)
     if held != data:
         raise ConfigError(field, str(path), "a directory for other samples: the run in this one had others than these")
 
@@ -375,7 +376,7 @@ def read_run(folder: Path) -> tuple[Config, dict[str, Any]]:
         "history": history,
         "clients": _read("clients", folder / "clients.csv", read_table),
         "labels": _read("labels", folder / "labels.csv", read_table),
-        "partition": _read("partition", folder / "partition.json", json.loads),
+        "partition": _partition_in(folder),
         "exported": exported,
         "client_history": RunDirectory(folder, resume=True).client_history(int(history["round"][-1])),
     }
@@ -410,7 +411,7 @@ def read_begun(folder: Path) -> Begun:
       ConfigError: a part that its config names is not registered here, or a file is damaged.
     """
     config, metrics = _config_in(folder), folder / "metrics.jsonl"
-    partition = _read("partition", folder / "partition.json", json.loads)
+    partition = _partition_in(folder)
     if (folder / "summary.json").exists():
         summary = _read("summary", folder / "summary.json", json.loads)
         clients = _read("clients", folder / "clients.csv", read_table)
@@ -489,12 +490,20 @@ def _newest(text: str) -> Line:
     return newest
 
 
-def _read(what: str, path: Path, parse: Callable[[str], Any]) -> Any:
+def _partition_in(folder: Path) -> dict[str, Any]:
+    config = shlex.quote(str(folder / "config.toml"))
+    anew = f"`fedjax-pfl partition {config} --out FOLDER` writes the same file again"
+    partition: dict[str, Any] = _read("partition", folder / "partition.json", json.loads, anew)
+    return partition
+
+
+def _read(
+    what: str, path: Path, parse: Callable[[str], Any], remedy: str = "without summary.json it is run again"
+) -> Any:
     try:
         return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        allowed = f"the {what} of a run; without summary.json it is run again"
-        raise ConfigError(what, str(path), allowed) from None
+        raise ConfigError(what, str(path), f"the {what} of a run; {remedy}") from None
 
 
 def check_alike(old: Config, new: Config, directory: str) -> None:
