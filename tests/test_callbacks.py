@@ -167,6 +167,15 @@ def test_a_best_model_begins_anew_with_each_run():
         assert (best.round, best.value) == expected
 
 
+def test_a_best_model_needs_the_state_of_the_best_round():
+    """A run goes on from a checkpoint that may be of a later round than its last evaluation."""
+    best, whole = BestModel("train_loss", mode="min"), run_with([3.0, 2.0])
+    best.on_start(Running(whole.config, "pre", 2, whole.lines, dict))
+    assert best.round == 2
+    with pytest.raises(ConfigError, match=r'BestModel = 2 is not usable: run\.keep = "best" instead'):
+        best.on_start(Running(whole.config, "pre", 3, whole.lines, dict))
+
+
 def test_an_evaluation_without_a_value_is_never_the_best():
     best, run = BestModel("train_loss", mode="min"), run_with([math.nan, 3.0, 2.0, 2.5])
     for at in range(1, 5):

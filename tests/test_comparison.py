@@ -421,6 +421,28 @@ def test_the_table_says_what_guessing_gives_and_what_one_method_has_of_its_own()
     assert "What one method has of its own: fedavg: training.lr=0.3." in text
 
 
+@pytest.mark.parametrize(
+    ("kept", "asked", "refusal"),
+    [
+        ({"keep": "none"}, {}, r"run\.keep = 'final' is not usable: \"none\""),
+        ({}, {"client_history": True}, r"run\.client_history = True is not usable: false"),
+        ({"export": ["features"]}, {"export": ["predictions"]}, r"run\.export = .* is not usable: \[\"features\"\]"),
+        (
+            {"export": ["features"], "export_clients": [1, 2]},
+            {"export": ["features"]},
+            r"run\.export_clients = None",
+        ),
+    ],
+)
+def test_what_complete_runs_have_not_kept_cannot_be_asked_for(kept, asked, refusal, out, comparison, tmp_path):
+    run = shutil.copytree(out / "local-seed0", tmp_path / "local-seed0")
+    (run / "config.toml").write_text(config(method={"name": "local"}, run={**kept, "out": str(run)}).to_toml())
+    with pytest.raises(ConfigError, match=f"{refusal}.*, as in the complete run in"):
+        compare(config(run=asked), ["local"], seeds=[0], out=tmp_path)
+    less = compare(config(run={"keep": "none"}), ["local"], seeds=[0], out=tmp_path)
+    assert less.cells[0].summary == comparison.cells[0].summary
+
+
 def test_other_settings_are_not_mixed_into_a_table(comparison, out):
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=r"config = 'training\.lr=0\.2' is not usable: what the run in .*local-seed0"):

@@ -139,6 +139,35 @@ def test_a_registered_method_is_known_to_configs_and_compiled_anew_when_register
     assert plain.history["train_loss"].tolist() != second.history["train_loss"].tolist()
 
 
+def test_a_part_is_compiled_anew_when_a_number_that_it_reads_has_changed():
+    """As where a cell of a notebook that sets a number is run again, and that of the function is not."""
+    width, step = 4, 1.0
+
+    def net():
+        return nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(width), nn.relu, nn.Dense(10)])
+
+    def slowly(model, train):
+        base = fedavg(model, train)
+
+        def aggregate(now, server, clients, uploads, cohort):
+            mean, clients = base.aggregate(now, server, clients, uploads, cohort)
+            return jax.tree.map(lambda old, new: old + step * (new - old), server, mean), clients
+
+        return base._replace(aggregate=aggregate)
+
+    def server(rounds):
+        result = simulate(config({"training.rounds": rounds}), model=net, method=slowly)
+        return jax.tree.leaves(result.state.server)
+
+    moved = server(2)
+    step = 0.0
+    still, as_still = server(1), server(2)
+    assert all(map(np.array_equal, still, as_still))
+    assert not any(map(np.array_equal, moved, still))
+    width = 5
+    assert {4, 5} <= {n for leaves in (still, server(1)) for leaf in leaves for n in leaf.shape}
+
+
 def test_a_result_answers_by_the_parts_that_it_was_trained_with_whatever_is_called_so_later():
     """As where a cell of a notebook is run again, or variants of one class are run in a loop."""
 

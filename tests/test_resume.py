@@ -178,7 +178,7 @@ def test_another_config_is_refused_with_the_fields_that_differ(copy):
         r"config = 'method\.mu=0\.5, .*training\.lr=0\.2'.*was started with: .*method\.name=fedper.* training\.lr=0\.1"
     )
     fails_untouched(copy, match, other)
-    fails_untouched(copy, r"training\.rounds = 1 is not usable: 2 or more", config(copy, training={"rounds": 1}))
+    fails_untouched(copy, r"training\.rounds = 1 is not usable: 3 or more", config(copy, training={"rounds": 1}))
 
 
 def test_other_data_are_refused(copy):
@@ -304,6 +304,20 @@ def test_a_run_that_a_callback_ends_where_it_goes_on_is_evaluated(whole, copy, t
     shutil.rmtree(evaluated / "checkpoints" / "6")
     result = simulate(config(evaluated), resume=evaluated, callbacks=[Stops()])
     assert (result.history["round"].tolist(), result.summary["rounds"]) == ([4], 4)
+
+
+def test_a_run_cannot_end_at_a_checkpoint_that_was_not_evaluated(copy):
+    match = r"training\.rounds = 2 is not usable: 3 or more: 2 without an evaluation are done"
+    fails_untouched(copy, match, config(copy, training={"rounds": 2}))
+
+
+def test_a_run_that_has_ended_in_a_directory_since_it_was_checked_is_not_replaced(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"run\.out = .* is not usable: the directory is not empty"):
+        directory.take()
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["summary.json"]
 
 
 def test_checkpoints_need_a_run_directory():

@@ -162,11 +162,13 @@ class BestModel(Callback):
         """
         self.round, self.value, self.result, self._state = None, math.nan, None, None  # of an earlier run
         values = np.nan_to_num(self.sign * np.asarray(run.values(self.metric)), nan=-math.inf)
-        if len(values) and int(values.argmax()) < len(values) - 1:
+        if not len(values):
+            return
+        best = run.lines[int(values.argmax())]["round"]
+        if best < run.round:
             allowed = 'run.keep = "best" instead: the state of the best round was lost with the interrupted process'
-            raise ConfigError("BestModel", run.lines[int(values.argmax())]["round"], allowed)
-        if len(values):
-            self.on_evaluate(run, run.lines[-1])
+            raise ConfigError("BestModel", best, allowed)
+        self.on_evaluate(run, run.lines[-1])
 
     def on_evaluate(self, run: Running, line: Line) -> None:
         """Copies the state if the metric is better."""

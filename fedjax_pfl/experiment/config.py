@@ -511,7 +511,8 @@ class Run(_Section):
       keep: the state that the run directory keeps, for later use of its models: ``final``, after the last round;
         ``best``, of the evaluated round whose models are best on validation samples; or ``none``.
       client_history: keep every client's scores of every evaluated round, not only of the last one, in
-        ``client_history.csv`` and ``Result.client_history``.
+        ``client_history.csv`` and ``Result.client_history``; a run that was begun without has those of the rounds
+        after it was resumed.
       metrics: names of your own metrics (``register_metric``), which are measured in addition.
       tensorboard: also write the metrics to TensorBoard event files in the run directory (needs the package).
       compilation_cache: folder of compiled programs, or ``off``; ``~/.cache/fedjax_pfl`` unless given.

@@ -57,6 +57,7 @@ from fedjax_pfl.experiment.summary import judged
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
+from fedjax_pfl.models.own import values_read_by
 
 Over = Literal["clients", "runs"]
 # The default precision of a backend: the fastest one whose effect on accuracy is small compared with that of the seed
@@ -107,7 +108,7 @@ class _Compiled(NamedTuple):
     score: Callable[[Shared, Row, Run], Evaluation]
 
 
-_store: OrderedDict[tuple[str, Callable, Callable, tuple[Callable, ...]], _Compiled | Offloaded] = OrderedDict()
+_store: OrderedDict[tuple[str, tuple[Callable, ...], str], _Compiled | Offloaded] = OrderedDict()
 
 
 def alike(config: Config) -> str:
@@ -589,9 +590,10 @@ def _compile(program: Program) -> _Compiled | Offloaded:
         *((_devices(placement), placement.chunk) for placement in (runs_on, clients_on)),
     ]
     described = repr((tables, data._replace(name=""), shapes, where, sorted(jax.config.values.items())))
-    # The factories themselves are part of the key: a name may be registered again, as in a notebook.
+    # The functions and what they read are part of the key: in a notebook, a name or value may be set again.
     metrics = tuple(METRICS[metric] for metric in config.run.metrics)
-    name = described, METHODS[config.method["name"]], MODELS[config.model["name"]], metrics
+    functions = METHODS[config.method["name"]], MODELS[config.model["name"]], *metrics
+    name = described, functions, repr([values_read_by(function) for function in functions])
     if name in _store:
         _store.move_to_end(name)
         return _store[name]

@@ -17,6 +17,7 @@ import numpy as np
 from fedjax_pfl.data.rows import Holdings, save
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import SELECTORS, Config, load_config, read_toml
+from fedjax_pfl.experiment.config import Run as RunConfig
 from fedjax_pfl.experiment.kept import STATE, Kept, write_state
 from fedjax_pfl.experiment.summary import POINTS, Line, flat, history_of, without_nan
 
@@ -70,17 +71,22 @@ class RunDirectory:
         self.path = Path(path)
         self.checkpoints = self.path / _CHECKPOINTS
         self.events = self.path / _EVENTS
+        self._may_hold_something = overwrite or resume
         self._leave: Callable[[], object] | None = None
+        self._check()
+
+    def _check(self) -> None:
+        """Checks that the run may write here."""
         with writable(self.path):
             is_file = any(at.is_file() for at in (self.path, *self.path.parents))
             holds_something = self.path.is_dir() and any(not _is_left_over(entry) for entry in self.path.iterdir())
         if is_file:
-            raise ConfigError("run.out", str(path), "it is a file, or inside one; name a directory")
-        if holds_something and not (overwrite or resume):
+            raise ConfigError("run.out", str(self.path), "it is a file, or inside one; name a directory")
+        if holds_something and not self._may_hold_something:
             begun = any(self.checkpoints.glob("*")) and not self.complete
             go_on = "go on with the run that has begun there: resume=, --resume; " if begun else ""
             allowed = f"the directory is not empty; {go_on}name another one, or replace it: overwrite=True, --overwrite"
-            raise ConfigError("run.out", str(path), allowed)
+            raise ConfigError("run.out", str(self.path), allowed)
 
     @property
     def complete(self) -> bool:
@@ -96,10 +102,16 @@ class RunDirectory:
         """Keeps other processes from running here until this one has finished the run, or ends in any way.
 
         Raises:
-          ConfigError: another process runs here, or the directory cannot be created.
+          ConfigError: another process runs here, or has done so since the directory was checked, or the directory
+            cannot be created.
         """
         lock = _lock(self.path, "run.out")
         self._leave = None if lock is None else weakref.finalize(self, _unlock, self.path, lock)
+        try:
+            self._check()
+        except ConfigError:
+            self.leave()
+            raise
 
     def leave(self) -> None:
         """Lets other processes in again."""
@@ -323,24 +335,45 @@ def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray],
     """Summary, history and client table of the complete run in a config's directory, if it holds one.
 
     Raises:
-      ConfigError: the run that was begun there is another one, or has another number of rounds; a file is damaged, or
-        none of this version.
+      ConfigError: the run that was begun there is another one, has another number of rounds, or did not keep what is
+        asked for now; a file is damaged, or none of this version.
     """
     if config.run.out is None:
         return None
     path = Path(config.run.out)
     if not (path / "config.toml").exists():
         return None
-    check_alike(_config_in(path), config, config.run.out)
+    old = _config_in(path)
+    check_alike(old, config, config.run.out)
     if not (path / "summary.json").exists():
         return None
     summary, rounds = _read("summary", path / "summary.json", lambda text: ((of := json.loads(text)), of["rounds"]))
     history = _read("metrics", path / "metrics.jsonl", _history)
     clients = _read("clients", path / "clients.csv", read_table)
+    other_folder = f"as in the complete run in {config.run.out}, or another folder (out=, --out)"
     if rounds != config.training.rounds:
-        allowed = f"{rounds}, as in the complete run in {config.run.out}, or another folder (out=, --out)"
-        raise ConfigError("training.rounds", config.training.rounds, allowed)
+        raise ConfigError("training.rounds", config.training.rounds, f"{rounds}, {other_folder}")
+    for field in _not_kept(old.run, config.run):
+        had = getattr(old.run, field)
+        raise ConfigError(f"run.{field}", getattr(config.run, field), f"{json.dumps(had)}, {other_folder}")
     return summary, history, clients
+
+
+def _not_kept(had: RunConfig, asked: RunConfig) -> Iterator[str]:
+    """What is asked for, but not in the directory of a run that has ended without it."""
+    if asked.keep not in ("none", had.keep):
+        yield "keep"
+    if asked.client_history and not had.client_history:
+        yield "client_history"
+    if not set(asked.export) <= set(had.export):
+        yield "export"
+    elif asked.export and not _covers(had.export_clients, asked.export_clients):
+        yield "export_clients"
+
+
+def _covers(had: list[int] | None, asked: list[int] | None) -> bool:
+    """Whether the first clients include the second; None are all."""
+    return had is None or (asked is not None and set(asked) <= set(had))
 
 
 def check_same_data(path: Path, data: str, field: str) -> None:

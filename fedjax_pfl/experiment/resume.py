@@ -161,8 +161,8 @@ def _check_resumable(saved: Saved, config: Config, partition: str, directory: st
     """Checks that going on from a checkpoint under this config gives what an uninterrupted run would have given.
 
     Raises:
-      ConfigError: another config (all fields that differ are named), other data, fewer rounds than are done, or a
-        checkpoint whose config is none of this version.
+      ConfigError: another config (all fields that differ are named), other data, fewer rounds than are done, as many
+        if the last of them was not evaluated, or a checkpoint whose config is none of this version.
     """
     try:
         old = Config(**saved.config)
@@ -172,8 +172,10 @@ def _check_resumable(saved: Saved, config: Config, partition: str, directory: st
     if partition != saved.partition:
         allowed = f"the data that the checkpoint in {directory} was run with: another partition came out of these"
         raise ConfigError("data.source", config.data.source, allowed)
-    if config.training.rounds < saved.round:
-        raise ConfigError("training.rounds", config.training.rounds, f"{saved.round} or more: so many are done")
+    evaluated = bool(saved.lines) and saved.lines[-1]["round"] == saved.round
+    least, why = (saved.round, "so many") if evaluated else (saved.round + 1, f"{saved.round} without an evaluation")
+    if config.training.rounds < least:
+        raise ConfigError("training.rounds", config.training.rounds, f"{least} or more: {why} are done")
 
 
 @functools.cache

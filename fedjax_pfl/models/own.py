@@ -6,7 +6,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NamedTuple
 
 import flax.linen as nn
@@ -124,10 +124,10 @@ def _factory(given: Any, features: str | None) -> Callable[..., Any]:
     if not callable(given) or _is_torch(given):
         raise _unknown(given)
     options, takes_rngs = _options(given)
-    made: dict[str, Own | nn.Module] = {}  # by options, so that each model is checked (`_halves`) only once
+    made: dict[str, Own | nn.Module] = {}  # by all that it is made from, so that each model is checked only once
 
     def factory(**chosen: Any) -> Own | nn.Module:
-        key = repr(sorted(chosen.items()))
+        key = repr((sorted(chosen.items()), values_read_by(given)))
         if key not in made:
             with _in_one_line(_name(given), "when it is made"):
                 made[key] = _of_rngs(given, chosen, features) if takes_rngs else _own(given(**chosen), features)
@@ -137,6 +137,27 @@ def _factory(given: Any, features: str | None) -> Callable[..., Any]:
 
 
 _factory_of = functools.lru_cache(maxsize=256)(_factory)
+
+
+def values_read_by(part: Any) -> list[tuple[str, bool | int | float | str]]:
+    """The numbers, strings and flags that a function of the user reads from its module or from functions around it.
+
+    A program is compiled with their values. In a notebook they may be set anew in another cell than the function's, and
+    then the program has to be compiled again. Functions defined in it count, those it calls do not.
+    """
+    function = inspect.unwrap(part)
+    if not isinstance(function, types.FunctionType):
+        return []
+    around = dict(function.__globals__)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not set yet
+            around[name] = cell.cell_contents
+    names, codes = set[str](), [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names, code.co_freevars)
+        codes += [within for within in code.co_consts if isinstance(within, types.CodeType)]
+    return [(name, around[name]) for name in sorted(names) if isinstance(around.get(name), bool | int | float | str)]
 
 
 def _own(made: Any, features: str | None) -> Own | nn.Module:
@@ -230,6 +251,8 @@ def _described(factory: Callable[..., Any], given: Any, options: list[inspect.Pa
     """The factory with these options as its signature."""
     about: Any = factory
     about.__name__ = _name(given)
+    if isinstance(given, types.FunctionType):
+        about.__wrapped__ = given  # for values_read_by
     written = None if isinstance(given, tuple | list) else given.__doc__
     # A dataclass without a docstring has its signature there.
     about.__doc__ = written if written and not written.startswith(f"{_name(given)}(") else f"{_name(given)}: your own."

@@ -16,7 +16,7 @@ from fedjax_pfl.method import Round
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
 from fedjax_pfl.models.base import normalised
-from fedjax_pfl.models.own import own_model
+from fedjax_pfl.models.own import own_model, values_read_by
 from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.training import Trainer
 from tests.play import update_of
@@ -550,6 +550,22 @@ def test_the_same_model_is_the_same_program():
     assert own_model(Three(hidden=4)) is own_model(Three(hidden=4))
     assert own_model(Three(hidden=4)) is not own_model(Three(hidden=5))
     assert own_model(Three, features="Dense_0") is not own_model(Three)
+
+
+def test_the_values_that_a_function_reads():
+    depth, unset = 2, [1.0]
+
+    def part(rate=0.5):
+        def within(x):
+            return x * depth * CLASSES * rate + len(unset) + later
+
+        return within
+
+    assert values_read_by(part) == [("CLASSES", CLASSES), ("depth", 2)]
+    later = True
+    assert values_read_by(part) == [("CLASSES", CLASSES), ("depth", 2), ("later", True)]
+    assert values_read_by(own_model(part)) == values_read_by(part)
+    assert values_read_by(Three) == values_read_by(CLASSES) == []
 
 
 # ---- what cannot be used
