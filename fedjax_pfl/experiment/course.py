@@ -132,9 +132,9 @@ class Course:
         config, program, manifest = self._config, self._program, self._manifest
         on = config.data.evaluate_on
         labels = label_table(manifest, on, self.scores)
-        summary = _summary(program, config, dataset, manifest, self.lines, labels, ended.traffic, timing)
+        summary = _summary(program, config, self.end, dataset, manifest, self.lines, labels, ended.traffic, timing)
         if self.end < config.training.rounds:
-            summary |= {"rounds": self.end, "stopped": self.live.stopped}
+            summary["stopped"] = self.live.stopped
         participated = program.rounds_participated(self.run, self.end)
         clients = client_table(manifest, on, self.scores, program.engine.new, participated)
         kept = Kept(self.end, program.data, ended.state)
@@ -153,6 +153,7 @@ class Course:
 def _summary(
     program: Program,
     config: Config,
+    rounds: int,
     dataset: str,
     manifest: dict[str, Any],
     lines: Sequence[Line],
@@ -168,14 +169,14 @@ def _summary(
         "dataset": dataset,
         "model": config.model["name"],
         "clients": config.data.clients,
-        "rounds": config.training.rounds,
+        "rounds": rounds,
         "seed": config.run.seed,
         "partition_hash": manifest["hash"],
         "evaluated_on": config.data.evaluate_on,
         "majority_class": majority_class(manifest, config.data.evaluate_on, engine.new),
         "label_accuracy": label_accuracy(labels, program.data.classes, judged(manifest, engine.new)),
         **({"attackers": manifest["attackers"]} if "attackers" in manifest else {}),
-        **({"privacy": spent(config)} if config.privacy.clip is not None else {}),
+        **({"privacy": spent(config, rounds)} if config.privacy.clip is not None else {}),
     }
     costs = {
         "timing": timing,

@@ -95,17 +95,21 @@ def _averages(method: Method, clients: int) -> bool:
     return same(found[0], alone[0]) and same(found[1], kept)
 
 
-def spent(config: Config) -> dict[str, Any]:
+def spent(config: Config, rounds: int) -> dict[str, Any]:
     """The entry of a run's summary on privacy, which protects the presence of all data of one client.
 
+    Args:
+      config: of the run.
+      rounds: how many it has had; fewer than in the config if it was stopped.
+
     Returns:
-      ``epsilon`` at ``delta`` after all rounds, None if there is no bound (``noise`` 0); ``noise`` and ``clip``;
+      ``epsilon`` at ``delta`` after these rounds, None if there is no bound (``noise`` 0); ``noise`` and ``clip``;
       ``adjacency``: two federations are neighbours if they are equal, except that one client of the first has no data
       in the second.
     """
     privacy, ratio = config.privacy, config.participation.ratio
     assert isinstance(ratio, float)
-    bound = epsilon(privacy.noise, ratio, config.training.rounds, privacy.target_delta) if privacy.noise else None
+    bound = epsilon(privacy.noise, ratio, rounds, privacy.target_delta) if privacy.noise else None
     return {
         "epsilon": bound,
         "delta": privacy.target_delta,

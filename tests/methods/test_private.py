@@ -12,7 +12,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from fedjax_pfl import Config, ConfigError, simulate
+from fedjax_pfl import Callback, Config, ConfigError, simulate
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
@@ -200,6 +200,11 @@ TABLES = {
 }
 
 
+class Stops(Callback):
+    def on_evaluate(self, run, line):
+        run.stop()
+
+
 AROUND = {"attack": {"kind": "scaled"}, "compression": {"kind": "int8"}}
 
 
@@ -214,13 +219,16 @@ def test_a_run_says_what_it_costs_and_another_noise_compiles_nothing(monkeypatch
     other = simulate(Config(**TABLES, **AROUND, privacy={"clip": 0.4, "noise": 1.2, "delta": 1e-3}))
     assert other.summary["privacy"]["epsilon"] == epsilon(1.2, 0.5, 4, 1e-3)
     assert other.history["pre.loss"] != result.history["pre.loss"]
+    longer = Config(**TABLES, **AROUND, privacy=PRIVATE).replace("training.rounds", 8)
+    stopped = simulate(longer, callbacks=[Stops()])
+    assert (stopped.summary["rounds"], stopped.summary["privacy"]) == (4, result.summary["privacy"])
 
 
 def test_clipping_alone_bounds_no_epsilon_and_needs_no_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     config = Config(**TABLES, privacy=CLIPPED)
     lay_out([config], load("digits"))
-    assert spent(config)["epsilon"] is None
+    assert spent(config, 4)["epsilon"] is None
 
 
 def test_the_library_is_missed_before_anything_is_compiled(monkeypatch):

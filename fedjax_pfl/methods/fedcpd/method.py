@@ -82,7 +82,7 @@ def fedcpd(
 
     Reference:
       K. Jin et al. FedCPD: Personalized Federated Learning with Prototype-Enhanced Representation and Memory
-      Distillation. IJCAI 2025. It states no alpha, beta and tau: chosen on validation samples (benchmarks/README.md).
+      Distillation. IJCAI 2025. Without alpha, beta, tau: ours by validation in 10 rounds (benchmarks/README.md).
     """
     weights: dict[str, Scalar] = {"alpha": alpha, "beta": beta, "gamma": gamma}
     on = {name: weight for name, weight in weights.items() if not is_off(weight)}
