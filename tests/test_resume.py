@@ -307,7 +307,7 @@ def test_a_run_that_a_callback_ends_where_it_goes_on_is_evaluated(whole, copy, t
 
 
 def test_a_run_cannot_end_at_a_checkpoint_that_was_not_evaluated(copy):
-    match = r"training\.rounds = 2 is not usable: 3 or more: 2 without an evaluation are done"
+    match = r"training\.rounds = 2 is not usable: 3 or more: 2 are done, the last of them without an evaluation"
     fails_untouched(copy, match, config(copy, training={"rounds": 2}))
 
 

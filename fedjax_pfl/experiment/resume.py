@@ -173,9 +173,10 @@ def _check_resumable(saved: Saved, config: Config, partition: str, directory: st
         allowed = f"the data that the checkpoint in {directory} was run with: another partition came out of these"
         raise ConfigError("data.source", config.data.source, allowed)
     evaluated = bool(saved.lines) and saved.lines[-1]["round"] == saved.round
-    least, why = (saved.round, "so many") if evaluated else (saved.round + 1, f"{saved.round} without an evaluation")
+    least = saved.round if evaluated else saved.round + 1
     if config.training.rounds < least:
-        raise ConfigError("training.rounds", config.training.rounds, f"{least} or more: {why} are done")
+        why = "so many are done" if evaluated else f"{saved.round} are done, the last of them without an evaluation"
+        raise ConfigError("training.rounds", config.training.rounds, f"{least} or more: {why}")
 
 
 @functools.cache

@@ -200,12 +200,12 @@ TABLES = {
 }
 
 
+AROUND = {"attack": {"kind": "scaled"}, "compression": {"kind": "int8"}}
+
+
 class Stops(Callback):
     def on_evaluate(self, run, line):
         run.stop()
-
-
-AROUND = {"attack": {"kind": "scaled"}, "compression": {"kind": "int8"}}
 
 
 @needs_accountant

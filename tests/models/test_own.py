@@ -553,11 +553,11 @@ def test_the_same_model_is_the_same_program():
 
 
 def test_the_values_that_a_function_reads():
-    depth, unset = 2, [1.0]
+    depth, listed = 2, [1.0]
 
     def part(rate=0.5):
         def within(x):
-            return x * depth * CLASSES * rate + len(unset) + later
+            return x * depth * CLASSES * rate + len(listed) + later
 
         return within
 
