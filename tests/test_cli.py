@@ -15,6 +15,7 @@ from fedjax_pfl.cli import printing
 from fedjax_pfl.cli.commands import app, main
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
+from fedjax_pfl.experiment.grid import grid
 from fedjax_pfl.experiment.record import Listed
 from fedjax_pfl.models import MODELS
 
@@ -190,12 +191,12 @@ def test_an_override_that_a_command_would_not_read_is_refused(name, override, me
     assert str(refused) == f"override = '{override}' is not usable: {message}"
 
 
-NAMES = ["[old] lr=0.1", "a[/b]", "<b>x</b>", "*x*", "__y__", "`z`", "~~w~~", "&lt;", ":smile:", "\\[c]"]
+NAMES = ["[old] lr=0.1", "a[/b]", "<b>x</b>", "*x*", "__y__", "`z`", "~~w~~", "&lt;", ":smile:", "\\[c]", "a | b", "|"]
 
 
 def test_names_are_printed_as_they_are(tmp_path, capsys):
     """They are no markup: neither that of rich nor Markdown."""
-    table = "\n".join(f"| {row} |" for row in ("method | PRE", "--- | ---:", *(f"{name} | 1.00" for name in NAMES)))
+    table = grid(["method", "PRE"], [[name, "1.00"] for name in NAMES])
     printing.print_markdown(f"# [t]\n\n{table}\n\n**Failed**: {', '.join(NAMES)}: _no_ and *no*.")
     said = capsys.readouterr().out
     assert f"\nFailed: {', '.join(NAMES)}: _no_ and *no*. " in said

@@ -20,6 +20,7 @@ from fedjax_pfl import Config, ConfigError, Sweep, compare, sweep
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.data.rows import Holdings, Split
 from fedjax_pfl.experiment.gathered import differences, gather
+from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.record import RunDirectory
 from fedjax_pfl.experiment.report import report, report_html
 from fedjax_pfl.experiment.summary import summary_of
@@ -491,6 +492,22 @@ def test_what_names_say_is_text(tmp_path):
         assert HOSTILE in page.text
     assert "<i>&" in page.text
     assert [of["name"] for of in page.numbers["combinations"]] == [f"data.source={HOSTILE}", "data.source=digits"]
+
+
+def test_a_bar_in_a_value_ends_no_cell_of_the_table(tmp_path):
+    for name, source in {"a": "npz:a | b.npz", "b": "digits"}.items():
+        write(tmp_path / name, config(source=source))
+    expected = [["data.source=npz:a | b.npz", "1"], ["data.source=digits", "1"]]
+    text = Sweep.load(tmp_path).markdown()
+    assert r"| data.source=npz:a \| b.npz | 1 |" in text
+    assert [row[:2] for row in Page(runs_html(text)).table("run", "seeds")] == expected
+    order = text.splitlines()
+    first = next(at for at, line in enumerate(order) if line.startswith("| data.source=npz"))
+    order[first : first + 2] = order[first + 1], order[first]
+    (tmp_path / "sweep.md").write_text("\n".join(order) + "\n", encoding="utf-8")
+    page = Page(report_html([tmp_path]))
+    assert [row[:2] for row in page.table("run", "seeds")] == expected[::-1], "the table that was written, as it is"
+    assert [of["name"] for of in page.numbers["combinations"]] == [name for name, _ in expected[::-1]]
 
 
 def test_options_differ_only_between_runs_of_one_method(tmp_path):

@@ -19,8 +19,8 @@ def print_markdown(text: str) -> None:
 
     console, parts = _console(200), text.split("\n\n")
     shown = "\n\n".join(_side_by_side(part, console.width) for part in parts)
-    # Names and messages may have any letters.
-    console.print(Markdown(re.sub(r"(?<!\*)\*(?!\*)|[\\`_~<\[&]", r"\\\g<0>", shown)))
+    # Names and messages may have any letters; a bar within a cell is escaped already.
+    console.print(Markdown(re.sub(r"(?<!\*)\*(?!\*)|\\(?!\|)|[`_~<\[&]", r"\\\g<0>", shown)))
 
 
 def _console(width: int) -> "Console":
@@ -34,7 +34,7 @@ def _side_by_side(part: str, width: int) -> str:
     """A Markdown table that is wider than the terminal as several, each with the first column; else as it is."""
     if not part.startswith("| "):
         return part
-    columns = list(zip(*(line.strip("| ").split(" | ") for line in part.splitlines()), strict=True))
+    columns = list(zip(*(line[2:-2].split(" | ") for line in part.splitlines()), strict=True))
     wide = [max(map(len, column)) + 3 for column in columns]
     tables: list[list[int]] = [[0]]
     for at in range(1, len(columns)):

@@ -96,7 +96,7 @@ def deal(
         given = read(options["file"])
         listed = partition_of(given, dataset.labels, clients, seed, samples_per_client, options["file"])
         if isinstance(given, Holdings):
-            return _as_in_the_run(dataset, listed, given, options["file"], validation_share, official)
+            return _as_in_the_run(dataset, listed, given, options["file"], validation_share, official, new)
 
     # 1. The rows to divide, and the number of rows per client.
     if official:
@@ -194,7 +194,7 @@ def count_new(share: float, clients: int) -> int:
 
 
 def _as_in_the_run(
-    dataset: Dataset, listed: Partition, held: Holdings, file: str, validation_share: float, official: bool
+    dataset: Dataset, listed: Partition, held: Holdings, file: str, validation_share: float, official: bool, new: int
 ) -> tuple[Holdings, dict[str, Any]]:
     """The rows in a run's file, and their manifest; the hashes must agree, or the labels differ from that run's."""
     parts, notes = listed.parts, listed.notes
@@ -205,6 +205,7 @@ def _as_in_the_run(
         raise ConfigError("data.validation_share", validation_share, f"0: {file} has no rows to validate on")
     if validating and not validation_share:
         notes = (*notes, f"its {validating} rows for validation are not used: data.validation_share is 0")
+    notes = (*notes, *_of_new(len(parts), new))
     record = manifest(dataset.labels, dataset.classes, Partition(parts, notes), held.splits)
     if held.hash not in (None, record["hash"]):
         allowed = f"rows of the data that it was written for: the labels of {dataset.name} are others"
@@ -235,6 +236,11 @@ def _notes(
     if dataset.vocabulary is not None and (validation_share or not official):
         of = "validation" if official else "test"
         yield f"windows of a text overlap: those of the {of} part share most characters with some of the training part"
+    yield from _of_new(clients, new)
+
+
+def _of_new(clients: int, new: int) -> Iterator[str]:
+    """A note on the clients that never train, if there are any."""
     if new:
         yield f"clients {clients - new} to {clients - 1} are new: they never train"
 

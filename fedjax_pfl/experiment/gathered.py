@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import SELECTORS, Config
+from fedjax_pfl.experiment.grid import as_entry, entries_of
 from fedjax_pfl.experiment.record import FREE, Begun, read_begun, run_directories
 from fedjax_pfl.experiment.summary import flat
 from fedjax_pfl.experiment.tables import Cell, show, without_seed
@@ -121,7 +122,7 @@ def is_current(table: Table, runs: Sequence[Begun]) -> bool:
     A later call may have written the table for some of the runs only, and a run may have been continued since.
     """
     heading_and_rule = 2
-    rows = [line.split(" | ") for line in table.text.splitlines() if line.startswith("| ")][heading_and_rule:]
+    rows = [entries_of(line) for line in table.text.splitlines() if line.startswith("| ")][heading_and_rule:]
     ended = [run.path / "summary.json" for run in runs if run.summary is not None]
     return sum(int(seeds) for _, seeds, *_ in rows) == len(ended) and all(
         path.stat().st_mtime_ns <= table.written for path in ended
@@ -151,7 +152,7 @@ def named(runs: Sequence[Begun], table: Table | None = None) -> list[tuple[dict[
         for values, run in zip(differences(runs), runs, strict=True)
     ]
     # Runs that are not in the table yet come last.
-    return [(values, text.find(f"\n| {show(without_seed(values))} ") % (len(text) + 1)) for values in found]
+    return [(values, text.find(f"\n| {as_entry(show(without_seed(values)))} ") % (len(text) + 1)) for values in found]
 
 
 def _called(runs: Sequence[Begun], table: Table) -> list[dict[str, Any]] | None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pfl.experiment.grid import entries_of
+
 # The largest number of clients or classes shown of a partition, because a notebook file keeps all that it shows.
 _SHOWN = 40
 # Both colours are visible on white and on black; POST is also dashed.
@@ -55,7 +57,7 @@ def runs_html(text: str) -> str:
         if block.startswith("#"):
             shown.append(f"<div><strong>{_inline(block.lstrip('# '))}</strong></div>")
         elif block.startswith("|"):
-            headings, _, *rows = (line[2:-2].split(" | ") for line in block.split("\n"))
+            headings, _, *rows = map(entries_of, block.split("\n"))
             shown.append(table_html(headings, [cells_html(map(_inline, row)) for row in rows]))
         else:
             notes.append(block)

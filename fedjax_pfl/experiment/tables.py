@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.grid import grid
 from fedjax_pfl.experiment.statistics import (
     ENOUGH_SEEDS,
     Difference,
@@ -481,12 +482,6 @@ def mean_and_spread(values: Sequence[float] | np.ndarray, digits: int = 2) -> st
         return NONE
     spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
     return f"{np.mean(values):.{digits}f}{spread}"
-
-
-def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    marks = ["---", *["---:"] * (len(headings) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (headings, marks, *rows))
 
 
 def _is_nothing(value: Any) -> bool:
