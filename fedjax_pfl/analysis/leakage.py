@@ -295,11 +295,8 @@ def _victim(run: Config | Result, config: Config, data: DataShape, client: int) 
 
     key_init, key_rounds = jax.random.split(jax.random.key(config.run.seed))
     key = jax.random.split(key_init, 3)[0]
-    try:
-        sample = jax.ShapeDtypeStruct(data.sample, jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
-        uploaded = jax.eval_shape(upload, *sample)
-    except ZeroDivisionError:  # a batch of one cannot be dealt out
-        raise ConfigError("method.name", name, "a method that can train on a single image") from None
+    sample = jax.ShapeDtypeStruct(data.sample, jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    uploaded = jax.eval_shape(upload, *sample)
     if not uploaded:
         raise ConfigError("method.name", name, "a method whose clients upload something")
     bias = _bias_of_head(uploaded, jax.eval_shape(model_of(config, data).init, key)["head"])

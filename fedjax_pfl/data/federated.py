@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
@@ -61,7 +61,7 @@ class Batch(NamedTuple):
     mask: Float[Array, " batch"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["draw", "anew"])
+@partial(jax.tree_util.register_dataclass, data_fields=["key", "places"], meta_fields=["draw", "anew"])
 @dataclass(frozen=True)
 class Augmentation:
     """The augmentation of a client's images, applied whenever they are read.
@@ -70,18 +70,22 @@ class Augmentation:
       draw: keys [batch], x -> x, one key for each image (`fedjax_pfl.data.augment`).
       key: the key of the round's draw.
       anew: whether every training epoch draws anew; else all passes of a round see the same images.
+      places: for a client whose list was reordered, the former position of each image, from which it is drawn; else
+        None.
     """
 
     draw: Callable[[Key[Array, " batch"], UInt8[Array, "batch h w c"]], UInt8[Array, "batch h w c"]]
     key: Key[Array, ""]
     anew: bool
+    places: Int[Array, " capacity"] | None = None
 
     def in_epoch(self, key: Key[Array, ""]) -> "Augmentation":
         """The augmentation for a training epoch with this key."""
-        return Augmentation(self.draw, key, self.anew) if self.anew else self
+        return replace(self, key=key) if self.anew else self
 
     def __call__(self, x: UInt8[Array, "batch h w c"], positions: Int[Array, " batch"]) -> UInt8[Array, "batch h w c"]:
         """The images at these positions of the client's list; a draw depends on key and position alone."""
+        positions = positions if self.places is None else self.places[positions]
         return self.draw(jax.vmap(partial(jax.random.fold_in, self.key))(positions), x)
 
 
@@ -153,6 +157,13 @@ class ClientData(NamedTuple):
             return Batch(self._read(rows, positions), y, mask)
 
         return batch
+
+    def reordered(self, order: Int[Array, " capacity"]) -> "ClientData":
+        """The client with its list in another order, in which each image keeps its augmentation."""
+        drawn = self.augmentation
+        return self._replace(
+            index=self.index[order], augmentation=None if drawn is None else replace(drawn, places=order)
+        )
 
     def in_epoch(self, key: Key[Array, ""]) -> "ClientData":
         """The client as seen by a training epoch with this key."""

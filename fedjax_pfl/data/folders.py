@@ -89,9 +89,13 @@ def _decode(folder: Path, size: int | None, source: str) -> Dataset:
     if len(classes) < 2:
         _refuse(source, f"{folder} has images of one class alone, {classes[0]!r}; expected is {_LAYOUTS}")
     index = {label: number for number, label in enumerate(classes)}
+    named: dict[Path, str] = {}
     for sample in (sample for samples in parts.values() for sample in samples):
         if sample.label not in index:
             _refuse(source, f"{sample.where}: class {sample.label!r} has no images in the training part")
+        if sample.file in named:
+            _refuse(source, f"{sample.where}: {sample.file} is already named in {named[sample.file]}")
+        named[sample.file] = sample.where
     test = parts.pop("test", None) or parts.pop("val", [])
     samples = [sample for samples in (*parts.values(), test) for sample in samples]
     return Dataset(
@@ -145,6 +149,9 @@ def _by_class(folder: Path, source: str) -> list[_Sample]:
         files = _image_files(inside) + _image_files(inside / "images")
         if not files:
             _refuse(source, f"{inside} holds no images; expected is {_LAYOUTS}")
+        others = [other for other in _subfolders(inside) if other.name != "images" and _image_files(other)]
+        if others:
+            _refuse(source, f"{others[0]} holds images, in a folder of a class; expected is {_LAYOUTS}")
         samples += [_Sample(file, inside.name, str(inside)) for file in files]
     if not samples:
         _refuse(source, f"{folder} holds no folders of images; expected is {_LAYOUTS}")

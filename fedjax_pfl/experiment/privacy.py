@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.errors import ConfigError
@@ -70,7 +70,7 @@ def _why_not(method: Method, exchange: Exchange, clients: int) -> str | None:
 
 
 def _averages(method: Method, clients: int) -> bool:
-    """Whether two uploads change the server like their weighted mean alone, and leave the clients unchanged."""
+    """Whether uploads change the server like their mean alone, weighted or not, and leave the clients unchanged."""
     rng = np.random.default_rng(0)
 
     def filled(tree: PyTree, *rows: int) -> Any:
@@ -81,18 +81,24 @@ def _averages(method: Method, clients: int) -> bool:
         return jax.tree.map(leaf, tree)
 
     server, client = jax.eval_shape(lambda key: method.init(key, clients), jax.random.key(0))
-    server, kept = filled(server), filled(client, 2)
-    two = filled(method.broadcast(server), 2)
-    one = jax.tree.map(lambda leaf: jnp.average(leaf, axis=0, weights=jnp.array([1.0, 3.0]))[None], two)
+    # Three: weights that depend on how alike uploads are would be the same for both of two.
+    weights = jnp.array([1.0, 3.0, 2.0])
+    server, kept = filled(server), filled(client, len(weights))
+    uploads = filled(method.broadcast(server), len(weights))
     now = Round(jax.random.key(0), jnp.array(1, jnp.int32))
-    found = method.aggregate(now, server, kept, two, Cohort(jnp.arange(2), jnp.array([1.0, 3.0]), clients, clients))
-    nobody = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:1]), kept)
-    alone = method.aggregate(now, server, nobody, one, Cohort(jnp.arange(1), jnp.ones((1,)), clients, clients))
+    cohort = Cohort(jnp.arange(len(weights)), weights, clients, clients)
+    found = method.aggregate(now, server, kept, uploads, cohort)
+
+    def of_mean(weights: Array) -> PyTree:
+        one = jax.tree.map(lambda leaf: jnp.average(leaf, axis=0, weights=weights)[None], uploads)
+        nobody = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:1]), kept)
+        return method.aggregate(now, server, nobody, one, Cohort(jnp.arange(1), jnp.ones((1,)), clients, clients))[0]
 
     def same(a: PyTree, b: PyTree) -> bool:
         return all(jax.tree.leaves(jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-4, atol=1e-5), a, b)))
 
-    return same(found[0], alone[0]) and same(found[1], kept)
+    means = (of_mean(weights), of_mean(jnp.ones_like(weights)))
+    return any(same(found[0], mean) for mean in means) and same(found[1], kept)
 
 
 def spent(config: Config, rounds: int) -> dict[str, Any]:

@@ -135,4 +135,4 @@ def _sample(key: Key[Array, ""], data: ClientData, share: Scalar) -> ClientData:
     """A random share of the client's samples, at least one; ``class_counts`` remain those of all its samples."""
     order = permutation(key, data.count, data.capacity)
     count = jnp.round(share * data.count.astype(jnp.float32)).astype(jnp.int32)
-    return data._replace(index=data.index[order], count=jnp.clip(count, jnp.minimum(data.count, 1), data.count))
+    return data.reordered(order)._replace(count=jnp.clip(count, jnp.minimum(data.count, 1), data.count))

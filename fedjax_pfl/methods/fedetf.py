@@ -57,12 +57,14 @@ def fedetf(
       projection_lr: learning rate of the projection.
 
     Raises:
-      ValueError: d is less than the number of classes.
+      ValueError: there is one class only, or d is less than the number of classes.
 
     Reference:
       Z. Li, X. Shang, R. He, T. Lin, C. Wu. No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning
       with Synthetic and Fixed Classifier. ICCV 2023. arXiv:2303.10058.
     """
+    if model.classes < 2:
+        raise ValueError("a simplex needs two classes or more")
     dim = model.classes if projection_dim is None else projection_dim
     if dim < model.classes:
         raise ValueError(f"projection_dim = {dim} is less than the {model.classes} classes")

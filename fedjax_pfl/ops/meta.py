@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -21,7 +22,9 @@ def deal(batch: Batch, parts: int) -> tuple[Batch, ...]:
       batch: the mini-batch; its samples come before its padding.
       parts: number of parts.
     """
-    return tuple(jax.tree.map(lambda leaf, part=part: leaf[part::parts], batch) for part in range(parts))
+    missing = max(0, parts - len(batch.mask))  # a batch is no longer than the largest client's list
+    rows = jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, missing), *[(0, 0)] * (leaf.ndim - 1)]), batch)
+    return tuple(jax.tree.map(lambda leaf, part=part: leaf[part::parts], rows) for part in range(parts))
 
 
 def inner_step(loss: Callable[[Params], Float[Array, ""]], params: Params, rate: Scalar) -> Params:

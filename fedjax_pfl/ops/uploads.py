@@ -27,18 +27,33 @@ def origin_of(method: Method, view: PyTree, upload: PyTree) -> PyTree:
     """The origin of an upload, array by array: upload - origin is the update.
 
     The origin of an array is the view's array of the same name, shape and type, from which it was trained. The origin
-    is zero, so that the whole array is an update, if there is no such array; in a `PerClass` or `SentIf`, which the
-    client may not have received; and if the method sends changes. A client's ``inbox`` is not considered here.
+    is zero, so that the whole array is an update, if there is no such array; in a `PerClass`, of which the client may
+    not have received all rows; in a `SentIf` that was not sent; and if the method sends changes. A client's ``inbox``
+    is not considered here.
     """
-    received = {} if method.sends_change else dict(jax.tree.leaves_with_path(view, is_leaf=_is_part))
+    received = {} if method.sends_change else dict(jax.tree.leaves_with_path(_received(view)))
 
     def leaf(path: tuple, sent: Array) -> Array:
         got = received.get(path)
-        if got is None or _is_part(got) or (got.shape, got.dtype) != (sent.shape, sent.dtype):
+        if got is None or (got.shape, got.dtype) != (sent.shape, sent.dtype):
             return jnp.zeros_like(sent)
         return jnp.asarray(got)
 
     return jax.tree.map_with_path(leaf, upload)
+
+
+def _received(view: PyTree) -> PyTree:
+    """What every participant has received of a view; zeros instead of a `SentIf` that was not sent."""
+
+    def node(part: PyTree) -> PyTree:
+        if isinstance(part, PerClass):
+            return None
+        if isinstance(part, SentIf):
+            sent = jax.tree.map(lambda leaf: jnp.where(part.sent, leaf, jnp.zeros_like(leaf)), part.value)
+            return part._replace(sent=None, value=sent)  # type: ignore[arg-type]  # the flag is not compared
+        return part
+
+    return jax.tree.map(node, view, is_leaf=_is_part)
 
 
 def map_values(

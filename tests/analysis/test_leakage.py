@@ -246,7 +246,6 @@ def test_a_mistake_in_the_call_is_one_line(changes, message, digits):
         ({"method.name": "fedamp"}, "a message that the server computes for each client"),
         ({"method.name": "fedfcd"}, "round -1, which only a Result has behind it"),
         ({"method.name": "fedsoup", "data.validation_share": 0.2}, "validation samples to select on"),
-        ({"method.name": "perfedavg"}, "'perfedavg' is not usable: a method that can train on a single image"),
         ({"compression.kind": "int8"}, "compression.kind = 'int8' is not usable: \"none\": whole arrays are compared"),
         ({"participation.collaborate": False}, "participation.collaborate = False is not usable: true: alone, clients"),
         ({"data.source": "arrays"}, "run = 'a Config of data from Python' is not usable: a Result of it, or"),

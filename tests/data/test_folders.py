@@ -164,6 +164,11 @@ def test_lists_may_have_names_as_labels_and_spaces_in_paths(tmp_path):
         ({"train.txt": "a/1.png 0\nb/1.png 0"}, "{root} has images of one class alone, '0'"),
         ({"train.txt": "a/1.png 0\nb/1.png 1", "TE.txt": "\n\na/1.png 2"}, "{root}/TE.txt, line 3: class '2' has no"),
         ({"train.txt": "a/1.png 0\nb/1.png 1", "TR.txt": "a/1.png 0"}, "{root}/TR.txt and {root}/train.txt are both"),
+        (
+            {"train.txt": "a/1.png 0\nb/1.png 1", "test.txt": "./a/1.png 0"},
+            "{root}/test.txt, line 1: {root}/a/1.png is already named in {root}/train.txt, line 1",
+        ),
+        ({"train.txt": "a/1.png 0\nb/1.png 1\na/1.png 0"}, "{root}/train.txt, line 3: {root}/a/1.png is already"),
     ],
 )
 def test_lists_that_do_not_fit(tmp_path, lists, message):
@@ -210,6 +215,7 @@ def test_unusable_options(tmp_path, option):
         (["loose.png"], "{root} holds no folders of images"),
         (["a/1.png"], "{root} has images of one class alone, 'a'"),
         (["a/1.png", "b/"], "{root}/b holds no images"),
+        (["a/1.png", "b/1.png", "b/c/1.png"], "{root}/b/c holds images, in a folder of a class"),
         (["data/a/1.png", "data/b/1.png"], "{root}/data holds no images"),
         (["train/a/1.png", "train/b/1.png", "test/a/1.png", "test/b/"], "{root}/test/b holds no images"),
         (["train/a/1.png", "train/b/1.png", "test/1.png"], "{root}/test holds no folders of images"),

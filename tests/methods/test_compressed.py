@@ -24,6 +24,8 @@ from fedjax_pfl.method import Cohort, Method, PerClass, SentIf, TrainInfo, Updat
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.compressed import Quantised, Sparse, compressed, int8, top_k
 from fedjax_pfl.methods.fedavg import fedavg
+from fedjax_pfl.methods.lg_fedavg import lg_fedavg
+from fedjax_pfl.ops.layers import join_layers
 from tests.conftest import TRAIN_SIZES
 from tests.play import KEY, SOME, N, Unscored, play
 from tests.reference import MLP, at, client, client_key, held, now, to_numpy, weighted_mean
@@ -122,6 +124,15 @@ def test_rounds_of_fedavg_are_numpys(kind, model, trainer, federation):
     # POST is the model as it was trained.
     for i, params in trained.items():
         near([float(leaf[i]) for leaf in end.post.test], mlp.scores(params, held(federation.test, i)), rtol=1e-3)
+
+
+def test_a_warm_up_of_lg_fedavg_is_fedavg_also_compressed(model, trainer, federation):
+    """Its lower layers, which are sent in some rounds only, are updates of those that came down."""
+    codec = CODECS["top_k"]
+    warmed = compressed(lg_fedavg(model, trainer, warmup_rounds=9), codec)
+    upper, (_, lower) = play(warmed, federation, who=SOME, rounds=3, scored=False).end.state.server
+    w = play(compressed(fedavg(model, trainer), codec), federation, who=SOME, rounds=3, scored=False).end.state.server
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), join_layers(lower, upper), w)
 
 
 def test_what_would_not_become_smaller_is_sent_as_it_is(model, trainer, federation):

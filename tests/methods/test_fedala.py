@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.data.federated import client_data
+from fedjax_pfl.data.federated import Augmentation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
@@ -182,6 +182,26 @@ def test_at_least_one_sample_is_drawn_where_there_is_one(federation):
     assert int(one.count) == 1
     drawn = jax.jit(lambda count: _sample(KEY, one._replace(count=count), 0.3).count)
     assert [int(drawn(np.int32(count))) for count in (0, 1, 5)] == [0, 1, 2]
+
+
+def test_the_mixing_sees_the_images_that_are_drawn_for_the_round(federation):
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+
+    def moved(keys, x):
+        return x ^ jax.vmap(lambda key: jax.random.bits(key, x.shape[1:], jnp.uint8))(keys)
+
+    @jax.jit
+    def seen(data, share):
+        data = data._replace(augmentation=Augmentation(moved, KEY, anew=False))
+        part, slots = _sample(KEY, data, share), jnp.arange(data.capacity)
+        return part, data.take(slots, slots < data.count).x, part.take(slots, slots < part.count).x
+
+    part, whole, images = seen(data, 0.5)
+    kept = int(part.count)
+    assert 1 < kept < int(data.count)
+    places = [int(np.flatnonzero(data.index[: data.count] == row)[0]) for row in part.index[:kept]]
+    assert places != list(range(kept))
+    np.testing.assert_array_equal(images[:kept], whole[np.array(places)])
 
 
 def test_the_model_goes_down_and_comes_back_and_the_mixed_layers_stay(model, trainer, federation):

@@ -152,3 +152,5 @@ def test_extractor_projection_and_scale_go_down_and_come_back(model, trainer, fe
         assert exchanged(fedetf(model, trainer, projection_dim=dim), federation) == (both, both, d * CLASSES)
     with pytest.raises(ValueError, match="projection_dim = 2 is less than the 3 classes"):
         fedetf(model, trainer, projection_dim=2)
+    with pytest.raises(ValueError, match="two classes or more"):
+        fedetf(model._replace(classes=1), trainer)

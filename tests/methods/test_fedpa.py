@@ -14,7 +14,9 @@ from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.method import PerClass
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedpa import fedpa
-from fedjax_pfl.methods.fedpa.generator import diversity
+from fedjax_pfl.methods.fedpa.generator import Generator, diversity
+from fedjax_pfl.methods.fedpa.teaching import Evidence, GeneratorTraining
+from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import phase_key
 from tests.conftest import CLASSES, TRAIN_SIZES
 from tests.play import KEY, SOME, Floats, N, exchanged, play, update_of
@@ -270,6 +272,21 @@ def test_unless_given_as_many_features_are_generated_as_a_batch_has_samples(mode
         server, own = jax.eval_shape(partial(method.init, clients=N), KEY)
         jax.eval_shape(method.local, now(KEY, 1), jax.eval_shape(method.broadcast, server), own, data)
         assert sizes == expected
+
+
+def test_the_generator_stays_as_it_is_where_nobody_has_trained(model):
+    training = GeneratorTraining(model, Generator(5, CLASSES, model.dim), 3, 4, 6, 0.1, 0.5)
+    before = training.init(KEY)
+    heads = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), model.init(KEY)["head"])
+    prototypes = Prototypes.none(CLASSES, model.dim)
+
+    @jax.jit
+    def after(counts):
+        return training(now(KEY, 2), before, Evidence(heads, counts, prototypes), 0.7)
+
+    jax.tree.map(np.testing.assert_array_equal, after(jnp.zeros((2, CLASSES))), before)
+    some = after(jnp.zeros((2, CLASSES)).at[1, 0].set(3.0))
+    assert any((new != old).any() for new, old in zip(*map(jax.tree.leaves, (some.params, before.params)), strict=True))
 
 
 def test_features_of_one_class_are_as_diverse_as_can_be():

@@ -281,7 +281,8 @@ def checked(model, trainer, federation):
 
 
 @pytest.mark.parametrize(
-    "name", ["fedavg", "fedavg_ft", "fedprox", "ditto", "lg_fedavg", "fedper", "fedrep", "fedbabu", "fedala"]
+    "name",
+    ["fedavg", "fedavg_ft", "fedprox", "ditto", "lg_fedavg", "fedper", "fedrep", "fedbabu", "fedala", "perfedavg"],
 )
 def test_methods_that_average_what_comes_back_can_be_private(name, checked):
     assert checked(name) is None
@@ -295,6 +296,7 @@ def test_methods_that_average_what_comes_back_can_be_private(name, checked):
         ("fednova", "are not the received model after training"),
         ("fedpac", "tell each other more"),
         ("fedecouple", "otherwise than by their mean"),
+        ("grace", "otherwise than by their mean"),
         ("fedfcd", "tell each other more"),
     ],
 )

@@ -24,6 +24,16 @@ def test_every_sample_goes_to_one_part_and_the_parts_are_of_equal_size(samples, 
         np.testing.assert_array_equal(part.x, part.y * 10)
 
 
+@pytest.mark.parametrize(("samples", "parts", "sizes"), [(1, 2, [1, 0]), (1, 3, [1, 0, 0]), (2, 3, [1, 1, 0])])
+def test_parts_for_which_there_is_no_sample_have_padding_alone(samples, parts, sizes):
+    batch = Batch(jnp.ones((samples, 4)), jnp.ones(samples, jnp.int32), jnp.ones(samples))
+    dealt = deal(batch, parts)
+    assert [float(jnp.sum(part.mask)) for part in dealt] == sizes
+    assert {part.x.shape for part in dealt} == {(1, 4)}
+    for part, size in zip(dealt, sizes, strict=True):
+        assert float(jnp.sum(part.x)) == 4 * size
+
+
 def test_an_inner_step_is_one_of_plain_sgd_and_gives_statistics_their_update_whole():
     w = {"scale": jnp.array([1.0, 2.0]), "running_mean": jnp.array([3.0, 4.0])}
     gradient = {"scale": jnp.array([0.5, -1.0]), "running_mean": jnp.array([1.0, 2.0])}

@@ -38,17 +38,19 @@ def test_an_array_is_an_update_of_the_one_received_under_its_name():
         "w": {"same": jnp.ones(3), "shape": jnp.ones(4), "type": jnp.ones(3, jnp.int32)},
         "rows": PerClass(jnp.ones(2), jnp.ones((2, 3))),
         "late": SentIf(jnp.array(True), jnp.ones(3)),
+        "never": SentIf(jnp.array(False), jnp.ones(3)),
     }
     upload = {
         "w": {"same": jnp.ones(3), "shape": jnp.ones(3), "type": jnp.ones(3)},
         "rows": PerClass(jnp.ones(2), jnp.ones((2, 3))),
         "late": SentIf(jnp.array(True), jnp.ones(3)),
+        "never": SentIf(jnp.array(True), jnp.ones(3)),
         "new": jnp.ones(3),
     }
     found = origin_of(method, view, upload)
     assert jax.tree.structure(found) == jax.tree.structure(upload)
     ones = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(found) if leaf.any()]
-    assert ones == ["['w']['same']"]
+    assert ones == ["['late'].value", "['w']['same']"]
     assert not any(leaf.any() for leaf in jax.tree.leaves(origin_of(method._replace(sends_change=True), view, upload)))
 
 

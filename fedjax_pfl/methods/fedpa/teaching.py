@@ -1,6 +1,7 @@
 """How FedPA's server trains the generator: hard features, which the clients' heads still know."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -106,7 +107,9 @@ class GeneratorTraining:
                 updates, state = optimizer.update(gradient, trained.optimizer, trained.params)
             return Trained(optax.apply_updates(trained.params, updates), state)
 
-        return lax.fori_loop(0, self.steps, step, trained)
+        taught = lax.fori_loop(0, self.steps, step, trained)
+        # Where nobody took a step there is no class to draw, and the generator stays as it is.
+        return jax.tree.map(partial(jnp.where, jnp.any(counts > 0)), taught, trained)
 
     def _adam(self, t: Int[Array, ""], params: Params) -> optax.GradientTransformation:
         """PyTorch's Adam: weight decay is part of the gradient; running statistics take their update as it is."""
