@@ -160,9 +160,9 @@ def test_values_are_lied_about_and_counts_statistics_and_flags_are_not(data):
     update = method.local(now(KEY, 0), VIEW, (), data(2))
     expected = Sent(
         w={"norm": {"scale": [4.0, 6.0], "running_var": UPLOAD.w["norm"]["running_var"]}},
-        # Of parts, the client may have got nothing: all of them is theirs. The second row is not sent.
+        # Of classes, the client may have got nothing: all rows are theirs. The second is not sent.
         per_class=PerClass(UPLOAD.per_class.held, np.array([[0.0, -1.0], [2.0, 3.0], [-4.0, -5.0]])),
-        sometimes=SentIf(False, [-1.0, 3.0]),
+        sometimes=SentIf(False, [1.0, 5.0]),  # [1, 1] was sent down in this round
         # Received under the same name, but in another shape.
         more={"kernel": [-1.0, -2.0]},
         number=7,
@@ -174,7 +174,7 @@ def test_values_are_lied_about_and_counts_statistics_and_flags_are_not(data):
     scaled = attacked(sender(), "scaled", jnp.asarray(LIARS), SCALE).local(now(KEY, 0), VIEW, (), data(2)).upload
     np.testing.assert_array_equal(scaled.w["norm"]["scale"], [5 + SCALE, 5 - SCALE])
     np.testing.assert_array_equal(scaled.w["norm"]["running_var"], UPLOAD.w["norm"]["running_var"])
-    np.testing.assert_array_equal(scaled.sometimes.value, [SCALE, -3 * SCALE])
+    np.testing.assert_array_equal(scaled.sometimes.value, [1, 1 - 4 * SCALE])
     # Under other names than what was sent down, so that a weight is all of an update.
     np.testing.assert_array_equal(found.w["norm"]["scale"], [-6.0, -4.0])
 
