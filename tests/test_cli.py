@@ -194,6 +194,13 @@ def test_an_override_that_a_command_would_not_read_is_refused(name, override, me
 NAMES = ["[old] lr=0.1", "a[/b]", "<b>x</b>", "*x*", "__y__", "`z`", "~~w~~", "&lt;", ":smile:", "\\[c]", "a | b", "|"]
 
 
+def test_a_part_without_a_docstring_is_listed_as_ones_own(capsys):
+    printing.print_table({"bare": lambda model, train: None, "fedavg": METHODS["fedavg"]})
+    bare, of_fedavg = capsys.readouterr().out.splitlines()
+    assert bare.split(maxsplit=1) == ["bare", "your own"]
+    assert of_fedavg.startswith("fedavg       FedAvg")
+
+
 def test_names_are_printed_as_they_are(tmp_path, capsys):
     """They are no markup: neither that of rich nor Markdown."""
     table = grid(["method", "PRE"], [[name, "1.00"] for name in NAMES])

@@ -476,6 +476,7 @@ def test_mistakes_in_a_file(file, text, message):
         ({"space": {"data.clients": IntUniform(2, 4)}}, "space.data.clients = .* run and data"),
         ({"space": {"model.name": Choice(["mlp", "char_lstm"])}}, "model.name = 'char_lstm' .* it reads"),
         ({"config": config(**{"data.validation_share": 0.0})}, "data.validation_share = 0.0 .* above 0, such as 0.2"),
+        ({"config": "config.toml"}, "config = 'config.toml' .* a Config: load_config(path) of a file"),
         ({"n_trials": 0}, "n_trials = 0 .* a whole number, 1 or more"),
         ({"batch": 0}, "batch = 0 .* 1 or more"),
         ({"metric": "hm"}, "metric = 'hm' .* one of accuracy, weighted"),

@@ -94,7 +94,7 @@ def print_partition(manifest: dict[str, Any]) -> None:
 def print_table(table: dict[str, Callable[..., Any]]) -> None:
     """Prints names and the first line of what each is documented by."""
     for name, factory in table.items():
-        print(f"{name:12} {(inspect.getdoc(factory) or '').splitlines()[0]}")
+        print(f"{name:12} {(inspect.getdoc(factory) or 'your own').splitlines()[0]}")
 
 
 def print_runs(runs: "Sequence[Listed]", folder: Path) -> None:

@@ -22,7 +22,7 @@ from fedjax_pfl.data.dataset import Dataset, fingerprint
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import dataset_of, make_engine, of_data, prepare, shape_of
 from fedjax_pfl.experiment.callbacks import Callback, Running
-from fedjax_pfl.experiment.config import Config, load_config, read_toml
+from fedjax_pfl.experiment.config import Config, check_config, load_config, read_toml
 from fedjax_pfl.experiment.driver import drive
 from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.progress import SECONDS_PER_LINE, Progress
@@ -146,6 +146,7 @@ def tune(
       ConfigError: Optuna is not installed, config, space and data do not fit together, or the storage holds another
         study under this name; raised before anything is compiled.
     """
+    check_config(config)
     distributions = _distributions(space)
     if metric not in _DIRECTIONS:
         raise ConfigError("metric", metric, f"one of {', '.join(_DIRECTIONS)}")
