@@ -31,6 +31,8 @@ Diagnostics = dict[str, Shaped[Array, ""]]
 class State(NamedTuple):
     """Everything that is kept from one round to the next, and so everything that a checkpoint stores.
 
+    Its leaves are arrays of numbers with at least one entry; a random key is kept as ``jax.random.key_data(key)``.
+
     Attributes:
       server: what the clients share; no client axis.
       clients: the personal state of every client; every leaf is [N, ...].

@@ -1,19 +1,24 @@
 """Parts of one's own, from Python, under a name or from another package, beside those of the package."""
 
+import enum
 import pickle
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Annotated
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pydantic import Field
 
 from fedjax_pfl import (
     Config,
     ConfigError,
+    Result,
     compare,
     load_config,
     register_dataset,
@@ -288,6 +293,10 @@ def test_another_package_offers_a_method(monkeypatch):
     registry.load_entry_points.cache_clear()
 
 
+class Color(enum.Enum):
+    RED = 1
+
+
 def bad_factory(model, train, something):
     return fedprox(model, train)
 
@@ -318,7 +327,49 @@ def untyped(model, train, *, mu=0.1):
     return fedprox(model, train, mu=mu)
 
 
+def called_name(model, train, *, name: str = "fedavg"):
+    return fedprox(model, train)
+
+
+def called_kind(labels, clients, seed, size, *, kind: str = "iid"):
+    return np.array_split(np.arange(len(labels)), clients)
+
+
+def hidden_option(model, train, *, _mu: float = 0.1):
+    return fedprox(model, train, mu=_mu)
+
+
+def called_model_config(*, model_config: int = 8):
+    return MLP(model_config)
+
+
+def of_paths(model, train, *, folder: Path = Path()):
+    return fedprox(model, train)
+
+
+def of_nested_lists(model, train, *, sizes: tuple[tuple[int, Color], ...] = ()):
+    return fedprox(model, train)
+
+
 MISTAKES = {
+    "option called as the part is": (
+        lambda: register_method("mine4")(called_name),
+        r"register_method = 'mine4' .*: another name for its option name, which has a meaning in a config$",
+    ),
+    "option called as the partition is": (
+        lambda: register_partition("mine4")(called_kind),
+        r"register_partition = 'mine4' .*: another name for its option kind",
+    ),
+    "option with an underscore": (lambda: register_method("mine4")(hidden_option), r"another name for its option _mu"),
+    "option of pydantic's": (
+        lambda: register_model("mine4")(called_model_config),
+        r"register_model = 'mine4' .*: another name for its option model_config",
+    ),
+    "type that TOML does not have": (
+        lambda: register_method("mine4")(of_paths),
+        r"register_method = 'mine4' .*: a type that a config can hold for its option folder: bool, int, ",
+    ),
+    "type within a type": (lambda: register_method("mine4")(of_nested_lists), r"can hold for its option sizes"),
     "name of the package": (lambda: register_method("fedavg")(mine), r"register_method = 'fedavg' .* another name"),
     "model's name": (lambda: register_model("mlp")(MLP), r"register_model = 'mlp' .* the package's own model"),
     "what data from Python are called": (
@@ -372,6 +423,52 @@ def test_a_mistake_is_one_line_before_anything_compiles(mistake, message, monkey
     assert "\n" not in str(caught.value)
 
 
+def test_a_tuple_is_a_list_in_files_and_the_run_goes_on(tmp_path):
+    """TOML and JSON have no tuples."""
+
+    @register_model("mine_net")
+    class Net(nn.Module):
+        widths: tuple[int, ...] = (8, 4)
+        scale: tuple[float, float] | None = None
+
+        @nn.compact
+        def __call__(self, x):
+            x = x.reshape(len(x), -1)
+            for width in self.widths:
+                x = nn.relu(nn.Dense(width)(x))
+            return nn.Dense(10)(x)
+
+    @register_method("mine_tuple")
+    def factory(model, train, *, mus: Annotated[tuple[float, ...], Field(min_length=1)] = (0.5,)):
+        return fedprox(model, train, mu=mus[0])
+
+    out = tmp_path / "run"
+    given = config({"model.name": "mine_net", "model.widths": [8], "method.name": "mine_tuple", "run.out": str(out)})
+    assert given.model == {"name": "mine_net", "widths": (8,), "scale": None}
+    (tmp_path / "c.toml").write_text(given.to_toml())
+    assert load_config(tmp_path / "c.toml") == given
+    assert load_config(tmp_path / "c.toml", ["model.scale=[1, 2]"]).model["scale"] == (1.0, 2.0)
+    whole = simulate(given.replace("run.checkpoint_every", 1))
+    assert whole.params()["extractor"]["Dense_0"]["kernel"].shape == (64, 8)
+    assert Result.load(out).config == whole.config
+    longer = simulate(whole.config.replace("training.rounds", 3), resume=out)
+    assert longer.history["round"].tolist() == [1, 2, 3]
+    for value, message in (([1.5], "valid integer"), (3, "valid tuple")):
+        with pytest.raises(ConfigError, match=rf"model\.widths = .*{message}"):
+            given.replace("model.widths", value)
+
+
+def test_a_default_of_another_type_is_refused():
+    """It would be written, and could not be read again."""
+
+    @register_method("mine_default")
+    def factory(model, train, *, mu: float = "much"):
+        return fedprox(model, train)
+
+    with pytest.raises(ConfigError, match=r"method\.mu = 'much' is not usable: input should be a valid number"):
+        config({"method.name": "mine_default"})
+
+
 def with_setup(setup):
     def factory(model, train):
         return fedavg(model, train)._replace(setup=setup)
@@ -393,6 +490,14 @@ def with_other(**functions):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
+        (
+            with_other(init=lambda made: ({"mine": jax.random.key(0), "w": made[0]}, made[1])),
+            r"the method's init: \.server\['mine'\] = 'key<fry>\[\]' is not usable: numbers: jax\.random\.key_data",
+        ),
+        (
+            with_other(init=lambda made: (made[0], jnp.zeros((0, 3)))),
+            r"the method's init: \.clients = 'float32\[0, 3\]' is not usable: an array with entries, or None",
+        ),
         (with_other(init=lambda made: made[0]), r"init returns = 'dict' .*: a pair \(server, state of a client\)"),
         (with_other(local=lambda update: (update.upload, update.info)), "local returns = 'tuple' .*: an Update"),
         (with_other(aggregate=lambda made: made[0]), r"aggregate returns = 'dict' .*: a pair \(server, clients\)"),

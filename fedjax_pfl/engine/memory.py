@@ -13,10 +13,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import Clients, Federation, Samples, client_data
-from fedjax_pfl.engine.round import Engine, pair_of
+from fedjax_pfl.engine.round import Engine, check_storable, pair_of
 from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange, size
-from fedjax_pfl.method import Cohort, Round
+from fedjax_pfl.method import Cohort, Round, State
 
 # The most that XLA and LLVM take while they compile for a CPU. Measured with JAX 0.10, two programs at a time, on two
 # cores, for six pairs of method and model of 178 to 2,860 operations: each took this much within 13 %.
@@ -156,6 +156,7 @@ def survey(
     method = engine.method
     begun = jax.eval_shape(lambda key: method.init(key, engine.clients), key)
     server, client = pair_of("init", begun, "server", "state of a client")
+    check_storable(State(server, client))
     view = jax.eval_shape(method.broadcast, server)
     tables = data.train, data.validation, data.test
     train, validation, test = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tables)

@@ -41,6 +41,20 @@ def pair_of(function: str, returned: Any, first: str, second: str) -> tuple[PyTr
     return returned
 
 
+def check_storable(state: State) -> None:
+    """Checks that a checkpoint can hold the arrays of a method's initial state.
+
+    Raises:
+      ConfigError: one is a random key, or has no entries.
+    """
+    for path, leaf in jax.tree.leaves_with_path(state):
+        name, found = f"the method's init: {jax.tree_util.keystr(path)}", f"{leaf.dtype}{list(leaf.shape)}"
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ConfigError(name, found, "numbers: jax.random.key_data(key), or draw from the key of each round")
+        if leaf.size == 0:
+            raise ConfigError(name, found, "an array with entries, or None")
+
+
 def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
     """Checks that a part of the state, called ``what``, has the same arrays, shapes and types after a round as before.
 

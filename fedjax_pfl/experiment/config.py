@@ -73,7 +73,9 @@ def options_model(name: str, factory: Callable) -> type[BaseModel]:
     """A factory's hyperparameters as a pydantic model of the given name."""
     hints = typing.get_type_hints(factory, include_extras=True)
     usual = {field: ... if arg.default is arg.empty else arg.default for field, arg in hyperparameters(factory).items()}
-    fields: dict[str, Any] = {field: (hints[field], default) for field, default in usual.items()}
+    fields: dict[str, Any] = {
+        field: (hints[field], Field(default, validate_default=True)) for field, default in usual.items()
+    }
     return create_model(name, __base__=_Table, **fields)
 
 
@@ -103,7 +105,7 @@ def _choose(section: str, key: str, table: Mapping[str, Callable]) -> BeforeVali
         if not isinstance(name, str) or name not in table:
             raise ConfigError(f"{section}.{key}", name, one_of(name, table))
         schema = options_model(name, table[name])
-        options = _unset(options, schema)
+        options = _with_tuples(_unset(options, schema), schema)
         try:
             return {key: name, **schema(**options).model_dump()}
         except ValidationError as error:
@@ -123,6 +125,19 @@ def _unset(given: Mapping[str, Any], table: type[BaseModel]) -> dict[str, Any]:
         return isinstance(value, str) and value == "none" and may_be_none(field)
 
     return {field: None if is_none(field, value) else value for field, value in given.items()}
+
+
+def _with_tuples(given: Mapping[str, Any], table: type[BaseModel]) -> dict[str, Any]:
+    """The given values, with a list replaced by a tuple if the option is one: TOML and JSON have lists only."""
+
+    def is_tuple(option: str) -> bool:
+        hint = table.model_fields[option].annotation if option in table.model_fields else None
+        return any(typing.get_origin(kind) is tuple for kind in (hint, *typing.get_args(hint)))
+
+    return {
+        option: tuple(value) if isinstance(value, list) and is_tuple(option) else value
+        for option, value in given.items()
+    }
 
 
 def _literals(hint: Any) -> list[Any]:

@@ -34,8 +34,8 @@ class Kept(NamedTuple):
 
 
 def named(tree: PyTree) -> dict[str, Any]:
-    """Path -> leaf of a tree, with paths such as ``server/head/kernel``; for random keys their raw data."""
-    return dict(zip(_names(tree), jax.tree.leaves(_without_keys(tree)), strict=True))
+    """Path -> leaf of a tree, with paths such as ``server/head/kernel``."""
+    return dict(zip(_names(tree), jax.tree.leaves(tree), strict=True))
 
 
 def fitted(arrays: Mapping[str, Any], like: State, where: str) -> State:
@@ -49,16 +49,12 @@ def fitted(arrays: Mapping[str, Any], like: State, where: str) -> State:
     Raises:
       ConfigError: an array is missing, unknown, or has another shape or type than in such a state.
     """
-    wanted = dict(zip(_names(like), jax.tree.leaves(jax.eval_shape(_without_keys, like)), strict=True))
+    wanted = named(like)
     for name in [*wanted, *arrays]:
         asked, found = _described(wanted.get(name)), _described(arrays.get(name))
         if asked != found:
             raise ConfigError("state", where, f"one that fits the config: {name} is {found} instead of {asked}")
-    leaves = [
-        jax.random.wrap_key_data(arrays[name]) if _is_key(leaf) else arrays[name]
-        for name, leaf in zip(wanted, jax.tree.leaves(like), strict=True)
-    ]
-    state: State = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    state: State = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
     return state
 
 
@@ -101,14 +97,6 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], about: dict[str, str] | 
 
 def _names(tree: PyTree) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(tree)]
-
-
-def _without_keys(tree: PyTree) -> Any:
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, tree)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _described(leaf: Any) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import pydantic
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.intake import as_dataset
@@ -29,7 +30,7 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.summary import MEASURES
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
-from fedjax_pfl.models.own import own_model
+from fedjax_pfl.models.own import is_plain, own_model
 
 Part = TypeVar("Part", bound=Callable[..., Any])
 OwnParts = Mapping[str, Mapping[str, Any]]
@@ -44,23 +45,31 @@ class _Kind(NamedTuple):
       built_in: the names of the package's own parts, which cannot be replaced.
       example: an example of a part's signature, for messages.
       given: the allowed numbers of positional arguments.
+      key: the key that names the part in its table of a config, if it has a table.
     """
 
     table: MutableMapping[str, Any]
     built_in: frozenset[str]
     example: str
     given: tuple[int, ...]
+    key: str | None = None
 
 
 _KINDS = {
-    "method": _Kind(METHODS, frozenset(METHODS), "def mine(model, train, *, mu: float = 0.1) -> Method", (2,)),
-    "model": _Kind(MODELS, frozenset(MODELS), "def mine(*, hidden: int = 64, init: str) -> flax.linen.Module", (0,)),
+    "method": _Kind(METHODS, frozenset(METHODS), "def mine(model, train, *, mu: float = 0.1) -> Method", (2,), "name"),
+    "model": _Kind(
+        MODELS, frozenset(MODELS), "def mine(*, hidden: int = 64, init: str) -> flax.linen.Module", (0,), "name"
+    ),
     # In a config, "arrays" stands for data from Python.
     "dataset": _Kind(
         SOURCES, frozenset({*SOURCES, "arrays"}), "def mine(argument) -> data, as simulate takes it", (1,)
     ),
     "partition": _Kind(
-        PARTITIONS, frozenset(PARTITIONS), "def mine(labels, clients, seed, size, *, share: float = 0.5) -> rows", (4,)
+        PARTITIONS,
+        frozenset(PARTITIONS),
+        "def mine(labels, clients, seed, size, *, share: float = 0.5) -> rows",
+        (4,),
+        "kind",
     ),
     "metric": _Kind(METRICS, frozenset(MEASURES), "def mine(logits, labels) -> a value for each sample", (2, 3)),
 }
@@ -257,9 +266,15 @@ def _check(kind: str, name: str, part: Any) -> None:
     fits = any(len(required) <= number <= len(positional) for number in given)
     if not fits or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         raise ConfigError(field, name, f"it has other arguments than {example}")
-    untyped = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in hints]
-    if untyped:
-        raise ConfigError(field, name, f"the option {untyped[0]} needs a type, such as {untyped[0]}: float = 0.1")
+    key = _KINDS[kind].key
+    for option in (p.name for p in parameters if p.kind is p.KEYWORD_ONLY):
+        if option not in hints:
+            raise ConfigError(field, name, f"the option {option} needs a type, such as {option}: float = 0.1")
+        if key and (option == key or option.startswith("_") or hasattr(pydantic.BaseModel, option)):
+            raise ConfigError(field, name, f"another name for its option {option}, which has a meaning in a config")
+        if key and not is_plain(hints[option]):
+            allowed = "bool, int, float, str, None, a Literal, or lists or tuples of them"
+            raise ConfigError(field, name, f"a type that a config can hold for its option {option}: {allowed}")
 
 
 def _check_name(kind: str, name: Any) -> None:

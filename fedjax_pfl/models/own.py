@@ -206,7 +206,7 @@ def _options(given: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
     """The options of a function or class, and whether it also takes ``rngs``.
 
     For a function these are its keyword-only arguments; for a class, the fields or arguments of ``__init__`` that a
-    config can hold: numbers, strings and flags.
+    config can hold: numbers, strings, flags, and lists or tuples of them.
     """
     name, mro = _name(given), inspect.getmro(given) if inspect.isclass(given) else ()
     of_class = bool(mro)
@@ -231,20 +231,21 @@ def _options(given: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
             allowed = f"a default for its argument {p.name} (an NNX module's randomness is called rngs)"
             raise ConfigError("model", name, f"{allowed}, or an instance: {name}(...)" if of_class else allowed)
     if of_class:
-        named = [p for p in named if _is_plain(hints.get(p.name))]
+        named = [p for p in named if is_plain(hints.get(p.name))]
     else:
         named = [p for p in named if p.kind is p.KEYWORD_ONLY]
     options = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints.get(p.name, p.empty)) for p in named]
     return options, takes_rngs
 
 
-def _is_plain(hint: Any) -> bool:
-    """Whether a config can hold values of this type."""
-    if typing.get_origin(hint) is Annotated:
-        return _is_plain(hint.__origin__)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return all(map(_is_plain, typing.get_args(hint)))
-    return typing.get_origin(hint) is typing.Literal or hint in (bool, int, float, str, types.NoneType)
+def is_plain(hint: Any) -> bool:
+    """Whether a config can hold values of this type: numbers, strings, flags, None, and lists or tuples of them."""
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return is_plain(of[0])
+    if origin in (list, tuple, typing.Union, types.UnionType):
+        return all(is_plain(part) for part in of if part is not ...)
+    return origin is typing.Literal or hint in (bool, int, float, str, types.NoneType)
 
 
 def _described(factory: Callable[..., Any], given: Any, options: list[inspect.Parameter]) -> Callable[..., Any]:
