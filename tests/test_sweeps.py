@@ -416,6 +416,12 @@ def test_a_sweep_file(swept, out, tmp_path):
     shown = CliRunner().invoke(app, ["sweep", str(path), f"training.rounds={base.training.rounds}", "--out", str(out)])
     assert shown.exit_code == 0, shown.output
     assert "training.lr=0.2" in shown.output
+    of_tables = text.replace(
+        "run.seed", 'data.partition = [{kind = "iid"}, {kind = "dirichlet", beta = 1.0}]\nrun.seed'
+    )
+    other.write_text(f'{of_tables}\ndata.partition = {{kind = "dirichlet", beta = 1.0}}')
+    base, grid, baseline = load_sweep(other)
+    assert baseline["data.partition"] == {"kind": "dirichlet", "beta": 1.0} == grid["data.partition"][1]
     unknown = CliRunner().invoke(app, ["sweep", str(path), "--out", str(out), "--executor", "dask"])
     assert "executor = 'dask' is not usable" in str(unknown.exception)
     for override, of in [("training.lr=0.7", text), ("method.name=local", text), ("method.mu = 1.0", of_prox)]:

@@ -475,6 +475,10 @@ def test_mistakes_in_a_file(file, text, message):
         ({"space": {"run.seed": Choice([0, 1])}}, "space.run.seed = .* run and data, and so the partition"),
         ({"space": {"data.clients": IntUniform(2, 4)}}, "space.data.clients = .* run and data"),
         ({"space": {"model.name": Choice(["mlp", "char_lstm"])}}, "model.name = 'char_lstm' .* it reads"),
+        (
+            {"space": {"training.batch_size": Choice([8, 60])}, "config": config(**{"training.drop_last": True})},
+            "training.batch_size = 60 .* ",
+        ),
         ({"config": config(**{"data.validation_share": 0.0})}, "data.validation_share = 0.0 .* above 0, such as 0.2"),
         ({"config": "config.toml"}, "config = 'config.toml' .* a Config: load_config(path) of a file"),
         ({"n_trials": 0}, "n_trials = 0 .* a whole number, 1 or more"),

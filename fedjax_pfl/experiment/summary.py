@@ -6,7 +6,7 @@ samples. `figures_of` selects the figures that tables show.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,12 @@ _DIAGNOSTICS = "diagnostics"
 _LAST_ROUNDS = 10
 
 
-def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one table with dotted names."""
+def flat(tables: Mapping[str, Any], prefix: str = "", values: Collection[str] = ()) -> dict[str, Any]:
+    """Nested tables as one table with dotted names; those with one of the names ``values`` are left as they are."""
     found: dict[str, Any] = {}
     for key, value in tables.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        nested = isinstance(value, Mapping) and prefix + key not in values
+        found |= flat(value, f"{prefix}{key}.", values) if nested else {prefix + key: value}
     return found
 
 
@@ -135,6 +136,21 @@ def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, 
     of_all |= {f"global_{name}": float(value) for name, value in scores.shared_own.items()}
     said = {name: float(value) for name, value in scores.diagnostics.items()}
     return {**line, **of_all, **({_DIAGNOSTICS: said} if said else {})}
+
+
+def metrics_of(own: Sequence[str], *, new: bool, validated: bool) -> list[str]:
+    """The dotted names of the metrics in every line, apart from diagnostics, which depend on the method.
+
+    Args:
+      own: the config's own metrics.
+      new: whether there are clients that never train.
+      validated: whether validation samples are scored in addition.
+    """
+    measures = [*_SUMS, "hm"]
+    tables = [f"{kind}{point}" for kind in (("", "new_") if new else ("",)) for point in POINTS]
+    names = [f"{table}.{name}" for table in tables for name in (*measures, *own)]
+    names += [f"validation_{point}.{name}" for point in POINTS for name in measures] if validated else []
+    return ["round", "train_loss", *names, *_GLOBAL, *(f"global_{name}" for name in own), "megabytes", "seconds"]
 
 
 def history_of(lines: Sequence[Line]) -> dict[str, Float[np.ndarray, " rounds"]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedjax_pfl.data.dataset import fingerprint
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import dataset_of, deal, make_engine, of_data, prepare, shape_of
+from fedjax_pfl.experiment.build import dataset_of, of_data, prepare
 from fedjax_pfl.experiment.callbacks import check_tensorboard
 from fedjax_pfl.experiment.config import Config, check_config, load_config, plain, read_toml
 from fedjax_pfl.experiment.distributed import is_first
@@ -26,7 +26,7 @@ from fedjax_pfl.experiment.gathered import cells_of, compared, folders_of, gathe
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
-from fedjax_pfl.experiment.programs import alike
+from fedjax_pfl.experiment.programs import alike, lay_out
 from fedjax_pfl.experiment.record import (
     RunDirectory,
     alone_in,
@@ -148,7 +148,8 @@ class Sweep(NamedTuple):
         """A figure aggregated over seeds, as a pandas frame; NaN if no run has it.
 
         Args:
-          index: one or more fields of the grid, for the rows; unless given, the method and the other varying fields.
+          index: one or more fields of the grid, for the rows; unless given, the method and the other varying fields. A
+            grid of seeds alone gives one row, ``all``.
           columns: likewise, for the columns; unless given, the data fields that vary, if any.
           values: one of the figures of `summary.figures_of`; unless given, the accuracy at the point at which the sweep
             compares, ``pre`` or ``post``. Accuracies lie in [0, 1].
@@ -368,10 +369,11 @@ def _check_not_all_are_refused(configs: Sequence[Config], data: Any) -> None:
             prepare(config.run)
             dataset = dataset_of(config, data)
             RunPlace(config, go_on=True)
-            deal(config, dataset)
-            make_engine(config, shape_of(dataset))
+            lay_out([config], dataset)
         except ConfigError as error:
             refused[str(error)] = error
+        except Exception:  # whatever a user's part does is reported with its run
+            return
         else:
             return
         if len(refused) > 1:
@@ -460,7 +462,7 @@ def load_sweep(
         if any(given == field or given.startswith(f"{field}.") for field in decided):
             allowed = f"a field that [grid] does not give its values: change {given} there, in {path}"
             raise ConfigError("override", override, allowed)
-    return config, grid, None if chosen is None else flat(chosen)
+    return config, grid, None if chosen is None else flat(chosen, values=grid)
 
 
 def _baseline(cells: Sequence[Cell], baseline: Mapping[str, Any] | None) -> dict[str, Any]:

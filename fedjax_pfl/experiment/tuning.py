@@ -20,11 +20,11 @@ import numpy as np
 
 from fedjax_pfl.data.dataset import Dataset, fingerprint
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import dataset_of, make_engine, of_data, prepare, shape_of
+from fedjax_pfl.experiment.build import dataset_of, of_data, prepare
 from fedjax_pfl.experiment.callbacks import Callback, Running
 from fedjax_pfl.experiment.config import Config, check_config, load_config, read_toml
 from fedjax_pfl.experiment.driver import drive
-from fedjax_pfl.experiment.programs import alike
+from fedjax_pfl.experiment.programs import alike, lay_out
 from fedjax_pfl.experiment.progress import SECONDS_PER_LINE, Progress
 from fedjax_pfl.experiment.resume import RunPlace
 from fedjax_pfl.experiment.summary import Line, flat
@@ -376,7 +376,7 @@ def _check(config: Config, space: Space, dataset: Dataset) -> None:
     first = {field: found[0] for field, found in values.items()}
     tried = [config.replace({**first, field: value}) for field, found in values.items() for value in found]
     for own in {alike(own): own for own in tried}.values():
-        make_engine(own, shape_of(dataset))
+        lay_out([own], dataset)
 
 
 def _study(
