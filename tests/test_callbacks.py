@@ -8,6 +8,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,10 +19,12 @@ from fedjax_pfl import (
     ConfigError,
     EarlyStopping,
     MLflowLogger,
+    Result,
     WandbLogger,
     simulate,
 )
 from fedjax_pfl.experiment.callbacks import Running
+from fedjax_pfl.experiment.summary import metrics_of
 
 ROUNDS = 6
 
@@ -221,6 +224,23 @@ def test_a_round_that_only_an_interruption_evaluates_is_not_in_the_resumed_run(e
     assert whole.summary["personal"] == alone.summary["personal"]
 
 
+@pytest.mark.parametrize("after", [ROUNDS - 1, ROUNDS])
+def test_a_run_interrupted_when_its_last_round_cannot_be_left_out_is_complete(after, plain, tmp_path):
+    """The next round at the latest is evaluated: the last one."""
+
+    class Late(Callback):
+        def on_round(self, run):
+            if run.round == after:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    out = tmp_path / "run"
+    result = simulate(config(out=str(out)), callbacks=[Late()], interrupt="return")
+    assert "stopped" not in result.summary
+    assert json.loads((out / "summary.json").read_text())["rounds"] == ROUNDS
+    assert_same(result.state, plain.state)
+    assert_same(Result.load(out).state, plain.state)
+
+
 def test_an_interrupted_run_raises_where_that_is_wanted():
     with pytest.raises(KeyboardInterrupt):
         simulate(config(), callbacks=[Interrupt()], interrupt="raise")
@@ -233,6 +253,20 @@ def test_a_resumed_run_stops_where_an_uninterrupted_one_does(tmp_path):
     result = simulate(still, resume=tmp_path / "run", callbacks=[EarlyStopping(patience=2), seen])
     assert seen.seen[0] == ("start", 3, 1)
     assert (result.summary["rounds"], result.history["round"].tolist()) == (6, [2, 4, 6])
+
+
+def test_every_metric_that_a_run_has_can_be_named_before_it_begins():
+    own = {"half": lambda logits, labels: jnp.full(labels.shape, 0.5)}
+    seen = []
+    for changes in ({}, {"data.new_clients": 0.4}, {"data.evaluate_on": "validation"}, {"data.validation_share": 0.0}):
+        given = config().replace({"training.rounds": 1, **changes})
+        result = simulate(given, metrics=own)
+        data = result.config.data
+        validated = data.evaluate_on == "test" and data.validation_share > 0
+        expected = metrics_of(["half"], new=data.new_clients > 0, validated=validated)
+        assert sorted(result.history) == sorted(expected)
+        seen.append(len(expected))
+    assert len(set(seen)) == 3
 
 
 MISTAKES = {
@@ -253,7 +287,15 @@ MISTAKES = {
     "mode": (lambda: BestModel(mode="up"), r"mode = 'up' is not usable: \"max\" or \"min\""),
     "metric": (
         lambda: run_with([1.0]).values("loss"),
-        r"metric = 'loss' is not usable: one of the run's: round, train",
+        r"metric = 'loss' is not usable: allowed: round, train_loss, pre.accuracy, .*, global, .*, seconds",
+    ),
+    "metric of a callback": (
+        lambda: simulate(config(), callbacks=[EarlyStopping("pre.acuracy")]),
+        r"metric = 'pre.acuracy' is not usable: did you mean pre.accuracy\?",
+    ),
+    "metric of new clients, where there are none": (
+        lambda: simulate(config(), callbacks=[BestModel("new_pre.accuracy")]),
+        r"metric = 'new_pre.accuracy' is not usable: ",
     ),
     "no validation": (
         lambda: Running(config().replace({"data.validation_share": 0.0}), "pre", 0, [], dict).values(None),

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.data.divide import count_new
+from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.summary import Line, flat
+from fedjax_pfl.experiment.summary import Line, flat, metrics_of
 from fedjax_pfl.method import State
 
 if TYPE_CHECKING:
@@ -338,9 +339,14 @@ def check_callbacks(callbacks: Sequence[Any], config: Config) -> None:
 
 
 def _check_metric(metric: str | None, config: Config) -> None:
-    if metric is None and config.data.evaluate_on == "test" and config.data.validation_share == 0:
+    data, own = config.data, config.run.metrics
+    if metric is None and data.evaluate_on == "test" and data.validation_share == 0:
         allowed = "a metric such as train_loss, or give data.validation_share for one on validation samples"
         raise ConfigError("metric", None, allowed)
+    validated = data.evaluate_on == "test" and data.validation_share > 0
+    known = metrics_of(own, new=count_new(data.new_clients, data.clients) > 0, validated=validated)
+    if metric is not None and metric not in known and not str(metric).startswith("diagnostics."):
+        raise ConfigError("metric", metric, one_of(metric, known))
 
 
 def _check_mode(mode: str) -> None:

@@ -145,8 +145,8 @@ class Course:
         return Result(*numbers, kept, config, client_history, data, parts_of([config]))
 
     def finish(self, result: Result) -> None:
-        """Records the end of the run, unless it was interrupted."""
-        if self.live.stopped != INTERRUPTED:
+        """Records the end of the run, unless it was interrupted before its last round."""
+        if self.live.stopped != INTERRUPTED or self.end == self._config.training.rounds:
             self._place.finish(result.clients, result.labels, result.exported, result.summary, result.kept)
 
 

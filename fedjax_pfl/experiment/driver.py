@@ -96,10 +96,10 @@ def simulate(
     """
     began = time.perf_counter()
     check_config(config)
-    check_callbacks(callbacks, config)
     if interrupt not in ("auto", "raise", "return"):
         raise ConfigError("interrupt", interrupt, '"auto", "raise" or "return"')
     config = with_parts(of_data(config, data), model=model, features=features, method=method, metrics=metrics)
+    check_callbacks(callbacks, config)
     if resume is not None:
         config = config.replace({"run.out": os.fspath(resume)})
     prepare(config.run)
@@ -284,7 +284,7 @@ def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], l
     pairs = list(zip(places, program.manifests, strict=True))
     found = []
     with ExitStack() as given_back:
-        for place in places:  # first: looking for checkpoints removes files that another process may be writing
+        for place in places:  # first: reading checkpoints removes files that another process may be writing
             place.take()
             given_back.callback(place.leave)
         common = set.intersection(*(set(place.found()) for place in places))
