@@ -92,7 +92,7 @@ def test_a_killed_run_goes_on_to_the_same_result(whole, copy):
 
 
 def test_a_run_that_goes_on_elsewhere_is_left_in_peace(copy):
-    """Looking for its checkpoints would clear away the one that is being written."""
+    """Reading its checkpoints would clear away the one that is being written."""
     written = copy / "checkpoints" / "3.orbax-checkpoint-tmp"
     written.mkdir()
     lock = os.open(copy / ".lock", os.O_WRONLY | os.O_CREAT)
@@ -194,7 +194,10 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path, copy):
     with pytest.raises(ConfigError, match=r"resume = .*a run directory that holds a checkpoint"):
         simulate(config(tmp_path / "run"), resume=tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
-    shutil.rmtree(copy / "checkpoints" / "2")
+    # One that was being written when the process was killed is none, and stays until another is written.
+    (copy / "checkpoints" / "2").rename(copy / "checkpoints" / "2.orbax-checkpoint-tmp")
+    fails_untouched(copy, "a run directory that holds a checkpoint", config(copy))
+    shutil.rmtree(copy / "checkpoints" / "2.orbax-checkpoint-tmp")
     fails_untouched(copy, "a run directory that holds a checkpoint", config(copy))
 
 

@@ -81,7 +81,8 @@ class Checkpoints:
 
     def rounds(self) -> list[int]:
         """The rounds after which there is a complete checkpoint, in rising order."""
-        return sorted(self._open().all_steps()) if self._path.is_dir() else []
+        # Not by orbax, which would also begin to remove an incomplete one, and say so if the process ends meanwhile.
+        return sorted(int(path.name) for path in self._path.glob("*") if path.name.isdigit())
 
     def read(self, round: int) -> Saved:
         """A checkpoint, without its arrays.
