@@ -387,6 +387,19 @@ def test_a_pivot_of_lists_of_what_one_method_has_and_of_data_alone():
     assert list(table.index) == [0.1, 0.5]
 
 
+def test_a_pivot_of_seeds_alone_is_their_mean():
+    runs = [cell({"run.seed": seed}, 0.2 + 0.2 * seed) for seed in range(2)]
+    table = Sweep(runs, {}).pivot()
+    assert (list(table.index), list(table.columns)) == (["all"], ["pre"])
+    assert table.loc["all", "pre"] == pytest.approx(0.3)
+    assert list(Sweep(runs, {}).pivot("run.seed")["pre"]) == pytest.approx([0.2, 0.4])
+    one_value = [run._replace(values={"training.lr": 0.1, **run.values}) for run in runs]
+    table = Sweep(one_value, {}).pivot()
+    assert (table.index.name, list(table.index)) == ("training.lr", [0.1])
+    with pytest.raises(ConfigError, match=r"index = None is not usable: one field or more that is not in columns"):
+        Sweep(one_value, {}).pivot(columns="training.lr")
+
+
 def test_tables_of_a_grid_are_labels_of_a_pivot():
     kinds = ({"kind": "iid"}, {"kind": "dirichlet", "beta": 1.0})
     cells = [
@@ -527,6 +540,12 @@ def test_latex_escapes_what_it_would_take_for_commands():
     named |= {"textless": "<", "textgreater": ">", "textbar": "|"}
     shown = re.sub(r"\\([a-z]+)\{\}|\\(.)", lambda found: named[found[1]] if found[1] else found[2], row[0])
     assert shown == f"model.kind={value}"
+
+
+def test_a_row_that_begins_with_a_star_or_a_bracket_is_no_argument_of_the_line_before():
+    cells = [cell({"method.name": name, "run.seed": 0}, 0.5) for name in ("*ours", "[1] theirs", "mine*")]
+    rows = re.findall(r"^(.+) & ", Sweep(cells, {}).to_latex(["pre"]), re.MULTILINE)
+    assert rows[1:] == ["{}*ours", "{}[1] theirs", "mine*"]
 
 
 @pytest.mark.parametrize("figures", ["pre", [], ["accuracy"], ["megabytes"]])

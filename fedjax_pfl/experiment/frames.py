@@ -110,6 +110,8 @@ def pivot(
     table = run_frame(cells)
     for field in (*down, *across):  # a list or a table cannot be a label
         table[field] = [str(value) if isinstance(value, list | tuple | Mapping) else value for value in table[field]]
+    if not down:
+        return table.groupby(lambda row: "all")[values].agg(aggregate).to_frame()
     found = table.groupby([*down, *across], sort=False, dropna=False)[values].agg(aggregate)
     if not across:
         return found.to_frame()
@@ -121,18 +123,23 @@ def pivot(
 def _axes(
     cells: Sequence[Cell], seed: str, index: str | Sequence[str] | None, columns: str | Sequence[str] | None
 ) -> tuple[list[str], list[str]]:
-    """The fields of the rows and of the columns; together they are all varying fields except the seed."""
+    """The fields of the rows and of the columns; together they are all varying fields except the seed.
+
+    There are none at all if the runs have no field but the seed.
+    """
     fields = fields_of(cells)
     varying = [field for field in fields if field != seed and len({repr(cell.values.get(field)) for cell in cells}) > 1]
     shown = list(dict.fromkeys([field for field in fields if field in ("method", "method.name")] + varying))
     down, across = _listed("index", index, fields), _listed("columns", columns, fields)
     if across is None:
         across = [field for field in shown if field.startswith("data.") and field not in (down or ())]
-        if down is None and across == shown:  # data settings alone
+        if down is None and across and across == shown:  # data settings alone
             down, across = across, []
     if down is None:
         down = [field for field in shown if field not in across]
-    if not down or set(down) & set(across):
+        if not (down or across):  # nothing varies but the seed
+            down = [field for field in fields if field != seed]
+    if (not down and (across or index is not None)) or set(down) & set(across):
         raise ConfigError("index", index, f"one field or more that is not in columns, of {', '.join(fields)}")
     missing = [field for field in varying if field not in (*down, *across)]
     if missing:

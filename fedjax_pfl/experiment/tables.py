@@ -319,7 +319,8 @@ def _latex_notes(cells: Sequence[Cell], bold: bool) -> list[str]:
 
 
 def _escaped(text: str) -> str:
-    return text.translate(_LATEX)
+    # After the end of a row, LaTeX takes a star or a bracket for an argument of the row's end.
+    return ("{}" if text.startswith(("*", "[")) else "") + text.translate(_LATEX)
 
 
 def _is_of_data(field: str) -> bool:
