@@ -1,6 +1,7 @@
 import csv
 import itertools
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -534,7 +535,7 @@ def test_a_run_that_does_not_fit_into_memory_says_so(monkeypatch):
     with pytest.raises(ConfigError, match="GB") as caught:
         simulate(config())
     assert caught.value.field == "data.clients"
-    monkeypatch.setattr("fedjax_pfl.engine.memory.available", lambda: 400_000)
+    monkeypatch.setattr("fedjax_pfl.engine.memory.available", lambda: 280_000)
     with pytest.raises(ConfigError, match=r"at most \d: .* GB") as caught:
         simulate(config(run={"placement": "vmap", "chunk": 100}))
     assert caught.value.field == "run.chunk"
@@ -546,6 +547,11 @@ def test_a_run_that_does_not_fit_into_memory_says_so(monkeypatch):
 )
 def test_chunks_are_as_few_as_fit_and_of_one_size(clients, fitting, chunk):
     assert even_chunk(clients, fitting) == chunk
+
+
+def test_a_chunk_is_not_padded_beyond_the_clients_of_a_round():
+    given = config(participation={"ratio": 0.5}, run={"placement": "vmap", "chunk": 100})
+    assert lay_out([given], load("digits")).engine.placement.chunk == math.ceil(given.data.clients / 2)
 
 
 def test_a_full_directory_is_kept_unless_overwritten(reference, tmp_path):

@@ -414,12 +414,13 @@ def place(config: Config, memory: Memory, hardware: Hardware, *, movable: bool =
     one_by_one = kind == "map" or (kind == "shard" and on_cpu)
     limit = hardware.bytes
     fitting, safely = (memory.fitting(devices, int(share * limit)) for share in (1, _FILLED))
-    chunk = config.run.chunk or (1 if one_by_one else even_chunk(math.ceil(cohort / devices), safely))
+    of_device = math.ceil(cohort / devices)
+    chunk = min(config.run.chunk, of_device) if config.run.chunk else 1 if one_by_one else even_chunk(of_device, safely)
     need = memory.held(devices) + memory.work(devices, chunk)
     if need > limit:
         why = f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB"
         if config.run.chunk and fitting >= 1:
-            raise ConfigError("run.chunk", chunk, f"at most {fitting}: {why}")
+            raise ConfigError("run.chunk", config.run.chunk, f"at most {fitting}: {why}")
         if movable and not on_cpu and 2 * cohort < config.data.clients and need - memory.states <= limit:
             states = f"the states of all clients, {memory.states / 1e9:.2f} GB,"
             why += f'; with run.client_state = "host", {states} stay in the memory of its host'
