@@ -82,7 +82,7 @@ def print_partition(manifest: dict[str, Any]) -> None:
         table.add_column(heading, justify="right")
     rows = zip(manifest["sizes"], manifest["n_train"], manifest["n_test"], manifest["class_counts"], strict=True)
     for client, (size, n_train, n_test, counts) in enumerate(rows):
-        who = [users[client]] if users else []
+        who = [str(users[client])] if users else []
         table.add_row(str(client), *who, str(size), str(n_train), str(n_test), *(str(n) if n else "·" for n in counts))
     console = _console(40 + 8 * classes)
     console.print(table)

@@ -135,8 +135,9 @@ def deal(
     notes = _notes(dataset, splits, partition, official, test_share, validation_share, new)
     dealt = dealt._replace(notes=(*dealt.notes, *notes))
     record = manifest(dataset.labels, dataset.classes, dealt, splits)
-    if natural and dataset.user_names is not None:
-        record["users"] = [dataset.user_names[groups[part[0]]] for part in dealt.parts]
+    if natural:
+        users, names = [int(groups[part[0]]) for part in dealt.parts], dataset.user_names
+        record["users"] = users if names is None else [names[user] for user in users]
     return Holdings(splits, pooled, record["hash"]), record
 
 

@@ -80,9 +80,10 @@ def _averages(method: Method, clients: int) -> bool:
 
         return jax.tree.map(leaf, tree)
 
-    server, client = jax.eval_shape(lambda key: method.init(key, clients), jax.random.key(0))
     # Three: weights that depend on how alike uploads are would be the same for both of two.
     weights = jnp.array([1.0, 3.0, 2.0])
+    clients = max(clients, len(weights))
+    server, client = jax.eval_shape(lambda key: method.init(key, clients), jax.random.key(0))
     server, kept = filled(server), filled(client, len(weights))
     uploads = filled(method.broadcast(server), len(weights))
     now = Round(jax.random.key(0), jnp.array(1, jnp.int32))

@@ -80,6 +80,8 @@ def test_the_manifest_says_which_user_a_client_is():
         {user} for user in manifest["users"]
     ]
     assert len(set(manifest["users"])) == 4
+    numbered = divided(MERGED._replace(users=users), "natural", clients=4, new_clients=0.3)[1]["users"]
+    assert [f"user_{number}" for number in numbered] == manifest["users"]
     assert "users" not in divided()[1]
 
 

@@ -27,6 +27,7 @@ from fedjax_pfl.method import Cohort, TrainInfo, Update
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.private import private
+from fedjax_pfl.ops.aggregate import weighted_mean
 from tests.play import KEY, N, Unscored, play
 from tests.reference import MLP, at, client, client_key, held, now, to_numpy
 
@@ -306,6 +307,17 @@ def test_other_methods_are_refused_and_told_which_are_not(name, why, checked):
     assert why in error.allowed
     assert "fedavg, ditto, fedper or fedrep" in error.allowed
     assert "\n" not in str(error)
+
+
+def test_two_clients_are_enough(model, trainer, federation):
+    """A row of the check with the number of the federation's clients would be an absent one."""
+
+    def of_present(now, server, clients, uploads, cohort):
+        return weighted_mean(uploads, jnp.where(cohort.ids < cohort.total, cohort.weight, 0.0)), clients
+
+    method = fedavg(model, trainer)._replace(aggregate=of_present)
+    _, exchange = survey(Engine(method, N), KEY, federation)
+    check_privacy(Config(**TABLES, privacy=CLIPPED).replace("data.clients", 2), method, exchange)
 
 
 def test_a_model_with_running_statistics_is_refused(model, trainer):
