@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from fedjax_pfl.data.augment import Copies
@@ -97,15 +96,6 @@ class PerClass(NamedTuple):
 
     held: Shaped[Array, "*clients C"]
     rows: PyTree
-
-    def if_used(self, *coefficients: float | Float[Array, ""]) -> "PerClass":
-        """This part if one of the coefficients is not 0, else the part without any row: a term that is off sends none.
-
-        The coefficients are compared by value, so that the traffic of a run is the same alone and in one program with
-        runs of other coefficients.
-        """
-        used = jnp.any(jnp.stack([jnp.asarray(weight, jnp.float32) for weight in coefficients]) != 0)
-        return self._replace(held=jnp.where(used, self.held, jnp.zeros_like(self.held)))
 
 
 class SentIf(NamedTuple):

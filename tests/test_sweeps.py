@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import warnings
+from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
-from fedjax_pfl import Config, ConfigError, compare, load_sweep, simulate, sweep
+from fedjax_pfl import Config, ConfigError, Result, compare, load_sweep, simulate, sweep
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.build import program_inputs
@@ -507,10 +509,28 @@ def test_no_seed_of_a_program_may_be_one_in_which_nobody_trains():
             lay_out(refused, load("digits"))
 
 
-def test_a_term_that_is_off_in_the_first_run_only_is_recorded_in_all():
-    base = config(method={"name": "fedprox"}, run={"diagnostics": True})
-    cells = sweep(base, {"method.mu": [0.0, 0.1]}).cells
-    assert all(np.isfinite(cell.history["diagnostics.gradient_ratio_term"]).all() for cell in cells)
+def test_a_run_whose_coefficient_is_0_is_what_it_is_alone(tmp_path):
+    """Its state and messages lack what only the term needs, and a file of it is read as such."""
+    base = config(
+        method={"name": "fedcpd", "beta": 0.0, "gamma": 0.0}, run={"checkpoint_every": 1, "diagnostics": True}
+    )
+    grid = {"method.alpha": [0.0, 0.5]}
+    cells = sweep(base, grid, out=tmp_path).cells
+    assert [sorted(name for name in cell.history if "ratio" in name) for cell in cells] == [
+        [],
+        ["diagnostics.gradient_ratio_alpha"],
+    ]
+    for cell in cells:
+        alone = simulate(cell.config.replace({"run.out": None, "run.checkpoint_every": 0}))
+        assert cell.summary["traffic"] == alone.summary["traffic"]
+        out = Path(cell.config.run.out)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), Result.load(out).state, alone.state)
+        (out / "summary.json").unlink()
+        shutil.rmtree(out / "checkpoints" / str(cell.config.training.rounds))
+    again = sweep(base, grid, out=tmp_path).cells
+    for cell, before in zip(again, cells, strict=True):
+        assert cell.error is None
+        assert cell.history["pre.accuracy"].tolist() == before.history["pre.accuracy"].tolist()
 
 
 def test_columns_of_several_types_are_written_as_json_and_none_fails_a_sweep(tmp_path):

@@ -112,12 +112,16 @@ _store: OrderedDict[tuple[str, tuple[Callable, ...], str], _Compiled | Offloaded
 
 
 def alike(config: Config) -> str:
-    """The part of a config that is equal for all runs of a program: without seed, directory and input numbers."""
+    """The part of a config that is equal for all runs of a program: without seed, directory and input numbers.
+
+    Methods leave out a term whose coefficient is 0 (rule R12), and what only this term needs of states and messages; so
+    a number that is 0 is no input.
+    """
     tables = config.model_dump(mode="json")
     tables["run"] |= {"seed": None, "out": None}
-    for number in program_inputs(config):
+    for number, value in program_inputs(config).items():
         section, _, key = number.partition(".")
-        tables[section][key] = "input"
+        tables[section][key] = "input" if value else 0
     return json.dumps(tables, sort_keys=True)
 
 
@@ -363,12 +367,10 @@ def lay_out(
     _check(configs, data, engine, federations)
     for config, manifest in zip(configs, manifests, strict=True):
         _check_validated(config, manifest, engine.new)
-    # As it will be compiled: a term whose coefficient is 0 in some runs only, and its diagnostics, are in all of them.
-    surveyed = make_engine(first, data, rows[0].inputs)
     precision = precision_of(first, hardware.backend)
     on_host = first.run.client_state == "host"
     memory, exchange = survey(
-        surveyed, jax.random.key(0), federations[0], hardware.backend, precision=precision, on_host=on_host
+        engine, jax.random.key(0), federations[0], hardware.backend, precision=precision, on_host=on_host
     )
     names = exchange.diagnostics
     if first.run.diagnostics and exchange.comes_back:
@@ -392,17 +394,14 @@ def _keys(config: Config) -> Key[Array, "2"]:
 
 def _rows(configs: Sequence[Config], federations: Sequence[Federation]) -> list[Row]:
     """The arguments in which each run differs from the others."""
-    numbers = [program_inputs(config) for config in configs]
-    # A coefficient that is 0 in all runs is not an input, because methods leave out a term that is off (rule R12).
-    fields = [field for field in numbers[0] if any(found[field] != 0 for found in numbers)]
     return [
         Row(
             jax.random.key_data(_keys(config)),
-            jax.device_put({field: np.float32(found[field]) for field in fields}),
+            jax.device_put({field: np.float32(value) for field, value in program_inputs(config).items() if value}),
             (held.train, held.validation, held.test, held.pooled),
             jax.device_put(attackers(config)),
         )
-        for config, found, held in zip(configs, numbers, federations, strict=True)
+        for config, held in zip(configs, federations, strict=True)
     ]
 
 

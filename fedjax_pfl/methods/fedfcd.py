@@ -33,10 +33,10 @@ class Server(NamedTuple):
 
 
 class View(NamedTuple):
-    """What is sent down: phi_g, or None without fusion, and the GFR, without any class if lambda is 0."""
+    """What is sent down: phi_g, or None without fusion; and the GFR, or None if lambda is 0."""
 
     head: Params | None
-    representations: PerClass
+    representations: PerClass | None
 
 
 def fedfcd(
@@ -78,23 +78,21 @@ def fedfcd(
     train_server = Trainer(epochs=server_epochs, batch_size=server_batch_size, lr=server_lr)
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, Params]:
-        del clients
         params: Params = model.init(key)
         return Server(params["head"], Prototypes.none(model.classes, model.dim)), params
 
     def broadcast(server: Server) -> View:
-        return View(server.head if fusion else None, server.representations.as_sent().if_used(lam))
+        return View(server.head if fusion else None, None if is_off(lam) else server.representations.as_sent())
 
     def decide(shared: Params | None, head: Params, z: Float[Array, "batch K"]) -> Logits:
         own = model.classify(head, z)
         return own if shared is None else own + model.classify(shared, z)
 
     def setup(now: Round, view: View, client: Params, data: ClientData) -> tuple[Params, PerClass]:
-        del now, view
         return client, sums_as_sent(model, client["extractor"], data)
 
     def local(now: Round, view: View, client: Params, data: ClientData) -> Update:
-        targets = Prototypes.as_received(view.representations)
+        targets = None if view.representations is None else Prototypes.as_received(view.representations)
         beside = view.head if train_extractor_on == "fused" else None
         deciding = model._replace(classify=partial(decide, view.head))
 
@@ -103,8 +101,10 @@ def fedfcd(
         ) -> Float[Array, ""]:
             del key
             z = model.features(theta, batch.x, batch.mask)
-            apart = 0.0 if is_off(pull) else centre_loss(z, batch.y, batch.mask, targets, reduction=reduction)
-            return ce * label_loss(model, z, decide(beside, phi, z), batch) + pull * apart
+            total = ce * label_loss(model, z, decide(beside, phi, z), batch)
+            if targets is not None and not is_off(pull):
+                total += pull * centre_loss(z, batch.y, batch.mask, targets, reduction=reduction)
+            return total
 
         def fusion_loss(theta: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             """What the shared head adds to the cross-entropy."""
@@ -126,8 +126,8 @@ def fedfcd(
         terms |= {} if beside is None else {"fusion": fusion_loss}
         said = train.gradient_ratios(now, partial(under, pull=0.0), terms, theta, data)
         if hierarchical:
-            nothing = TrainInfo(jnp.zeros(()), jnp.zeros((), jnp.int32))
-            client, (total, steps) = jax.lax.fori_loop(0, train.epochs, in_turns, (client, nothing))
+            begun = client, TrainInfo(jnp.zeros(()), jnp.zeros((), jnp.int32))
+            client, (total, steps) = jax.lax.fori_loop(0, train.epochs, in_turns, begun)
             info = TrainInfo(total / max(1, train.epochs), steps)
         else:
             client, info = train(now, lambda w, *rest: loss(w["extractor"], *rest, phi=w["head"]), client, data)

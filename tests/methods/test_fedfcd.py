@@ -343,19 +343,13 @@ def test_bytes_are_a_hand_count_of_the_classes_held(some, shapes, model, federat
     ids=["no alignment", "no fusion", "neither"],
 )
 def test_what_a_variant_does_not_use_is_not_sent_down(changed, heads, classes, model, trainer, federation, start):
-    """By hand: the head, and K floats for each class that is known; with lambda as an input of the program, too."""
-    shapes = survey(Engine(fedfcd(model, trainer, **changed), N), KEY, federation)[1]
+    """By hand: the head, and for the classes a flag each and K floats for each that is known."""
+    method = fedfcd(model, trainer, **changed)
+    shapes = survey(Engine(method, N), KEY, federation)[1]
     head = CLASSES * (model.dim + 1)
-    down = 4 * (heads * head + classes * CLASSES * model.dim) + CLASSES
-
-    @jax.jit
-    def sent(lam):
-        view = fedfcd(model, trainer, **{**changed, "lam": lam}).broadcast(start.state.server)
-        return traffic_of(at(5), view, at(0), ())
-
-    fixed = fedfcd(model, trainer, **changed).broadcast(start.state.server)
-    for traffic in (traffic_of(at(5), fixed, at(0), ()), sent(jnp.float32(changed.get("lam", 1.0)))):
-        assert shapes.sent_bytes(traffic) == 5 * down
+    down = 4 * heads * head + classes * (4 * CLASSES * model.dim + CLASSES)
+    traffic = traffic_of(at(5), method.broadcast(start.state.server), at(0), ())
+    assert shapes.sent_bytes(traffic) == 5 * down
 
 
 def test_pull_and_fusion_are_measured_beside_the_cross_entropy(model, trainer, federation, start):

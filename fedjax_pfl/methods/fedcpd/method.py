@@ -98,8 +98,7 @@ def fedcpd(
         return Server(shared, prototypes), Client(head, teacher)
 
     def broadcast(server: Server) -> View:
-        sent = None if server.prototypes is None else server.prototypes.as_sent().if_used(alpha, beta)
-        return View(server.params, sent)
+        return View(server.params, None if server.prototypes is None else server.prototypes.as_sent())
 
     def whole(params: Params, head: Params | None) -> Params:
         return params if base == "fedavg" else {**params, "head": head}
@@ -130,7 +129,7 @@ def fedcpd(
         said = train.gradient_ratios(now, partial(loss, psi=psi, on={}), alone, view.params, samples)
         (params, psi), info = train(now, lambda w, *rest: loss(w[0], *rest, psi=w[1]), (view.params, psi), samples)
         client = Client(head, None if teacher is None else Teacher(params["extractor"], jnp.array(True), psi))
-        per_class = None if prototypes is None else sums_as_sent(model, params["extractor"], data).if_used(alpha, beta)
+        per_class = None if prototypes is None else sums_as_sent(model, params["extractor"], data)
         return Update(client, View(params, per_class), info, diagnostics=said)
 
     def aggregate(now: Round, server: Server, clients: Client, uploads: View, cohort: Cohort) -> tuple[Server, Client]:

@@ -48,8 +48,7 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
 
     def broadcast(server: Server) -> View:
         params, u = server.params, server.prototypes
-        align = client_loss.align
-        sent = None if align is None or u is None else u.as_sent().if_used(align.weight)
+        sent = None if client_loss.align is None or u is None else u.as_sent()
         return View(with_encoder(params, None) if starts_personal else params, sent, server.scored)
 
     def dispatch(now: Round, server: Server, clients: PyTree, cohort: Cohort) -> Params:

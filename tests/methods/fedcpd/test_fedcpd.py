@@ -18,7 +18,7 @@ from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run
-from fedjax_pfl.engine.traffic import count, size, traffic_of
+from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.method import Cohort, TrainInfo
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedcpd import fedcpd
@@ -272,23 +272,13 @@ def test_bytes_are_a_hand_count_without_the_classes_not_held(both, model, federa
     assert shapes.sent_bytes(both.end.traffic) == down + up < shapes.dense_bytes(both.end.traffic)
 
 
-def test_terms_of_weight_zero_send_no_prototypes_beside_others_in_one_program_either(model, trainer, federation):
-    """By what is counted where the weights are inputs of the program."""
-    data = client_data(federation.x, federation.y, client(federation.train, 2))
-    known = Prototypes(jnp.ones((CLASSES, model.dim)), jnp.ones(CLASSES, bool))
-
-    @jax.jit
-    def rows(alpha, beta):
-        method = fedcpd(model, trainer, alpha=alpha, beta=beta, gamma=0.0)
-        server, own = method.init(KEY, N)
-        view = method.broadcast(server._replace(prototypes=known))
-        upload = method.local(now(KEY, 1), view, own, data).upload
-        sent = traffic_of(at(1), view, at(1), jax.tree.map(lambda leaf: leaf[None], upload))
-        return sent.rows_down, sent.rows_up
-
-    classes = np.count_nonzero(data.class_counts)
-    for weights, expected in (((0.0, 0.0), (0, 0)), ((0.7, 0.0), (CLASSES, classes)), ((0.0, 0.7), (CLASSES, classes))):
-        assert rows(*map(jnp.float32, weights)) == expected
+@pytest.mark.parametrize(
+    ("alpha", "beta", "sends"), [(0.0, 0.0, False), (0.7, 0.0, True), (0.0, 0.7, True)], ids=["none", "align", "pcl"]
+)
+def test_prototypes_are_sent_for_a_term_that_needs_them(alpha, beta, sends, model, trainer, federation):
+    method = fedcpd(model, trainer, alpha=alpha, beta=beta, gamma=0.0)
+    shapes = survey(Engine(method, N), KEY, federation)[1]
+    assert (shapes.view.per_class is not None) == (shapes.upload.per_class is not None) == sends
 
 
 # --- The teacher -----------------------------------------------------------------------------------------------------

@@ -783,20 +783,6 @@ def test_prototypes_go_up_for_any_module_and_down_for_the_alignment_alone(module
     assert (shapes.upload.prototypes is not None, shapes.view.prototypes is not None) == (up, down)
 
 
-@pytest.mark.parametrize(("kappa", "classes"), [(0.0, 0), (0.1, CLASSES)])
-def test_an_alignment_of_weight_zero_gets_no_prototypes_beside_others_in_one_program(kappa, classes, model, trainer):
-    """As it gets none where it is off for all runs of a program."""
-
-    @jax.jit
-    def sent(kappa):
-        method = pfedcspc(model, trainer, **{**OFF, "calibrate": True, "kappa": kappa})
-        server, _ = method.init(KEY, N)
-        known = Prototypes(jnp.ones_like(server.prototypes.mean), jnp.ones(CLASSES, bool))
-        return method.broadcast(server._replace(prototypes=known)).prototypes.held
-
-    assert int(jnp.sum(sent(jnp.float32(kappa)))) == classes
-
-
 # --- The server ------------------------------------------------------------------------------------------------------
 
 IDS, ROW_WEIGHTS = (4, 7, 0, 6, 7), (12.0, 0.0, 5.0, 8.0, 0.0)  # the second and the last row are absent
