@@ -24,7 +24,7 @@ from fedjax_pfl import (
     simulate,
 )
 from fedjax_pfl.experiment.callbacks import Running
-from fedjax_pfl.experiment.summary import metrics_of
+from fedjax_pfl.experiment.programs import Program
 
 ROUNDS = 6
 
@@ -110,7 +110,8 @@ def test_a_stopped_run_ends_like_a_shorter_one(plain, tmp_path, asked, last):
 
 
 def run_with(values, metric="train_loss"):
-    run = Running(config(), "pre", len(values), [{"round": t, metric: v} for t, v in enumerate(values, 1)], dict)
+    lines = [{"round": t, metric: v} for t, v in enumerate(values, 1)]
+    run = Running(config(), "pre", len(values), lines, dict, [metric])
     run.loss = values[-1]
     return run
 
@@ -162,7 +163,7 @@ def test_a_best_model_begins_anew_with_each_run():
     best = BestModel("train_loss", mode="min")
     for losses, expected in [([1.0, 2.0], (1, 1.0)), ([4.0, 3.0], (2, 3.0))]:
         whole = run_with(losses)
-        run = Running(whole.config, "pre", 0, [], dict)
+        run = Running(whole.config, "pre", 0, [], dict, whole.metrics)
         best.on_start(run)
         for line in whole.lines:
             run.lines.append(line)
@@ -173,16 +174,18 @@ def test_a_best_model_begins_anew_with_each_run():
 def test_a_best_model_needs_the_state_of_the_best_round():
     """A run goes on from a checkpoint that may be of a later round than its last evaluation."""
     best, whole = BestModel("train_loss", mode="min"), run_with([3.0, 2.0])
-    best.on_start(Running(whole.config, "pre", 2, whole.lines, dict))
+    there, later = (Running(whole.config, "pre", at, whole.lines, dict, whole.metrics) for at in (2, 3))
+    best.check(there)
+    best.on_start(there)
     assert best.round == 2
     with pytest.raises(ConfigError, match=r'BestModel = 2 is not usable: run\.keep = "best" instead'):
-        best.on_start(Running(whole.config, "pre", 3, whole.lines, dict))
+        best.check(later)
 
 
 def test_an_evaluation_without_a_value_is_never_the_best():
     best, run = BestModel("train_loss", mode="min"), run_with([math.nan, 3.0, 2.0, 2.5])
     for at in range(1, 5):
-        so_far = Running(run.config, "pre", at, run.lines[:at], lambda: {})
+        so_far = Running(run.config, "pre", at, run.lines[:at], lambda: {}, run.metrics)
         best.on_evaluate(so_far, so_far.lines[-1])
     assert (best.round, best.value) == (3, 2.0)
 
@@ -255,18 +258,65 @@ def test_a_resumed_run_stops_where_an_uninterrupted_one_does(tmp_path):
     assert (result.summary["rounds"], result.history["round"].tolist()) == (6, [2, 4, 6])
 
 
-def test_every_metric_that_a_run_has_can_be_named_before_it_begins():
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"data.new_clients": 0.4},
+        {"data.evaluate_on": "validation"},
+        {"data.validation_share": 0.0},
+        {"method.name": "fedamp"},
+        {"method.name": "fedprox", "run.diagnostics": True},
+    ],
+    ids=str,
+)
+def test_the_metrics_of_a_run_are_known_before_it_begins(changes):
+    class Named(Callback):
+        def on_start(self, run):
+            self.metrics = run.metrics
+
+    named = Named()
     own = {"half": lambda logits, labels: jnp.full(labels.shape, 0.5)}
-    seen = []
-    for changes in ({}, {"data.new_clients": 0.4}, {"data.evaluate_on": "validation"}, {"data.validation_share": 0.0}):
-        given = config().replace({"training.rounds": 1, **changes})
-        result = simulate(given, metrics=own)
-        data = result.config.data
-        validated = data.evaluate_on == "test" and data.validation_share > 0
-        expected = metrics_of(["half"], new=data.new_clients > 0, validated=validated)
-        assert sorted(result.history) == sorted(expected)
-        seen.append(len(expected))
-    assert len(set(seen)) == 3
+    result = simulate(config().replace({"training.rounds": 1, **changes}), metrics=own, callbacks=[named])
+    has = {name for name, values in result.history.items() if not np.isnan(values).all()}
+    assert has <= set(named.metrics) <= set(result.history)
+    assert {"hm" in name or name.startswith("global") for name in set(result.history) - set(named.metrics)} <= {True}
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (EarlyStopping("global"), r"metric = 'global' is not usable: allowed: round, train_loss, "),
+        (EarlyStopping("diagnostics.typo"), r"metric = 'diagnostics\.typo' is not usable: "),
+        (BestModel("pre.acuracy"), r"metric = 'pre\.acuracy' is not usable: did you mean pre\.accuracy\?"),
+        (BestModel("new_pre.accuracy"), r"metric = 'new_pre\.accuracy' is not usable: "),
+    ],
+    ids=["no global model", "no such diagnostic", "misspelt", "no new clients"],
+)
+def test_a_metric_that_the_run_does_not_have_replaces_nothing(callback, message, tmp_path, monkeypatch):
+    (tmp_path / "summary.json").write_text("an earlier run's")
+    monkeypatch.setattr(Program, "compile", lambda _: pytest.fail("compiled"))
+    given = config(out=str(tmp_path)).replace({"method.name": "local"})
+    with pytest.raises(ConfigError, match=message):
+        simulate(given, callbacks=[callback], overwrite=True)
+    assert (tmp_path / "summary.json").read_text() == "an earlier run's"
+
+
+def test_a_refused_resumption_leaves_a_complete_run_as_it_is(tmp_path):
+    given = config(out=str(tmp_path / "run"), checkpoint_every=1)
+    simulate(given)
+
+    def files():
+        return {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
+
+    before = files()
+    with pytest.raises(ConfigError, match="BestModel = 2 is not usable"):
+        simulate(
+            given.replace("training.rounds", ROUNDS + 1),
+            resume=tmp_path / "run",
+            callbacks=[BestModel("train_loss", mode="max")],
+        )
+    assert files() == before
 
 
 MISTAKES = {
@@ -287,15 +337,7 @@ MISTAKES = {
     "mode": (lambda: BestModel(mode="up"), r"mode = 'up' is not usable: \"max\" or \"min\""),
     "metric": (
         lambda: run_with([1.0]).values("loss"),
-        r"metric = 'loss' is not usable: allowed: round, train_loss, pre.accuracy, .*, global, .*, seconds",
-    ),
-    "metric of a callback": (
-        lambda: simulate(config(), callbacks=[EarlyStopping("pre.acuracy")]),
-        r"metric = 'pre.acuracy' is not usable: did you mean pre.accuracy\?",
-    ),
-    "metric of new clients, where there are none": (
-        lambda: simulate(config(), callbacks=[BestModel("new_pre.accuracy")]),
-        r"metric = 'new_pre.accuracy' is not usable: ",
+        r"metric = 'loss' is not usable: allowed: train_loss$",
     ),
     "no validation": (
         lambda: Running(config().replace({"data.validation_share": 0.0}), "pre", 0, [], dict).values(None),

@@ -509,6 +509,23 @@ def test_no_seed_of_a_program_may_be_one_in_which_nobody_trains():
             lay_out(refused, load("digits"))
 
 
+def test_runs_that_are_added_do_not_throw_back_those_that_have_begun(tmp_path):
+    base, said = config(run={"checkpoint_every": 1}), []
+    whole = sweep(base, {"run.seed": [0, 1]}, out=tmp_path).cells
+    begun = {}
+    for cell in whole:
+        out = Path(cell.config.run.out)
+        (out / "summary.json").unlink()
+        shutil.rmtree(out / "checkpoints" / str(cell.config.training.rounds))
+        begun[out] = (out / "metrics.jsonl").read_text().splitlines()
+    more = sweep(base, {"run.seed": [0, 2, 1]}, out=tmp_path, progress=said.append).cells
+    assert [line for line in said if line.startswith("program 1 of 2 (fedprox, 2 runs)")]
+    for out, lines in begun.items():  # with the seconds of the first call
+        assert (out / "metrics.jsonl").read_text().splitlines()[: len(lines) - 1] == lines[:-1]
+    for cell, before in zip((more[0], more[2]), whole, strict=True):
+        assert cell.history["pre.accuracy"].tolist() == before.history["pre.accuracy"].tolist()
+
+
 def test_a_run_whose_coefficient_is_0_is_what_it_is_alone(tmp_path):
     """Its state and messages lack what only the term needs, and a file of it is read as such."""
     base = config(

@@ -212,7 +212,8 @@ def survey(
         compiler = _COMPILER_BYTES + _COMPILER_BYTES_PER_OPERATION * _operations(traced.jaxpr)
         process = resident_set() or samples
         memory = memory._replace(process=process, compiler=compiler)
-    return memory, Exchange(view, client, update.upload, tuple(update.diagnostics or ()))
+    said = tuple(jax.eval_shape(method.diagnose, server))
+    return memory, Exchange(view, client, update.upload, tuple(update.diagnostics or ()), said)
 
 
 def _of_client(fn: Callable[..., PyTree], shared: tuple, row: tuple) -> tuple[int, PyTree]:

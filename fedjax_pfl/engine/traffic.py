@@ -64,12 +64,14 @@ class Exchange(NamedTuple):
       client: a client's personal state. Its field ``inbox``, if any, is sent down again in every round.
       upload: what is sent up.
       diagnostics: names of the diagnostics that a client reports, which are not counted as traffic.
+      of_server: names of the diagnostics of the server.
     """
 
     view: PyTree
     client: PyTree
     upload: PyTree
     diagnostics: tuple[str, ...] = ()
+    of_server: tuple[str, ...] = ()
 
     @property
     def down(self) -> PyTree:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedjax_pfl.data.divide import count_new
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.summary import Line, flat, metrics_of
+from fedjax_pfl.experiment.summary import Line, flat
 from fedjax_pfl.method import State
 
 if TYPE_CHECKING:
@@ -27,12 +26,21 @@ class Running:
       round: number of rounds done.
       loss: mean training loss of the last round's participants; NaN before the first round.
       lines: the lines of ``metrics.jsonl`` so far.
+      metrics: the names of the metrics that its lines have, as in ``history``.
       stopped: the reason why the run shall end early, or None.
     """
 
-    def __init__(self, config: Config, headline: str, round: int, lines: list[Line], state: Callable[[], State]):
+    def __init__(
+        self,
+        config: Config,
+        headline: str,
+        round: int,
+        lines: list[Line],
+        state: Callable[[], State],
+        metrics: Sequence[str] = (),
+    ):
         """A run at its beginning, or where it was resumed; ``state`` copies its state to the host."""
-        self.config, self.headline, self.round, self.lines = config, headline, round, lines
+        self.config, self.headline, self.round, self.lines, self.metrics = config, headline, round, lines, metrics
         self.loss = math.nan
         self.stopped: str | None = None
         self._state = state
@@ -59,14 +67,15 @@ class Running:
         Raises:
           ConfigError: there is no such metric, or there are no validation samples.
         """
-        _check_metric(metric, self.config)
+        data = self.config.data
         if metric is None:
-            metric = f"{'validation_' if self.config.data.evaluate_on == 'test' else ''}{self.headline}.accuracy"
-        tables = [flat(line) for line in self.lines]
-        found = [table.get(metric) for table in tables]
-        if tables and metric != "train_loss" and all(value is None for value in found):
-            known = ", ".join(name for name, value in tables[0].items() if value is not None)
-            raise ConfigError("metric", metric, f"one of the run's: {known}")
+            if data.evaluate_on == "test" and data.validation_share == 0:
+                allowed = "a metric such as train_loss, or give data.validation_share for one on validation samples"
+                raise ConfigError("metric", None, allowed)
+            metric = f"{'validation_' if data.evaluate_on == 'test' else ''}{self.headline}.accuracy"
+        if metric not in self.metrics:
+            raise ConfigError("metric", metric, one_of(metric, self.metrics))
+        found = [flat(line).get(metric) for line in self.lines]
         return [math.nan if value is None else value for value in found]
 
 
@@ -121,8 +130,16 @@ class EarlyStopping(Callback):
         _check_mode(mode)
         self.metric, self.patience, self.min_delta, self.sign = metric, patience, min_delta, 1 if mode == "max" else -1
 
+    def check(self, run: Running) -> None:
+        """Checks, before anything is compiled or written, that the run has the metric.
+
+        Raises:
+          ConfigError: it does not.
+        """
+        run.values(self.metric)
+
     def on_start(self, run: Running) -> None:
-        """Checks the evaluations that were recorded before a resumption."""
+        """Looks at the evaluations that were recorded before a resumption."""
         if run.lines:
             self.on_evaluate(run, run.lines[-1])
 
@@ -155,21 +172,24 @@ class BestModel(Callback):
         self.result: Result | None = None
         self._state: State | None = None
 
-    def on_start(self, run: Running) -> None:
-        """Checks that a resumed run still has the best state: the states of earlier rounds are lost.
+    def check(self, run: Running) -> None:
+        """Checks, before anything is compiled or written, that the run has the metric, and still has its best state.
 
         Raises:
-          ConfigError: the best round lies before the checkpoint from which the run is resumed.
+          ConfigError: there is no such metric, or the best round lies before the checkpoint from which the run is
+            resumed: the states of earlier rounds are lost.
         """
-        self.round, self.value, self.result, self._state = None, math.nan, None, None  # of an earlier run
         values = np.nan_to_num(self.sign * np.asarray(run.values(self.metric)), nan=-math.inf)
-        if not len(values):
-            return
-        best = run.lines[int(values.argmax())]["round"]
+        best = run.lines[int(values.argmax())]["round"] if len(values) else run.round
         if best < run.round:
             allowed = 'run.keep = "best" instead: the state of the best round was lost with the interrupted process'
             raise ConfigError("BestModel", best, allowed)
-        self.on_evaluate(run, run.lines[-1])
+
+    def on_start(self, run: Running) -> None:
+        """Begins with the state from which a run is resumed, if it was evaluated."""
+        self.round, self.value, self.result, self._state = None, math.nan, None, None  # of an earlier run
+        if run.lines:
+            self.on_evaluate(run, run.lines[-1])
 
     def on_evaluate(self, run: Running, line: Line) -> None:
         """Copies the state if the metric is better."""
@@ -321,11 +341,11 @@ def check_tensorboard(out: Any) -> None:
         raise ConfigError("run.tensorboard", True, allowed) from None
 
 
-def check_callbacks(callbacks: Sequence[Any], config: Config) -> None:
-    """Checks that these are callbacks, and that the config gives them the metrics that they need.
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Checks that these are callbacks.
 
     Raises:
-      ConfigError: one is not a callback, or needs validation samples that the config does not set aside.
+      ConfigError: one is not a callback.
     """
     if not isinstance(callbacks, Sequence):
         raise ConfigError("callbacks", callbacks, "a list of callbacks")
@@ -334,19 +354,6 @@ def check_callbacks(callbacks: Sequence[Any], config: Config) -> None:
             allowed = "an object of a class that inherits from fedjax_pfl.Callback"
             allowed += ", not the class itself" if isinstance(callback, type) else ""
             raise ConfigError("callbacks", callback, allowed)
-        if isinstance(callback, EarlyStopping | BestModel):
-            _check_metric(callback.metric, config)
-
-
-def _check_metric(metric: str | None, config: Config) -> None:
-    data, own = config.data, config.run.metrics
-    if metric is None and data.evaluate_on == "test" and data.validation_share == 0:
-        allowed = "a metric such as train_loss, or give data.validation_share for one on validation samples"
-        raise ConfigError("metric", None, allowed)
-    validated = data.evaluate_on == "test" and data.validation_share > 0
-    known = metrics_of(own, new=count_new(data.new_clients, data.clients) > 0, validated=validated)
-    if metric is not None and metric not in known and not str(metric).startswith("diagnostics."):
-        raise ConfigError("metric", metric, one_of(metric, known))
 
 
 def _check_mode(mode: str) -> None:

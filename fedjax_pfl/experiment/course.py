@@ -9,7 +9,7 @@ import numpy as np
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Evaluation
 from fedjax_pfl.engine.traffic import Traffic, count
-from fedjax_pfl.experiment.callbacks import Callback, Running
+from fedjax_pfl.experiment.callbacks import BestModel, Callback, EarlyStopping, Running
 from fedjax_pfl.experiment.checkpoint import Best, Saved
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.kept import Kept
@@ -28,6 +28,7 @@ from fedjax_pfl.experiment.summary import (
     label_table,
     line_of,
     majority_class,
+    metrics_of,
     stacked,
     summary_of,
 )
@@ -71,7 +72,15 @@ class Course:
         self.scores: Evaluation | None = None
         self._config, self._program, self._place, self._saved = program.configs[run], program, place, saved
         self.end = self._config.training.rounds
-        self.live = Running(self._config, program.engine.method.headline, saved.round, self.lines, state)
+        engine, said = program.engine, (*program.engine.diagnostics, *program.exchange.of_server)
+        metrics = metrics_of(
+            self._config.run.metrics,
+            list(dict.fromkeys(said)),
+            shared=engine.method.global_predict is not None,
+            new=engine.new > 0,
+            validated=engine.validate,
+        )
+        self.live = Running(self._config, engine.method.headline, saved.round, self.lines, state, metrics)
         self._callbacks = [*place.callbacks(), *callbacks]
         self._manifest = program.manifests[run]
         self._client_rows = [place.client_history]
@@ -82,6 +91,16 @@ class Course:
         t = self.live.round
         evaluated = bool(self.lines) and self.lines[-1]["round"] == t
         self.end = min(self.end, t if evaluated else t + 1)
+
+    def check(self) -> None:
+        """Checks, before anything is compiled or written, that the run has what its callbacks look at.
+
+        Raises:
+          ConfigError: it does not.
+        """
+        for callback in self._callbacks:
+            if isinstance(callback, EarlyStopping | BestModel):
+                callback.check(self.live)
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Calls the function of this name of all its callbacks."""

@@ -96,10 +96,10 @@ def simulate(
     """
     began = time.perf_counter()
     check_config(config)
+    check_callbacks(callbacks)
     if interrupt not in ("auto", "raise", "return"):
         raise ConfigError("interrupt", interrupt, '"auto", "raise" or "return"')
     config = with_parts(of_data(config, data), model=model, features=features, method=method, metrics=metrics)
-    check_callbacks(callbacks, config)
     if resume is not None:
         config = config.replace({"run.out": os.fspath(resume)})
     prepare(config.run)
@@ -149,22 +149,32 @@ def drive(
     first, runs, report = configs[0], len(configs), progress or (lambda now: None)
     rounds, every = first.training.rounds, first.run.checkpoint_every or first.training.rounds
     program = lay_out(configs, dataset, room=room)
-    done, held = _begin(program, places)
-    at_start = Progress(done[0].round, rounds, math.nan, None, math.nan, program.bytes(), runs)
-    report(at_start._replace(compiled=False))
-    program.compile()
-    report(at_start)
-    states = program.init() if held is None else program.put(held)
 
     def state_of(run: int) -> State:
         # Copied: arrays from a CPU's devices, or of several runs, are views of buffers that the next rounds reuse.
         own: State = jax.tree.map(np.array, program.each(states)[run].state)
         return own
 
-    courses = [
-        Course(run, program, place, saved, callbacks, functools.partial(state_of, run))
-        for run, (place, saved) in enumerate(zip(places, done, strict=True))
-    ]
+    with ExitStack() as given_back:
+        done, held = _read(program, places, given_back)
+        courses = [
+            Course(run, program, place, saved, callbacks, functools.partial(state_of, run))
+            for run, (place, saved) in enumerate(zip(places, done, strict=True))
+        ]
+        for course in courses:
+            course.check()
+        at_start = Progress(done[0].round, rounds, math.nan, None, math.nan, program.bytes(), runs)
+        report(at_start._replace(compiled=False))
+        program.compile()
+        report(at_start)
+        # Not before: an error up to here leaves everything as it was.
+        for place, saved, manifest, holdings in zip(places, done, program.manifests, program.holdings, strict=True):
+            if held is None:
+                place.begin(manifest, holdings)
+            else:
+                place.go_back(saved)
+        given_back.pop_all()  # the runs begin, and keep their locks
+    states = program.init() if held is None else program.put(held)
     t, round_seconds = done[0].round, done[0].round_seconds
     began -= runs * done[0].seconds
     one_by_one = any(type(callback).on_round is not Callback.on_round for callback in callbacks)
@@ -276,32 +286,22 @@ def _results(
     return results
 
 
-def _begin(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], list[Run] | None]:
+def _read(program: Program, places: Sequence[RunPlace], given_back: ExitStack) -> tuple[list[Saved], list[Run] | None]:
     """The state from which each run starts: the newest checkpoint that all runs have, or the beginning.
 
-    All directories are locked, and everything is read, before anything is written.
+    Locks all directories; ``given_back`` gives them back. Nothing is written.
     """
-    pairs = list(zip(places, program.manifests, strict=True))
-    found = []
-    with ExitStack() as given_back:
-        for place in places:  # first: reading checkpoints removes files that another process may be writing
-            place.take()
-            given_back.callback(place.leave)
-        common = set.intersection(*(set(place.found()) for place in places))
-        if common:
-            like = program.one_run()
-            found = [place.read(max(common), manifest, like) for place, manifest in pairs]
-            for place, (saved, _) in zip(places, found, strict=True):
-                place.go_back(saved)
-        else:
-            for (place, manifest), holdings in zip(pairs, program.holdings, strict=True):
-                place.begin(manifest, holdings)
-        given_back.pop_all()  # the runs begin, and keep their locks
+    for place in places:  # first: reading checkpoints removes files that another process may be writing
+        place.take()
+        given_back.callback(place.leave)
+    common = set.intersection(*(set(place.found()) for place in places))
     if common:
+        like, pairs = program.one_run(), zip(places, program.manifests, strict=True)
+        found = [place.read(max(common), manifest, like) for place, manifest in pairs]
         done, states = zip(*found, strict=True)
         return list(done), list(states)
     hashes = [
         (config.model_dump(mode="json"), manifest["hash"])
-        for config, (_, manifest) in zip(program.configs, pairs, strict=True)
+        for config, manifest in zip(program.configs, program.manifests, strict=True)
     ]
     return [Saved(0, [], 0.0, 0.0, *known, versions()) for known in hashes], None

@@ -94,6 +94,11 @@ class RunDirectory:
         return (self.path / "summary.json").exists()
 
     @property
+    def started(self) -> bool:
+        """Whether a run has written its config here."""
+        return (self.path / "config.toml").exists()
+
+    @property
     def begun(self) -> bool:
         """Whether a run has come to its first scores, or to a checkpoint, here."""
         return (self.path / "metrics.jsonl").exists() or any(self.checkpoints.glob("*"))

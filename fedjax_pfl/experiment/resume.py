@@ -88,6 +88,17 @@ class RunPlace:
             raise ConfigError("resume", str(Path(self._resume).absolute()), allowed)
         return found
 
+    def beginnings(self) -> set[int]:
+        """Rounds after which the run can go on; -1 for the beginning of a run that has no checkpoint.
+
+        Runs that share one can go on together. 0 is for those of a program that was killed while it wrote the first
+        checkpoints: the same runs as one program end with the same bits.
+        """
+        found = set(self.found())
+        if not found:
+            return {-1, 0} if self._record is not None and self._record.started else {-1}
+        return found | {0} if found == {self._config.run.checkpoint_every} else found
+
     def read(self, round: int, manifest: dict[str, Any], like: Run) -> tuple[Saved, Run]:
         """The checkpoint of a round, which must be one of this run, and its arrays."""
         assert self._record is not None

@@ -138,19 +138,25 @@ def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, 
     return {**line, **of_all, **({_DIAGNOSTICS: said} if said else {})}
 
 
-def metrics_of(own: Sequence[str], *, new: bool, validated: bool) -> list[str]:
-    """The dotted names of the metrics in every line, apart from diagnostics, which depend on the method.
+def metrics_of(
+    own: Sequence[str], diagnostics: Sequence[str], *, shared: bool, new: bool, validated: bool
+) -> list[str]:
+    """The dotted names of the metrics that a run has in every line.
 
     Args:
       own: the config's own metrics.
+      diagnostics: the names of the diagnostics of clients and server.
+      shared: whether there is a global model.
       new: whether there are clients that never train.
       validated: whether validation samples are scored in addition.
     """
-    measures = [*_SUMS, "hm"]
+    measures = [*_SUMS, "hm"] if shared else list(_SUMS)
     tables = [f"{kind}{point}" for kind in (("", "new_") if new else ("",)) for point in POINTS]
     names = [f"{table}.{name}" for table in tables for name in (*measures, *own)]
     names += [f"validation_{point}.{name}" for point in POINTS for name in measures] if validated else []
-    return ["round", "train_loss", *names, *_GLOBAL, *(f"global_{name}" for name in own), "megabytes", "seconds"]
+    names += [*_GLOBAL, *(f"global_{name}" for name in own)] if shared else []
+    names += [f"{_DIAGNOSTICS}.{name}" for name in diagnostics]
+    return ["round", "train_loss", *names, "megabytes", "seconds"]
 
 
 def history_of(lines: Sequence[Line]) -> dict[str, Float[np.ndarray, " rounds"]]:

@@ -388,10 +388,7 @@ def run_configs(
     executor: Executor = "local",
 ) -> Iterator[tuple[list[int], Outcome]]:
     """Runs configs in as few programs as shapes allow; yields the indices of a program's configs, and its outcome."""
-    programs: dict[str, list[int]] = {}
-    for place, config in enumerate(configs):
-        programs.setdefault(alike(config), []).append(place)
-    places = list(programs.values())
+    places = _programs(configs)
 
     def report(program: int, line: str) -> None:
         if progress:
@@ -403,6 +400,24 @@ def run_configs(
         to_run = [[configs[at] for at in of] for of in places]
         for program, outcome in run_programs(executor, to_run, data, report):
             yield places[program], outcome
+
+
+def _programs(configs: Sequence[Config]) -> list[list[int]]:
+    """The indices of the configs of each program.
+
+    The runs of a program begin in the same round, so a run without a checkpoint of that round is in another one.
+    """
+    programs: dict[str, list[tuple[set[int], list[int]]]] = {}
+    for place, config in enumerate(configs):
+        beginnings = RunPlace(config, go_on=True).beginnings()
+        of_shape = programs.setdefault(alike(config), [])
+        for number, (shared, places) in enumerate(of_shape):
+            if shared & beginnings:
+                of_shape[number] = shared & beginnings, [*places, place]
+                break
+        else:
+            of_shape.append((beginnings, [place]))
+    return [places for of_shape in programs.values() for _, places in of_shape]
 
 
 def check_point(point: str) -> str:
