@@ -1,6 +1,7 @@
 """The run directory: what a run leaves on disk."""
 
 import csv
+import errno
 import json
 import os
 import shlex
@@ -87,6 +88,9 @@ class RunDirectory:
             go_on = "go on with the run that has begun there: resume=, --resume; " if begun else ""
             allowed = f"the directory is not empty; {go_on}name another one, or replace it: overwrite=True, --overwrite"
             raise ConfigError("run.out", str(self.path), allowed)
+        with writable(self.path):
+            if any((self.path / name).is_dir() for name in _FILES):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
 
     @property
     def complete(self) -> bool:

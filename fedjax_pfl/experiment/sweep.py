@@ -238,7 +238,8 @@ def sweep(
 
     Runs that differ only in the seed, in numbers of ``training`` (``lr``, ``lr_decay``, ``momentum``, ``weight_decay``,
     ``clip_norm``) and in the method's real-valued hyperparameters share a program. Each gives the same result as
-    `simulate`, up to float rounding. Runs that differ in other fields have separate programs.
+    `simulate`, up to float rounding. Runs that differ in other fields, or of which only some have a 0 in one of these,
+    have separate programs.
 
     Args:
       config: the config that all runs share, except ``run.out``: ``out`` says where they are recorded.
