@@ -407,6 +407,10 @@ CASES = {
         "run config.toml data.mean=[0.5,0.5,0.5]",
         "data.mean = [0.5, 0.5, 0.5] is not usable: one number, or one for each of the 1 channels",
     ),
+    "three channel deviations for gray images in a folder for PFLlib": (
+        "partition config.toml --pfllib new data.std=[0.5,0.5,0.5]",
+        "data.std = [0.5, 0.5, 0.5] is not usable: one number, or one for each of the 1 channels",
+    ),
     "clients that do not fit into memory": (
         "run config.toml data.clients=200 model.hidden=100000000",
         "data.clients = 200 is not usable: the run needs about ... GB; a device has ... GB",
@@ -504,6 +508,20 @@ CASES = {
     "npz that is a text file": (
         f"{NPZ}text.toml",
         "data.source = 'npz:text.toml' is not usable: HERE/text.toml is no npz file; write one with numpy.savez",
+    ),
+    "npz in the folder of a user whom nobody knows": (
+        f"{NPZ}'~nobody_knows/a.npz'",
+        "data.source = 'npz:~nobody_knows/a.npz' is not usable: there is no such file; looked for "
+        "HERE/~nobody_knows/a.npz (...)",
+    ),
+    "npz with too long a name": (
+        f"{NPZ}{'a' * 300}",
+        f"data.source = 'npz:{'a' * 300}' is not usable: there is no such file; looked for HERE/{'a' * 300} (...)",
+    ),
+    "rows in the folder of a user whom nobody knows": (
+        "run config.toml data.partition.kind=indices data.partition.file='~nobody_knows/a.npz'",
+        "data.partition.file = '~nobody_knows/a.npz' is not usable: there is no such file; looked for "
+        "HERE/~nobody_knows/a.npz",
     ),
     # Folders, LEAF, tensorflow-datasets
     "folder missing": (

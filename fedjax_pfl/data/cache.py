@@ -21,8 +21,8 @@ def cached(source: str, folder: Path, build: Callable[[], Dataset]) -> Dataset:
 
     Args:
       source: names the data and all options; there is one file per source.
-      folder: the folder from which the data are read; a changed name, size or time of a file in it makes the cache
-        stale.
+      folder: the folder from which the data are read; a changed name, size or time of a file in it, or another
+        target of a link, makes the cache stale.
       build: decodes the data.
     """
     path = _folder() / f"{hashlib.sha256(source.encode()).hexdigest()[:24]}.npz"
@@ -40,16 +40,18 @@ def _folder() -> Path:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Hash of the names, sizes and times of all files in a folder."""
-    entries: list[tuple[str | int, ...]] = []
+    """Hash of the names, sizes and times of all files in a folder, and of what its links lead to."""
+    entries: list[tuple[str | int, ...]] = [(".", os.path.realpath(folder))] if os.path.islink(folder) else []
     seen = {os.path.realpath(folder)}
     for parent, inside, names in os.walk(folder, followlinks=True):
         for name in sorted(inside):
             # Each folder once: one with a link to a folder above it would be walked for ever.
-            real = os.path.realpath(os.path.join(parent, name))
+            inner = os.path.join(parent, name)
+            real = os.path.realpath(inner)
             if real in seen:
                 inside.remove(name)
-                entries.append((os.path.relpath(os.path.join(parent, name), folder), real))
+            if real in seen or os.path.islink(inner):
+                entries.append((os.path.relpath(inner, folder), real))
             seen.add(real)
         inside.sort()
         for name in names:
@@ -58,7 +60,9 @@ def _fingerprint(folder: Path) -> str:
                 status = os.stat(file)
             except OSError:  # a link to nothing
                 continue
-            entries.append((os.path.relpath(file, folder), status.st_size, status.st_mtime_ns))
+            # Files behind a link and behind what it led to before may agree in size and time.
+            target = (os.path.realpath(file),) if os.path.islink(file) else ()
+            entries.append((os.path.relpath(file, folder), status.st_size, status.st_mtime_ns, *target))
     return hashlib.sha256(repr((_VERSION, sorted(entries))).encode()).hexdigest()
 
 

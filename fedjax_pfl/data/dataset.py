@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,12 @@ from fedjax_pfl.errors import ConfigError
 
 # A label that is at least this number, and at least the number of samples, is an ID and not a class number.
 _MOST_CLASSES = 1000
+# How to number classes. Both parts are numbered at once: on its own, each would have numbers with other meanings.
+_NUMBERS = "numpy.unique(y, return_inverse=True)[1] numbers the classes"
+_NUMBERS_OF_BOTH = (
+    "numpy.split(numpy.unique(numpy.concatenate([y, y_test]), return_inverse=True)[1], [len(y)]) numbers the classes "
+    "of both parts"
+)
 # The number of samples that a fingerprint hashes at a time.
 _HASHED_AT_ONCE = 4096
 
@@ -75,16 +82,17 @@ def from_arrays(
     Raises:
       ConfigError: field ``data``: dtypes, shapes, lengths or labels do not fit.
     """
-    parts = [_checked_part(images, labels, "", name)]
+    numbers_them = _NUMBERS if test_labels is None else _NUMBERS_OF_BOTH
+    parts = [_checked_part(images, labels, "", name, numbers_them)]
     if (test_images is None) != (test_labels is None):
         raise ConfigError("data", name, "a test part needs both its images and its labels")
     if test_images is not None and test_labels is not None:
-        parts.append(_checked_part(test_images, test_labels, "test ", name))
+        parts.append(_checked_part(test_images, test_labels, "test ", name, numbers_them))
     kinds = [f"{part_images.dtype} {part_images.shape[1:]}" for part_images, _ in parts]
     if kinds[0] != kinds[-1]:
         allowed = f"training samples {kinds[0]} and test samples {kinds[-1]} must agree in type and shape"
         raise ConfigError("data", name, allowed)
-    all_labels = _joined([part_labels for _, part_labels in parts])
+    all_labels = _class_numbers([part_labels for _, part_labels in parts], name, numbers_them)
     numbers, names = None, None
     users_of_parts = [given for given in (users, test_users) if given is not None]
     if users_of_parts and (users is None or len(users_of_parts) != len(parts)):
@@ -94,6 +102,8 @@ def from_arrays(
             allowed = f"users must be integers or strings [{len(part_labels)}], got {given.dtype} {given.shape}"
             raise ConfigError("data", name, allowed)
     if users_of_parts:
+        if np.result_type(*users_of_parts).kind == "f":  # of uint64 beside int64, which would make large ones the same
+            users_of_parts = [given.astype(object) for given in users_of_parts]
         numbers, names = numbered(_joined(users_of_parts))
     return Dataset(
         name=name,
@@ -131,12 +141,30 @@ def numbered(users: Shaped[np.ndarray, " samples"]) -> tuple[Int[np.ndarray, " s
     return numbers.astype(np.int32), tuple(map(str, names))
 
 
+def check_channels(field: str, given: float | Sequence[float], channels: int) -> None:
+    """Checks a mean or standard deviation of pixels.
+
+    Args:
+      field: the config field, for the error.
+      given: one number, or one for each channel.
+      channels: the number of channels that the images have.
+
+    Raises:
+      ConfigError: there are more or fewer numbers than channels.
+    """
+    if np.shape(given) not in ((), (channels,)):
+        raise ConfigError(field, given, f"one number, or one for each of the {channels} channels")
+
+
 def _checked_part(
-    images: np.ndarray, labels: np.ndarray, part: str, name: str
+    images: np.ndarray, labels: np.ndarray, part: str, name: str, numbers_them: str
 ) -> tuple[Shaped[np.ndarray, "samples ..."], Int[np.ndarray, " samples"]]:
-    """Samples and labels that fit together; otherwise a ConfigError, which names them with the prefix `part`."""
+    """Samples and labels that fit together; otherwise a ConfigError, which names them with the prefix `part`.
+
+    Labels keep their type: see `_class_numbers`. `numbers_them` says how to number classes that have names.
+    """
     images = _checked_samples(images, f"{part}samples", name)
-    labels = _checked_labels(labels, f"{part}labels", name)
+    labels = _checked_labels(labels, f"{part}labels", name, numbers_them)
     if len(images) != len(labels):
         lengths = f"{len(images)} {part}samples and {len(labels)} {part}labels"
         raise ConfigError("data", name, f"one label per sample is needed, got {lengths}")
@@ -181,8 +209,8 @@ def _checked_numbers(x: np.ndarray, what: str, name: str) -> Float[np.ndarray, "
     return numbers
 
 
-def _checked_labels(y: np.ndarray, what: str, name: str) -> Int[np.ndarray, " samples"]:
-    """Labels as int32, or a ConfigError that says what to change."""
+def _checked_labels(y: np.ndarray, what: str, name: str, numbers_them: str) -> Int[np.ndarray, " samples"]:
+    """Labels that are integers from 0 on, or a ConfigError that says what to change."""
     if y.ndim != 1:
         column = y.ndim == 2 and y.shape[1] == 1
         hint = ": y.ravel() makes them so" if column else ": y.argmax(1) gives these" if _is_one_hot(y) else ""
@@ -194,15 +222,21 @@ def _checked_labels(y: np.ndarray, what: str, name: str) -> Int[np.ndarray, " sa
                 "data", name, f"the {what} must be integers, the numbers of classes, and {broken[0]} is none"
             )
         names = y.dtype.kind not in "bf"
-        hint = "numpy.unique(y, return_inverse=True)[1] numbers the classes" if names else "y.astype(int)"
+        hint = numbers_them if names else "y.astype(int)"
         raise ConfigError("data", name, f"the {what} must be integers, got {y.dtype}: {hint}")
     if y.size and y.min() < 0:
         raise ConfigError("data", name, f"the {what} must be 0 or more, the smallest is {y.min()}")
-    if y.size and y.max() >= max(_MOST_CLASSES, len(y)):
-        found = f"the largest of {len(np.unique(y))} different ones is {y.max()}"
-        hint = "numpy.unique(y, return_inverse=True)[1] numbers the classes"
-        raise ConfigError("data", name, f"the {what} must be the numbers of classes, from 0 on; {found}: {hint}")
-    return y.astype(np.int32)
+    return y
+
+
+def _class_numbers(parts: list[np.ndarray], name: str, numbers_them: str) -> Int[np.ndarray, " samples"]:
+    """The labels of all parts as int32, or a ConfigError for IDs, which are too large for the numbers of classes."""
+    largest = max(int(y.max()) for y in parts)
+    if largest >= max(_MOST_CLASSES, sum(map(len, parts))):
+        found = f"the largest of {len({label for y in parts for label in y.tolist()})} different ones is {largest}"
+        allowed = f"the labels must be the numbers of classes, from 0 on; {found}: {numbers_them}"
+        raise ConfigError("data", name, allowed)
+    return _joined([y.astype(np.int32) for y in parts])
 
 
 def _is_one_hot(y: np.ndarray) -> bool:

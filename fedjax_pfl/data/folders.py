@@ -4,7 +4,7 @@ What is there decides how a folder is read, in this order:
 
 - Lists: ``train.txt``, ``val.txt`` (or ``valid.txt``, ``validation.txt``) and ``test.txt``, or VireoFood172's
   ``TR.txt``, ``VAL.txt`` and ``TE.txt``, with a line ``path/below/the/folder label`` per image. Where a line has no
-  label, the folder that holds the image is its class.
+  label, the folder that holds the image is its class. No path has a ``..``: images elsewhere would change unnoticed.
 - Parts: folders with these names, each with a folder per class that holds the images, or a folder ``images`` of them.
   Tiny-ImageNet's ``val/images`` get their classes from ``val/val_annotations.txt``; its test part, which has no labels,
   is left out.
@@ -15,6 +15,7 @@ What is there decides how a folder is read, in this order:
 order of their names, numbers by value.
 """
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,7 +80,8 @@ def load(folder: Path, size: int | None, source: str) -> Dataset:
       ConfigError: field ``data.source``, with the file that cannot be used.
     """
     folder = folder.resolve()
-    option = "" if size is None else f"?size={size}"
+    # A folder "a?size=2" is not the folder "a" with the option; no option is a "?" alone.
+    option = f"?size={size}" if size is not None else "?" if "?" in folder.name else ""
     return cached(f"folder:{folder}{option}", folder, lambda: _decode(folder, size, source))
 
 
@@ -191,7 +193,9 @@ def _listed(listing: Path, folder: Path, source: str) -> list[_Sample]:
         file = folder / name.strip().lstrip("/")
         if not name or not label:
             _refuse(source, f"{where}: a path and a label are needed, with a space between, got {line!r}")
-        if not file.is_file():
+        if ".." in file.parts:
+            _refuse(source, f"{where}: a path below {folder} is needed, without '..', got {name!r}")
+        if not os.path.isfile(file):
             _refuse(source, f"{where}: there is no image {file}")
         samples.append(_Sample(file, label, where))
     if not samples:

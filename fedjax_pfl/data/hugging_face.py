@@ -60,7 +60,7 @@ def load(argument: str, folder: Path | None) -> Dataset:
     parts = found if is_dict(found) else {"train": found}
     try:
         named = arrays(parts, given.get("image"), given.get("label"))
-        return from_arrays(*named, name=os.path.basename(name))
+        return from_arrays(*named, name=os.path.basename(name) if folder is None else folder.resolve().name)
     except ConfigError as error:
         _refuse(argument, error.allowed)
 
@@ -84,7 +84,7 @@ def arrays(parts: Mapping[str, Any], image: str | None = None, label: str | None
       label: the column of the labels, likewise.
 
     Raises:
-      ConfigError: field ``data``: there is no training part, or no such column.
+      ConfigError: field ``data``: there is no training part, or `columns` refuses a part.
     """
     if "train" not in parts:
         raise ConfigError("data", "DatasetDict", f"it needs a part 'train'; present: {', '.join(parts) or 'none'}")
@@ -99,17 +99,21 @@ def columns(data: Any, part: str, image: str | None = None, label: str | None = 
       part: the name of the part, for errors.
       image: as in `arrays`.
       label: likewise.
+
+    Raises:
+      ConfigError: field ``data``: there is no such column; or samples or labels are missing, cannot be decoded or
+        differ in shape.
     """
     if not len(data):
-        raise ConfigError("data", part, "the part holds nothing")
+        raise ConfigError("data", part, f"the {part} part holds nothing")
     features = data.features
     types = {name: type(feature).__name__ for name, feature in features.items()}
     image = _column(types, "Image", _IMAGE_NAMES, "image", image)
     label = _column(types, "ClassLabel", _LABEL_NAMES, "label", label)
-    labels = np.asarray(data.with_format(None).select_columns(label)[:][label])
+    labels = _labels(data.with_format(None).select_columns(label)[:][label], label, part)
     if types[image] == "Image":
         return _decoded(data.with_format(None).select_columns(image), image, part), labels
-    return _numbers(data.with_format("numpy").select_columns(image)[:][image], features[image], image, part), labels
+    return _numbers(data.with_format("numpy").select_columns(image), features[image], image, part), labels
 
 
 def _column(types: Mapping[str, str], wanted: str, names: tuple[str, ...], option: str, given: str | None) -> str:
@@ -130,32 +134,56 @@ def _column(types: Mapping[str, str], wanted: str, names: tuple[str, ...], optio
     return named[0]
 
 
+def _labels(given: list[Any], column: str, part: str) -> np.ndarray:
+    """Labels as an array, whatever their type."""
+    if None in given:
+        raise ConfigError("data", part, f"sample {given.index(None)} of the {part} part has no label in {column!r}")
+    try:
+        return np.asarray(given)
+    except ValueError:
+        raise ConfigError("data", part, f"the labels in column {column!r} of the {part} part differ in shape") from None
+
+
 def _decoded(data: Any, column: str, part: str) -> np.ndarray:
     """Decoded images as one array, with one channel if all are gray, else with three."""
     found: list[np.ndarray] = []
     for start in range(0, len(data), _CHUNK):
-        for image in data[start : start + _CHUNK][column]:
+        try:
+            images = data[start : start + _CHUNK][column]
+        except Exception as error:  # Pillow's decoders raise whatever the damaged bytes lead them to
+            which = f"an image in column {column!r} of the {part} part, one of samples {start} to"
+            reason = f"cannot be decoded ({type(error).__name__}: {_first_line(error)})"
+            raise ConfigError("data", part, f"{which} {min(start + _CHUNK, len(data)) - 1}, {reason}") from None
+        for image in images:
             if image is None or image.mode[0] in "IF":
                 what = "no image" if image is None else f"more than 8 bits (Pillow's mode {image.mode})"
-                raise ConfigError("data", part, f"sample {len(found)} has {what} in column {column!r}")
+                where = f"in column {column!r} of the {part} part"
+                raise ConfigError("data", part, f"sample {len(found)} has {what} {where}")
             found.append(np.asarray(image.convert("L" if image.mode in _GRAY else "RGB")))
             if found[-1].shape[:2] != found[0].shape[:2]:
                 sizes = f"sample 0 has {found[0].shape[:2]}, sample {len(found) - 1} {found[-1].shape[:2]}"
-                raise ConfigError("data", part, f"images of one size (height, width) are needed; {sizes}")
+                where = f"in column {column!r} of the {part} part"
+                raise ConfigError("data", part, f"images of one size (height, width) are needed {where}; {sizes}")
     if all(image.ndim == 2 for image in found):
         return np.stack(found)[..., np.newaxis]
     return np.stack([image if image.ndim == 3 else np.repeat(image[..., np.newaxis], 3, -1) for image in found])
 
 
-def _numbers(x: Any, feature: Any, column: str, part: str) -> np.ndarray:
+def _numbers(data: Any, feature: Any, column: str, part: str) -> np.ndarray:
     """Numbers as one array; whole numbers from 0 to 255 with at least three axes are pixels, uint8."""
-    if not isinstance(x, np.ndarray) or x.dtype == object:
-        raise ConfigError("data", part, f"the samples in column {column!r} must be numbers, in one shape")
+    try:
+        x = data[:][column]
+    except AttributeError:  # the library asks a sample for its shape, though it be null
+        x = None
+    if not isinstance(x, np.ndarray) or x.dtype == object or not x.size:
+        needed = "must be numbers, in one shape, none of them missing"
+        raise ConfigError("data", part, f"the samples in column {column!r} of the {part} part {needed}")
     while hasattr(feature, "feature"):  # a list of lists
         feature = feature.feature
     kept = getattr(feature, "dtype", "") == "uint8"
-    pixels = x.dtype.kind in "iu" and x.ndim > 2 and x.min() >= 0 and x.max() <= 255
-    return x.astype(np.uint8) if kept or pixels else x
+    # Floats stay so, with the NaN that the library has for a missing sample.
+    pixels = x.dtype.kind in "iu" and (kept or (x.ndim > 2 and x.min() >= 0 and x.max() <= 255))
+    return x.astype(np.uint8) if pixels else x
 
 
 def _is(data: Any, module: str, name: str) -> bool:

@@ -163,7 +163,11 @@ def _federated(data: FederatedData, name: str) -> Dataset:
     made = from_arrays(x, y, x_test, y_test, users=users, test_users=test_users, name=name)
     if data.clients is None:
         return made
-    rows = [_array(given, f"rows of client {client}", name) for client, given in enumerate(data.clients)]
+    try:
+        clients = list(data.clients)
+    except TypeError:  # a number, whether Python's or in an array
+        clients = []
+    rows = [_array(given, f"rows of client {client}", name) for client, given in enumerate(clients)]
     if not rows or any(held.ndim != 1 or held.dtype.kind not in "iu" for held in rows):
         raise ConfigError("data", name, "clients must be row numbers, integers [n], for each of one client or more")
     check_rows(rows, len(made.labels), len(rows), "data", name)
@@ -174,7 +178,7 @@ def _federated(data: FederatedData, name: str) -> Dataset:
 
 
 def _names(given: Any, name: str) -> np.ndarray:
-    """Users; pandas hands out strings as objects."""
+    """Users; pandas hands out strings as objects, and integers where some may be missing."""
     users = _array(given, "users", name)
     if users.dtype != object:
         return users
@@ -182,7 +186,8 @@ def _names(given: Any, name: str) -> np.ndarray:
     if unknown:
         found = f"row {unknown[0]} has {users.ravel()[unknown[0]]!r}"
         raise ConfigError("data", name, f"users must be strings or integers, one for each row; {found}")
-    return users.astype(str)
+    numbers = np.asarray(users.tolist())  # as strings, 10 would come before 9
+    return numbers if numbers.dtype.kind in "iu" else users.astype(str)
 
 
 def _arrays(data: Sequence[Any], name: str, whose: str = "") -> list[np.ndarray]:

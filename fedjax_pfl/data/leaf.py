@@ -135,7 +135,7 @@ def _images(rows: Sequence[Any]) -> UInt8[np.ndarray, "samples h w 1"]:
     """Square images, which are given flat with values of 0 to 1."""
     try:
         values = np.array(rows, np.float64)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         raise ValueError("x is neither texts nor lists of numbers, all of one length") from None
     width = math.isqrt(values.shape[-1])
     if rows and (values.ndim != 2 or width * width != values.shape[-1] or not width):

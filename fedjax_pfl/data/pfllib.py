@@ -5,6 +5,7 @@
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.dataset import Dataset, check_channels
 from fedjax_pfl.data.rows import Holdings, union
 from fedjax_pfl.errors import ConfigError
 
@@ -42,15 +43,18 @@ def export(
       std: standard deviation, likewise.
 
     Raises:
-      ConfigError: the folder is not empty or cannot be written; the samples are text; or there are validation samples,
-        which PFLlib does not have.
+      ConfigError: the folder is not empty or cannot be written; the samples are text; there are validation samples,
+        which PFLlib does not have; or `mean` or `std` has more or fewer numbers than the images have channels.
     """
     if dataset.vocabulary is not None:
         raise ConfigError(_FIELD, folder, f"images or numbers: {dataset.name} is text")
     if any(len(rows.validation) for rows in holdings.splits):
         raise ConfigError(_FIELD, folder, "data.validation_share = 0: PFLlib has no validation samples")
+    if dataset.images.dtype == np.uint8:
+        for field, given in (("data.mean", mean), ("data.std", std)):
+            check_channels(field, given, dataset.images.shape[-1])
     target = Path(folder)
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+    if os.path.isfile(target) or (os.path.isdir(target) and any(target.iterdir())):
         raise ConfigError(_FIELD, folder, "a folder that is new or empty")
     try:
         for part in ("train", "test"):

@@ -1,5 +1,6 @@
 """Files that list the rows of each client: the ``partition.npz`` of a run directory, or a user's own lists."""
 
+import os
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -91,15 +92,15 @@ def union(rows: Sequence[Rows]) -> Rows:
 
 
 def _arrays(file: str) -> dict[str, np.ndarray]:
-    path = Path(file).expanduser()
-    if not path.is_file():
+    path = Path(os.path.expanduser(file))
+    if not os.path.isfile(path):
         raise ConfigError(_FIELD, file, f"there is no such file; looked for {path.absolute()}")
     if not zipfile.is_zipfile(path):
         raise ConfigError(_FIELD, file, "it is no npz file; numpy.savez writes one")
     try:
         with np.load(path, allow_pickle=False) as archive:
             return {name: np.asarray(archive[name]) for name in archive.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(_FIELD, file, f"it cannot be read as plain arrays ({error})") from None
 
 

@@ -68,7 +68,7 @@ def _load_npz(argument: str) -> Dataset:
                 next((np.asarray(archive[name]) for name in names if name in archive), None)
                 for names in (*_NPZ_NAMES, *_NPZ_USERS)
             )
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError("data.source", source, f"{path} cannot be read as plain arrays ({error})") from error
     if images is None or labels is None:
         needed = "arrays image (or x) and label (or y)"
@@ -101,7 +101,8 @@ def _load_leaf(argument: str) -> Dataset:
 def _load_folder(argument: str) -> Dataset:
     """Images in a folder; see `folders` for the possible layouts."""
     source = f"folder:{argument}"
-    path, size = folders.options(argument)
+    literal = any(os.path.isdir(path) for path in _candidates(argument))  # its own name may have a "?"
+    path, size = (argument, None) if literal else folders.options(argument)
     return folders.load(_find(path, source, folder=True), size, source)
 
 
@@ -109,17 +110,17 @@ def _load_hugging_face(argument: str) -> Dataset:
     """A data set of Hugging Face's library: a folder that it has saved, or else a name; see `hugging_face`."""
     name, _ = hugging_face.options(argument)
     saved = ("dataset_dict.json", "dataset_info.json")
-    written = (path for path in _candidates(name) if any((path / file).is_file() for file in saved))
+    written = (path for path in _candidates(name) if any(os.path.isfile(path / file) for file in saved))
     return hugging_face.load(argument, next(written, None))
 
 
 def _candidates(argument: str) -> list[Path]:
     """The files that a PATH may mean: the path itself, or the path below the folder in FEDJAX_PFL_DATA."""
-    given = Path(argument).expanduser()
+    given = Path(os.path.expanduser(argument))
     candidates = [Path.cwd() / given]
     shelf = os.environ.get("FEDJAX_PFL_DATA")
     if shelf and not given.is_absolute():
-        candidates.append(Path(shelf).expanduser() / given)
+        candidates.append(Path(os.path.expanduser(shelf)) / given)
     return candidates
 
 
@@ -130,7 +131,7 @@ def _find(argument: str, source: str, *, folder: bool = False) -> Path:
         raise ConfigError("data.source", source, f"a path is needed after the colon: {prefix}:PATH")
     candidates = _candidates(argument)
     for candidate in candidates:
-        if candidate.is_dir() if folder else candidate.is_file():
+        if os.path.isdir(candidate) if folder else os.path.isfile(candidate):
             return candidate
     what = "folder" if folder else "file"
     looked = " and ".join(str(candidate) for candidate in candidates)

@@ -130,7 +130,7 @@ def draw_test(
 
     Returns:
       A `Split` for each client. If the test part has too few samples of a class, the client gets those that there are,
-      without replacement by other classes (`short_of_test_rows` makes a note of this).
+      without replacement by other classes (`short_of_test_rows` makes a note of this), unless it would get none.
 
     Raises:
       ConfigError: a share is out of range, a client has no rows, a client has no dominant class but is to be tested on
@@ -154,9 +154,12 @@ def draw_test(
                 allowed = f'"all": client {client} has equally many samples of all classes'
                 raise ConfigError("data.test_classes", test_classes, allowed)
         counts = np.minimum(largest_remainder(held[np.newaxis], np.array([total]), rng)[0], supply)
-        if not counts.any():
-            allowed = f"the official test part has no samples of the classes that client {client} holds; use 'merge'"
-            raise ConfigError("data.split", "official", allowed)
+        if not counts.any():  # its few rows went to classes that the test part lacks
+            held *= supply > 0
+            if not held.any():
+                allowed = f"client {client} holds no class of which the official test part has samples; use 'merge'"
+                raise ConfigError("data.split", "official", allowed)
+            counts = np.minimum(largest_remainder(held[np.newaxis], np.array([total]), rng)[0], supply)
         test = [rng.choice(rows, count, replace=False) for rows, count in zip(test_by_class, counts, strict=True)]
         splits.append(_split(train, rng.permutation(np.concatenate(test)), validation_share))
     return splits

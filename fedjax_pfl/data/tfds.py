@@ -46,9 +46,9 @@ def _data_dir() -> Path:
     """The folder in which TFDS keeps data sets."""
     own = os.environ.get("TFDS_DATA_DIR")
     if own:
-        return Path(own).expanduser().resolve()
+        return Path(os.path.expanduser(own)).resolve()
     data = os.environ.get("FEDJAX_PFL_DATA")
-    return (Path(data).expanduser() if data else Path.home()).resolve() / "tensorflow_datasets"
+    return Path(os.path.expanduser(data or "~")).resolve() / "tensorflow_datasets"
 
 
 def _decode(name: str, folder: Path) -> Dataset:

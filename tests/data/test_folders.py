@@ -2,12 +2,15 @@
 
 import os
 import re
+import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from fedjax_pfl.data import folders
+from fedjax_pfl.data.cache import cached
+from fedjax_pfl.data.dataset import from_arrays
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError
 
@@ -169,6 +172,11 @@ def test_lists_may_have_names_as_labels_and_spaces_in_paths(tmp_path):
             "{root}/test.txt, line 1: {root}/a/1.png is already named in {root}/train.txt, line 1",
         ),
         ({"train.txt": "a/1.png 0\nb/1.png 1\na/1.png 0"}, "{root}/train.txt, line 3: {root}/a/1.png is already"),
+        ({"train.txt": "word " * 100}, "{root}/train.txt, line 1: there is no image {root}/word word"),
+        (
+            {"train.txt": "a/1.png 0\na/../../out/1.png 1"},
+            "{root}/train.txt, line 2: a path below {root} is needed, without '..', got 'a/../../out/1.png'",
+        ),
     ],
 )
 def test_lists_that_do_not_fit(tmp_path, lists, message):
@@ -206,6 +214,17 @@ def test_images_of_several_sizes_need_the_option_size(tmp_path):
 @pytest.mark.parametrize("option", ["?", "?size", "?size=0", "?size=-4", "?size=1025", "?size=4.5", "?width=4"])
 def test_unusable_options(tmp_path, option):
     assert refused(f"folder:{tmp_path}{option}").startswith("the only option is ?size=N")
+
+
+def test_a_folder_may_have_a_question_mark_in_its_name(tmp_path):
+    draw_all(tmp_path, "pets?size=2/a/1.png", "pets?size=2/b/1.png")
+    shutil.copytree(tmp_path / "pets?size=2", tmp_path / "pets")  # with the times of the files
+    assert load(f"folder:{tmp_path}/pets?size=3").images.shape == (2, 3, 3, 3)
+    shutil.move(tmp_path / "pets?size=2", tmp_path / "elsewhere")
+    assert load(f"folder:{tmp_path}/pets?size=2").images.shape == (2, 2, 2, 3)
+    shutil.move(tmp_path / "elsewhere", tmp_path / "pets?size=2")
+    assert load(f"folder:{tmp_path}/pets?size=2").images.shape == (2, 4, 5, 3)
+    assert load(f"folder:{tmp_path}/pets?size=2?size=3").images.shape == (2, 3, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +362,32 @@ def test_a_link_to_another_folder_of_the_same_data_is_a_change(tmp_path):
         link.unlink(missing_ok=True)
         link.symlink_to(tmp_path / target)
         np.testing.assert_array_equal(load(f"folder:{tmp_path}").images, [first, third, pixels])
+
+
+@pytest.mark.parametrize("of", ["classes", "images"])
+def test_a_link_to_what_agrees_in_sizes_and_times_is_a_change(tmp_path, of):
+    root = tmp_path / "pets"
+    for number, store in enumerate(("first", "second")):
+        for label in "ab":
+            file = tmp_path / store / label / "1.bmp"  # whose size follows from that of the image
+            pixels = draw(file)
+            os.utime(file, ns=(0, 0))
+            link = root / label if of == "classes" else root / label / "1.bmp"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if number:
+                link.unlink()
+            link.symlink_to(file.parent if of == "classes" else file)
+        np.testing.assert_array_equal(load(f"folder:{root}").images[1], pixels)
+
+
+def test_a_folder_that_is_another_link_is_a_change(tmp_path):
+    link, built = tmp_path / "data", []
+    for store in "ab":
+        (tmp_path / store).mkdir()
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / store)
+        cached("data", link, lambda store=store: built.append(store) or from_arrays(np.zeros((2, 1)), np.arange(2)))
+    assert built == ["a", "b"]
 
 
 def test_every_damage_to_the_cache_is_noticed_and_repaired(tmp_path, caches, decoded):

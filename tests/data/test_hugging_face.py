@@ -56,6 +56,7 @@ def test_a_folder_that_was_saved_is_a_source(tmp_path, monkeypatch):
     found = load("hf:both")
     check(found, COLOURS, train_rows=4)
     assert (found.name, found.classes, found.vocabulary) == ("both", 3, None)
+    assert load("hf:both/").name == "both"
 
 
 def test_options_name_columns_and_configuration(tmp_path, monkeypatch):
@@ -112,6 +113,11 @@ def row(kind, value, label="label"):
     return made({"x": kind, label: VALUE("int64")}, x=[value], **{label: [0]})
 
 
+def stored(**image):
+    """Two samples with the same image, as it is stored."""
+    return made({"img": datasets.Image(), "label": CLASS}, img=[image] * 2, label=[0, 1])
+
+
 LIST, FLOATS = datasets.Sequence(VALUE("int64")), datasets.Sequence(VALUE("float32"))
 
 
@@ -123,13 +129,32 @@ LIST, FLOATS = datasets.Sequence(VALUE("int64")), datasets.Sequence(VALUE("float
         (lambda: row(VALUE("string"), "word"), "or floats, got <U4"),
         (
             lambda: made({"x": LIST, "y": VALUE("int64")}, x=[[1], [1, 2]], y=[0, 1]),
-            "'x' must be numbers, in one shape",
+            "'x' of the train part must be numbers, in one shape",
         ),
+        (
+            lambda: made({"x": FLOATS, "y": VALUE("int64")}, x=[None, [1.0]], y=[0, 1]),
+            "'x' of the train part must be numbers, .*, none of them missing",
+        ),
+        (
+            lambda: made({"x": datasets.Array2D((1, 2), "uint8"), "y": CLASS}, x=[[[1, 2]], None], y=[0, 1]),
+            "the samples must be finite; 2 of 4 numbers, in 1 rows, are NaN",
+        ),
+        (lambda: row(datasets.Array2D((0, 3), "int64"), np.zeros((0, 3), int)), "'x' of the train part must be num"),
+        (
+            lambda: made({"x": FLOATS, "y": CLASS}, x=[[1.0]] * 2, y=[0, None]),
+            "sample 1 of the train part has no label",
+        ),
+        (lambda: made({"x": FLOATS, "y": LIST}, x=[[1.0]] * 2, y=[[0], [0, 1]]), "'y' of the train part differ in sh"),
         (lambda: made({"x": FLOATS, "y": VALUE("string")}, x=[[1.0]], y=["ant"]), r"got <U3: numpy\.unique"),
         (lambda: made({"img": datasets.Image(), "label": CLASS}, img=[None], label=[0]), "sample 0 has no image"),
+        (
+            lambda: stored(bytes=b"junk", path=None),
+            r"in column 'img' of the train part, one of samples 0 to 1, cannot be decoded \(UnidentifiedImageError: ",
+        ),
+        (lambda: stored(bytes=None, path="/none.png"), r"column 'img' of the train .* \(FileNotFoundError: "),
         (lambda: of_images([GRAY[0].astype(np.int32)], [0]), r"more than 8 bits \(Pillow's mode I\) in column 'img'"),
         (lambda: of_images([GRAY[0], GRAY[1, :2]], [0, 1]), r"one size .* sample 0 has \(4, 5\), sample 1 \(2, 5\)"),
-        (lambda: of_images([], []), "the part holds nothing"),
+        (lambda: of_images([], []), "the train part holds nothing"),
         (lambda: of_images(labels=[-1] * 6), "labels must be 0 or more"),
         (lambda: datasets.DatasetDict(test=of_images()), "it needs a part 'train'; present: test"),
         (lambda: of_images().to_iterable_dataset(), r"data = 'IterableDataset' is not usable: \(x, y\)"),
@@ -150,6 +175,9 @@ def test_data_in_hand_that_do_not_fit_are_one_line(data, message):
         ("set?label", "hf:NAME or hf:FOLDER; options are"),
         ("{folder}?image=pixels", r"there is no column 'pixels'; present: img \(Image\), label \(ClassLabel\)"),
         ("owner/none", r"no such folder, and as a data set of the hub it cannot be loaded \(OSError: no way there\)$"),
+        ("{folder}/junk", "an image in column 'img' of the train part, one of samples 0 to 1, cannot be decoded"),
+        ("a" * 300, "no such folder, and as a data set of the hub it cannot be loaded"),
+        ("~nobody_knows/set", "no such folder, and as a data set of the hub it cannot be loaded"),
         ("{folder}/damaged", r"cannot be loaded \(FileNotFoundError: "),
     ],
 )
@@ -158,6 +186,7 @@ def test_sources_that_cannot_be_used_are_one_line(tmp_path, monkeypatch, argumen
         raise OSError("no way there\nand more")
 
     of_images().save_to_disk(tmp_path / "set")
+    stored(bytes=b"junk", path=None).save_to_disk(tmp_path / "set" / "junk")
     (tmp_path / "set" / "damaged").mkdir()
     (tmp_path / "set" / "damaged" / "dataset_info.json").write_text("{}")
     monkeypatch.setattr(datasets, "load_dataset", unreachable)

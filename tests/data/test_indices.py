@@ -315,6 +315,21 @@ def test_a_config_becomes_a_folder_for_pfllib(tmp_path, monkeypatch, capsys):
     assert "a folder that is new or empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("scale", "field"), [({"mean": []}, "data.mean"), ({"mean": [0.5] * 3, "std": [0.5, 0.5]}, "data.std")]
+)
+def test_pixels_for_pfllib_are_scaled_by_one_number_or_one_per_channel(tmp_path, scale, field):
+    dataset, folder = MADE._replace(images=COLOURS), tmp_path / "new"
+    holdings, _ = dealt(dataset)
+    with pytest.raises(ConfigError, match="one number, or one for each of the 3 channels") as caught:
+        export(str(folder), dataset, holdings, partition={"kind": "iid"}, **PIXELS | scale)
+    assert caught.value.field == field
+    assert not folder.exists()
+    export(str(folder), dataset, holdings, partition={"kind": "iid"}, **PIXELS | {"mean": [0.0, 0.5, 1.0]})
+    expected = ((COLOURS[holdings.splits[0].train] / 255 - [0.0, 0.5, 1.0]) / 0.5).transpose(0, 3, 1, 2)
+    np.testing.assert_allclose(as_pfllib_reads(folder, "train", 0)["x"], expected, atol=1e-6)
+
+
 def test_what_pfllib_has_not_is_refused(tmp_path):
     validated, _ = dealt(validation_share=0.3)
     text = MADE._replace(images=np.zeros((200, 5), np.uint8), vocabulary=80)
@@ -326,3 +341,5 @@ def test_what_pfllib_has_not_is_refused(tmp_path):
             export(str(tmp_path / "new"), dataset, holdings, partition={"kind": "iid"}, **PIXELS)
         assert caught.value.field == "--pfllib"
     assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match=r"a folder that can be written \(File name too long\)"):
+        export(str(tmp_path / ("a" * 300)), MADE, dealt()[0], partition={"kind": "iid"}, **PIXELS)

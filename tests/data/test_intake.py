@@ -122,6 +122,15 @@ def test_users_come_with_the_data():
     assert (made.name, made.train_rows) == ("mine", 6)
 
 
+def test_users_that_are_integers_are_in_the_order_of_their_numbers():
+    for users in (np.array([10, 9, 10, 1, 9, 1]), np.array([10, 9, 10, np.int64(1), 9, 1], object)):
+        made = as_dataset(FederatedData(NUMBERS, Y, users=users))
+        np.testing.assert_array_equal(made.users, [2, 1, 2, 0, 1, 0])
+        assert made.user_names == ("1", "9", "10")
+    mixed = as_dataset(FederatedData(NUMBERS, Y, users=np.array([10, "a", 9, 9, "a", 2**70], object)))
+    assert mixed.user_names == ("10", str(2**70), "9", "a")
+
+
 def test_data_from_python_are_somebodys_own_whatever_they_are_called():
     parts = NUMBERS, Y, TEST_NUMBERS, TEST_Y
     assert all(as_dataset(given).own for given in (parts, FederatedData(*parts, name="mine"), [(NUMBERS, Y)] * 2))
@@ -198,6 +207,14 @@ MISTAKES = {
     "labels as truth values": ((NUMBERS, Y > 1), r"got bool: y\.astype\(int\)$"),
     "what is no class": ((NUMBERS, Y / 4), r"numbers of classes, and 0\.5 is none$"),
     "labels as names": ((NUMBERS, list("abcabc")), rf"got <U1: {UNIQUE}"),
+    "labels of both parts as names": (
+        (NUMBERS, list("abcabc"), TEST_NUMBERS, list("ca")),
+        r"got <U1: numpy\.split\(numpy\.unique\(numpy\.concatenate\(\[y, y_test\]\), .* the classes of both parts$",
+    ),
+    "labels of the test part as objects": (
+        (NUMBERS, Y, TEST_NUMBERS, np.array(["c", "a"], object)),
+        r"the test labels must be integers, got object: numpy\.split\(.* of both parts$",
+    ),
     "labels as objects": ((NUMBERS, np.array(list("abcabc"), object)), rf"got object: {UNIQUE}"),
     "labels that are postal codes": ((NUMBERS, 10_000 + Y), rf"the largest of 3 different ones is 10002: {UNIQUE}"),
     "one-hot labels": ((NUMBERS, ONE_HOT), r"\[n\], got \(6, 3\): y\.argmax\(1\) gives these$"),
@@ -234,6 +251,8 @@ MISTAKES = {
     "users and clients": (FederatedData(*PART, users=Y, clients=[[0, 1]]), "not both"),
     "users of too few": (FederatedData(*PART, users=Y[1:]), r"users must be integers or strings \[6\]"),
     "no clients": (FederatedData(*PART, clients=[]), "row numbers, integers"),
+    "a number of clients": (FederatedData(*PART, clients=4), "row numbers, integers"),
+    "a number of clients in an array": (FederatedData(*PART, clients=np.array(4)), "row numbers, integers"),
     "rows that are none": (FederatedData(*PART, clients=[[0.5, 1]]), "row numbers, integers"),
     "rows that there are not": (FederatedData(*PART, clients=[[0, 1], [2, 6]]), "0 to 5, and client 1 has row 6"),
     "a row of two": (FederatedData(*PART, clients=[[0, 1], [2, 1]]), "two clients have row 1$"),

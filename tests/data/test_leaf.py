@@ -131,6 +131,7 @@ def test_text_becomes_tokens_and_unknown_characters_spaces(tmp_path):
         ({"a": {"x": [WHITE, WHITE[:4]], "y": [1, 2]}}, "neither texts nor lists of numbers"),
         ({"a": {"x": [WHITE, "text"], "y": [1, 2]}}, "neither texts nor lists of numbers"),
         ({"a": {"x": [[{}] * 9], "y": [1]}}, "neither texts nor lists of numbers"),
+        ({"a": {"x": [[10**400] * 9], "y": [1]}}, "neither texts nor lists of numbers"),
         ({"a": {"x": [WHITE[:8]], "y": [1]}}, r"x of shape \[1, 8\] is no list of flat square images"),
         ({"a": {"x": [[]], "y": [1]}}, "no list of flat square images"),
         ({"a": {"x": [1.0], "y": [1]}}, "no list of flat square images"),

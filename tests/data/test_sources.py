@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.dataset import fingerprint
+from fedjax_pfl.data.rows import read
 from fedjax_pfl.data.sources import SOURCES, from_arrays, load
 from fedjax_pfl.errors import ConfigError
 
@@ -207,6 +208,41 @@ def test_files_that_are_no_npz(tmp_path):
         with pytest.raises(ConfigError, match=message) as caught:
             load(f"npz:{path}")
         assert caught.value.field == "data.source"
+
+
+@pytest.mark.parametrize(("at", "byte"), [(6, 1), (8, 99)])  # of a member's header: encrypted, compressed somehow
+def test_archives_that_nobody_can_unpack(tmp_path, at, byte):
+    source = save(tmp_path / "a.npz", image=IMAGES, label=LABELS)
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    for signature, after in ((b"PK\x03\x04", at), (b"PK\x01\x02", at + 2)):
+        content[content.index(signature) + after] = byte
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read as plain arrays") as caught:
+        load(source)
+    assert caught.value.field == "data.source"
+    with pytest.raises(ConfigError, match="cannot be read as plain arrays") as caught:
+        read(str(tmp_path / "a.npz"))
+    assert caught.value.field == "data.partition.file"
+
+
+def test_users_of_any_integer_type_stay_apart():
+    large = 2**53
+    users, test_users = np.full(6, large, np.uint64), np.array([large + 1, -1])
+    data = from_arrays(IMAGES, LABELS, TEST_IMAGES, TEST_LABELS, users=users, test_users=test_users)
+    np.testing.assert_array_equal(data.users, [1] * 6 + [2, 0])
+    assert data.user_names == ("-1", str(large), str(large + 1))
+
+
+def test_labels_may_be_as_many_as_the_samples_of_both_parts():
+    labels, test_labels = np.arange(1100), np.arange(1100, 1300)
+    data = from_arrays(np.zeros((1100, 1)), labels, np.zeros((200, 1)), test_labels)
+    assert data.classes == 1300
+    with pytest.raises(ConfigError, match="the largest of 1300 different ones is 1300: ") as caught:
+        from_arrays(np.zeros((1100, 1)), labels, np.zeros((200, 1)), test_labels + 1)
+    hint = caught.value.allowed.partition(": ")[2].removesuffix(" numbers the classes of both parts")
+    first, second = eval(hint, {"numpy": np, "y": labels[::2], "y_test": test_labels})
+    np.testing.assert_array_equal(first, np.arange(550))
+    np.testing.assert_array_equal(second, np.arange(550, 750))
 
 
 def test_arrays_given_in_python_name_the_field_data():

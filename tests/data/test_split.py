@@ -262,6 +262,16 @@ def test_a_class_short_in_the_test_part_is_not_replaced_by_others():
     np.testing.assert_array_equal(np.bincount(labels[split.test], minlength=3), [10, 30, 0])
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_client_of_few_rows_is_tested_on_a_class_that_the_test_part_has(seed):
+    labels, test_rows = official([1] * 4, [0, 0, 0, 1])
+    (split,) = draw_test(labels, [np.arange(4)], test_rows, seed, test_share=0.25)
+    assert split.test.tolist() == [4]
+    labels, test_rows = official([6, 5, 5, 0], [0, 1, 0, 9])
+    (split,) = draw_test(labels, [np.arange(16)], test_rows, seed, test_share=0.05, test_classes="dominant")
+    assert labels[split.test].tolist() == [1]
+
+
 def test_clients_that_get_less_than_their_share_are_noted():
     labels, test_rows = official([400] * 3, [10, 1000, 0])
     parts = [rows_of(labels, np.arange(1200), held) for held in ([60, 30, 10], [0, 30, 0], [0, 20, 20])]

@@ -170,6 +170,14 @@ def test_images_of_several_sizes_are_refused(folder):
     assert message.startswith(f"its part 'train' in {folder}/growing/3.0.2 cannot be read (ValueError: images of shape")
 
 
+@pytest.mark.parametrize("variable", ["TFDS_DATA_DIR", "FEDJAX_PFL_DATA"])
+def test_the_folder_of_a_user_whom_nobody_knows_is_one_that_is_not_there(variable, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TFDS_DATA_DIR", raising=False)
+    monkeypatch.setenv(variable, "~nobody_knows")
+    assert refused("tfds:cifar10").startswith(f"it is not prepared in {tmp_path}/~nobody_knows")
+
+
 @pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda content: bytes(len(content))])
 def test_damaged_files_are_named(folder, damage):
     prepare(folder)
