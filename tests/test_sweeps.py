@@ -382,6 +382,20 @@ sweep(config, {"training.lr": [0.1]}, out=sys.argv[1])
     assert done.returncode == 0, done.stderr
 
 
+def test_the_devices_that_xla_was_told_to_make_are_kept():
+    program = """
+import jax
+from fedjax_pfl import Config
+from fedjax_pfl.experiment.build import prepare
+prepare(Config(data={"source": "digits"}, method={"name": "local"}).run)
+print(jax.device_count())
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=5"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "5\n"
+
+
 def test_other_settings_are_not_mixed_into_a_sweep(swept, out):
     with pytest.raises(
         ConfigError, match=r"training\.epochs=2.*what the run in .* was started with: training\.epochs=1"

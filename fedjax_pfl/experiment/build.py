@@ -21,7 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Bool
 
-from fedjax_pfl.data.dataset import Dataset, fingerprint
+from fedjax_pfl.data.dataset import Dataset, check_channels, fingerprint
 from fedjax_pfl.data.divide import count_new
 from fedjax_pfl.data.divide import deal as deal_rows
 from fedjax_pfl.data.divide import federate as put_on_device
@@ -54,6 +54,8 @@ from fedjax_pfl.ops.training import Trainer
 # The share of a device's memory that a chunk shall fill at most. A TPU's compiler has planned 1.2 times our estimate,
 # for Ditto (`benchmarks/results/accelerators.json`).
 _FILLED = 0.85
+# The flag by which XLA is told how many devices a CPU is to be.
+_DEVICES_FLAG = "xla_force_host_platform_device_count"
 # The required settings of `jax.random`. Other settings give other numbers; without the second, clients that run side by
 # side draw other numbers than clients that run one by one.
 _RANDOM_NUMBERS = {"jax_default_prng_impl": "threefry2x32", "jax_threefry_partitionable": True}
@@ -109,7 +111,8 @@ def prepare(run: RunSection) -> None:
     for setting, needed in _RANDOM_NUMBERS.items():
         if (value := jax.config.values.get(setting, needed)) != needed:
             raise ConfigError(setting, value, f"{needed!r}: the same seed is to give the same numbers everywhere")
-    if run.placement in ("auto", "shard") and jax.config.values["jax_num_cpu_devices"] == -1:
+    chosen = jax.config.values["jax_num_cpu_devices"] != -1 or _DEVICES_FLAG in os.environ.get("XLA_FLAGS", "")
+    if run.placement in ("auto", "shard") and not chosen:
         try:
             jax.config.update("jax_num_cpu_devices", cores())
         except RuntimeError:  # JAX has started
@@ -373,8 +376,7 @@ def model_of(config: Config, data: DataShape) -> Model:
                 held = "real numbers, which models read as they are" if data.real else "text, which has no pixels"
                 raise ConfigError(f"data.{field}", given, f"{usual}, or left out: {data.name} is {held}")
             continue
-        if isinstance(given, list) and len(given) != channels:
-            raise ConfigError(f"data.{field}", given, f"one number, or one for each of the {channels} channels")
+        check_channels(f"data.{field}", given, channels)
         scale[field] = jnp.broadcast_to(jnp.asarray(given, jnp.float32), (channels,))
     if isinstance(extractor, Own):
         return extractor.fit(data.sample, data.classes, text=data.vocabulary is not None, **scale)

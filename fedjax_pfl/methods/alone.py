@@ -70,7 +70,8 @@ def alone(method: Method) -> Method:
         data, server = _first(data), client.server
         if method.calibrate is not None:
             calibrating = Round(phase_key(now.key, "calibrate"), now.t)
-            upload = method.calibrate.local(calibrating, method.broadcast(server), client.client, data)
+            plain = data if data.original is None else _first(data.original)  # as in the engine: without augmentation
+            upload = method.calibrate.local(calibrating, method.broadcast(server), client.client, plain)
             server = method.calibrate.server(calibrating, server, _one(upload), cohort(data))
         own = dispatched(now, Alone(server, client.client), data)
         return method.personalize(now, method.broadcast(server), own, data)

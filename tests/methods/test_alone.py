@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Config
+from fedjax_pfl.data.augment import add_copies, augment
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.round import Engine
@@ -133,6 +134,23 @@ def test_a_client_without_samples_keeps_its_server(model, trainer, data):
     _, own = alone(idle).init(KEY, N)
     update = jax.jit(alone(idle).local)(now(KEY, 0), (), own, data._replace(count=jnp.array(0, jnp.int32)))
     jax.tree.map(np.testing.assert_array_equal, update.client, own)
+
+
+def test_a_client_calibrates_on_its_samples_without_copies_and_augmentation(model, trainer, data):
+    seen = []
+
+    def calibrate(now, view, own, data):
+        seen.append(data)
+        return ()
+
+    method = fedavg(model, trainer)._replace(calibrate=Calibration(calibrate, lambda now, server, *_: server))
+    augmented = augment(KEY, add_copies(KEY, data, "concat"), "crop_flip", every="epoch")
+    _, own = alone(method).init(KEY, N)
+    alone(method).personalize(now(KEY, 0), (), own, augmented)
+    (found,) = seen
+    assert (found.original, found.augmentation, int(found.id)) == (None, None, 0)
+    np.testing.assert_array_equal(found.index, data.index)
+    assert int(found.count) == int(data.count) < int(augmented.count)
 
 
 def test_dispatch_work_and_aggregation_have_keys_of_their_own(model, trainer, data):
