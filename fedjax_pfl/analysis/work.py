@@ -122,14 +122,27 @@ def _while(params: dict[str, Any], known: Known) -> Work:
     # What a step hands on as it got it stays known.
     handed_on = zip(body.jaxpr.invars[of_body:], body.jaxpr.outvars, start, strict=True)
     carried = [value if into is out else None for into, out, value in handed_on]
-    step = _walk(body.jaxpr, [None] * len(body.consts), [*known[of_condition : of_condition + of_body], *carried])[0]
+
+    def step(*counter: tuple[int, int]) -> Work:
+        """A step; with the counter's place and value, where they are known."""
+        values = [*carried]
+        for place, value in counter:
+            values[place] = np.int32(value)
+        return _walk(body.jaxpr, [None] * len(body.consts), [*known[of_condition : of_condition + of_body], *values])[0]
+
     seen = dict(zip(condition.jaxpr.invars, [*known[:of_condition], *start], strict=True))
     test = condition.jaxpr.eqns
     if len(test) == 1 and test[0].primitive.name == "lt":
         bounds = [np.asarray(at.val) if isinstance(at, Literal) else seen.get(at) for at in test[0].invars]
         if bounds[0] is not None and bounds[1] is not None:
-            return step.times(max(0, int(bounds[1]) - int(bounds[0])))
-    return step._replace(whole=False)
+            first, last = int(bounds[0]), int(bounds[1])
+            any_step = step()
+            if any_step.whole or test[0].invars[0] not in seen:
+                return any_step.times(max(0, last - first))
+            # A last epoch that is cut short has fewer steps than the others.
+            place = list(seen).index(test[0].invars[0]) - of_condition
+            return sum((step((place, number)) for number in range(first, last)), NOTHING)
+    return step()._replace(whole=False)
 
 
 def _constants_of_scan(eqn: JaxprEqn) -> int:

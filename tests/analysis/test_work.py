@@ -71,6 +71,24 @@ def test_loops_nest_and_branches_take_the_one_that_is_known():
     assert count(rounds, *args, known=[zero, zero, None]) == Work(5 * product, True)
 
 
+def test_the_steps_of_a_loop_may_depend_on_the_counter_of_the_one_around_it():
+    product = 2 * 2**3
+
+    def shrinking(n, x):
+        return lax.fori_loop(0, n - 1, lambda i, x: lax.fori_loop(0, n - i, lambda j, x: x @ x, x), x)
+
+    args = jnp.int32(4), jnp.zeros((2, 2))
+    assert count(shrinking, *args, known=[np.int32(4), None]) == Work((4 + 3 + 2) * product, True)
+    assert count(shrinking, *args, known=[None, None]).whole is False
+
+
+def test_steps_are_counted_to_the_last_and_cut_short_epoch(model, trainer, federation):
+    few, more = (work("fedpa", model, trainer, federation, steps=steps).flops for steps in (STEPS, 3 * STEPS + 1))
+    one = work("fedpa", model, trainer, federation, steps=1).flops
+    assert more > few > one
+    assert (more - few) / (few - one) == pytest.approx((2 * STEPS + 1) / (STEPS - 1))
+
+
 def test_a_loop_that_its_numbers_end_counts_one_step_and_says_so():
     def until_small(x):
         return lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x @ x, x)
