@@ -11,8 +11,8 @@ A cell is one run: a row in a setting with a seed. ``results/<name>.json`` is re
 of a row), and a cell in it is run again only if its resolved config has changed. So a table can be filled by several
 calls, one after the other or, with other rows, side by side. With ``--work FOLDER``, runs leave checkpoints there, and
 an interrupted call continues in the middle of its runs, to the bit. A change of the code is not noticed; use another
-``--name`` after one. ``results/<name>.md`` shows all cells so far. ``--plan`` writes it anew and shows what a call would
-run, and why, but runs nothing.
+``--name`` after one. ``results/<name>.md`` shows all cells so far. ``--plan`` writes it anew, and shows what a call
+would run, and why, but runs nothing.
 """
 
 import argparse

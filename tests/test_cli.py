@@ -71,6 +71,43 @@ def test_a_table_that_is_wider_than_the_terminal_comes_in_parts(width, monkeypat
     assert "Below." in said
 
 
+def counted(counts, **more):
+    """The manifest of a partition with these samples per client and class, half of them for training."""
+    sizes = [sum(row) for row in counts]
+    halves = [size // 2 for size in sizes]
+    of_all = {"sizes": sizes, "n_train": halves, "n_test": halves, "class_counts": counts}
+    return {**of_all, "notes": [], "hash": 8 * "0123456789abcdef", **more}
+
+
+@pytest.mark.parametrize(("width", "classes"), [(60, 100), (120, 100), (None, 100), (None, 2)])
+def test_a_partition_of_many_classes_comes_in_parts_and_names_of_users_are_whole(width, classes, monkeypatch, capsys):
+    counts = [[1000 * (client + 1) + label for label in range(classes)] for client in range(2)]
+    users = [f"participant_of_the_federation_at_the_hospital_number_{at}" for at in range(2)]
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setattr(printing.sys.stdout, "isatty", lambda: True)
+    printing.print_partition(counted(counts, users=users, sizes=[7, 7], n_train=[5, 5], n_test=[2, 2]))
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    *table, of_hash = said.rstrip().splitlines()
+    assert of_hash == f"hash {8 * '0123456789abcdef'}"
+    assert max(map(len, table)) <= (width or 1000)
+    assert sorted(map(int, re.findall(r"\b[12]\d{3}\b", said))) == sorted(counts[0] + counts[1])
+    assert said.count("samples per client and class") == 1
+    assert (said.count("\n client ") == 1) == (width is None)
+    for user in users:
+        assert all(part in said for part in (user[:40], user[40:]))
+
+
+def test_a_terminal_that_a_partition_fits_shows_it_in_one_table(monkeypatch, capsys):
+    shown = []
+    for width in (38, 37):  # 8 + 6 + 7 + 6 for what is known of a client, twice 5 for its classes, and an edge
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setattr(printing.sys.stdout, "isatty", lambda: True)
+        printing.print_partition(counted([[500, 400], [100, 250]]))
+        shown.append(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out))
+    assert [said.count("\n client ") for said in shown] == [1, 2]
+
+
 def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
@@ -189,6 +226,26 @@ def test_a_variants_name_may_have_a_dot_and_begin_as_anothers(quick, monkeypatch
 def test_an_override_that_a_command_would_not_read_is_refused(name, override, message, quick):
     refused = invoke(name, quick, "training.lr=0.1", override).exception
     assert str(refused) == f"override = '{override}' is not usable: {message}"
+
+
+@pytest.mark.parametrize(
+    ("override", "methods"),
+    [("method.mu=0.5", "local,ditto"), ("method.name=fedprox", "local"), ("method.name=fedprox", "fedprox=local")],
+)
+def test_compare_refuses_an_option_of_a_method_that_is_not_compared(override, methods, tmp_path, quick, monkeypatch):
+    ran = []
+    monkeypatch.setattr("fedjax_pfl.experiment.comparison.compare", lambda *_, **__: ran.append(1) or 1 / 0)
+    config = tmp_path / "prox.toml"
+    config.write_text(QUICK.replace('"fedavg"', '"fedprox"'), encoding="utf-8")
+    refused = invoke("compare", config, override, "--methods", methods).exception
+    allowed = "that of a method that is compared: name it in --methods, or give it to one by --set METHOD.KEY=VALUE"
+    assert str(refused) == f"override = '{override}' is not usable: {allowed}"
+    assert ran == []
+    for used in ("local,fedprox", "local,strong=fedprox", "all"):
+        invoke("compare", config, override, "--methods", used, "--quiet")
+    assert ran == [1] * 3
+    invoke("compare", config, "training.lr=0.2", "--methods", "local")
+    assert len(ran) == 4
 
 
 NAMES = ["[old] lr=0.1", "a[/b]", "<b>x</b>", "*x*", "__y__", "`z`", "~~w~~", "&lt;", ":smile:", "\\[c]", "a | b", "|"]

@@ -527,6 +527,7 @@ def test_latex_of_ties_divergence_one_seed_and_what_failed():
     assert comments[0].endswith("over one seed; bold: the highest mean of a column.")
     assert "Dagger: diverged" in comments[1]
     assert comments[2] == "% Failed: fedrep, seed 0: a line of 100 %"
+    assert "\n\n**Failed**: fedrep, seed 0: a line of 100 %\n" in Sweep(cells, {}).markdown()
     alone = Sweep(cells[:1], {}).to_latex()
     assert r"\textbf" not in alone  # nothing to win against
     assert "over one seed;" in alone

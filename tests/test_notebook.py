@@ -17,6 +17,7 @@ from fedjax_pfl.experiment import progress as module
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.progress import Progress, duration, lines, reporting
 from fedjax_pfl.experiment.tables import Cell
+from fedjax_pfl.experiment.worker import run_program
 
 CONFIG = Config(
     data={"source": "digits", "clients": 4, "samples_per_client": 20, "partition": {"kind": "dirichlet", "beta": 0.5}},
@@ -232,6 +233,13 @@ def test_the_curve_is_that_of_the_history(result):
     np.testing.assert_allclose(heights, [160 - 18, 18], atol=0.5)  # the ends of the axis
 
 
+def test_the_axis_of_a_curve_ends_at_100_percent(result):
+    history = {**result.history, "pre.accuracy": np.ones(3), "post.accuracy": np.ones(3)}
+    html = replace(result, history=history)._repr_html_()
+    assert re.findall(r">(\d+) %</text>", html) == ["90", "100"]
+    assert {place[1] for places in points_of(html) for place in places} == {18}
+
+
 def test_a_round_without_a_number_is_left_out_of_the_curve(result):
     history = {**result.history, "pre.accuracy": np.array([0.1, np.nan, 0.3])}
     other = replace(result, history=history)
@@ -272,6 +280,38 @@ def test_what_people_write_is_no_html(comparison, result):
         assert mean in Page(shown._repr_html_()).text
     for shown in (title, config):
         assert "npz:<b>&amp;.npz" in Page(shown._repr_html_()).text
+
+
+def test_an_error_of_several_lines_is_one_line(comparison):
+    error = "it broke:\n\n| a | b |\n\n| --- |\n"
+    failed = comparison.cells[0]._replace(summary=None, clients=None, error=error)
+    broken = comparison._replace(cells=[failed, *comparison.cells[1:]])
+    assert "\n\n**Failed**: fedavg, seed 0: it broke: | a | b | | --- |\n" in broken.markdown()
+    page = Page(broken._repr_html_())
+    assert "Failed: fedavg, seed 0: it broke: | a | b | | --- |" in page.text
+    assert len(page.tables) == 1
+
+
+def test_a_mistake_of_several_lines_fails_a_program_in_one():
+    def data():
+        raise ConfigError("data", "x", "no\n\n| table")
+
+    assert run_program([CONFIG], data, print) == "data = 'x' is not usable: no | table"
+
+
+def test_the_samples_of_a_sweep_are_all_named(swept):
+    samples = ["test", "validation", "test", "validation"]
+    cells = [
+        cell._replace(
+            values={**cell.values, "data.evaluate_on": of},
+            config=cell.config.replace({"data.validation_share": 0.2, "data.evaluate_on": of}),
+        )
+        for of, cell in zip(samples, swept.cells, strict=True)
+    ]
+    found = swept._replace(cells=cells)
+    assert found.markdown().startswith("Accuracy in % on test or validation samples, mean")
+    assert "In % on test or validation samples: mean" in found.to_latex()
+    assert swept.markdown().startswith("Accuracy in % on test samples, mean")
 
 
 def test_the_partition_is_a_table_of_counts_the_darker_the_more(result):

@@ -1,5 +1,6 @@
 """Pictures: what is drawn is what NumPy computes from results that are made by hand."""
 
+import itertools
 import json
 import re
 import sys
@@ -428,6 +429,19 @@ def test_features_by_t_sne():
             lambda: plot_features(result(exported={**featured(), "features": np.full((60, 5), np.nan)})),
             "clients = None is not usable: those of models that have not diverged: features are no numbers",
         ),
+        (
+            lambda: plot_features(result(exported=featured()), 1),
+            "clients = 1 is not usable: a list of clients, such as [0, 1]; None for all",
+        ),
+        *(
+            (
+                lambda method=method: plot_features(
+                    result(exported={**featured(), "features": np.ones((60, 1))}), method=method
+                ),
+                "result = 'one feature' is not usable: of a model with two features or more, for two dimensions",
+            )
+            for method in ("tsne", "pca")
+        ),
     ],
 )
 def test_answers_that_are_not_there(draw, message):
@@ -575,6 +589,30 @@ def test_the_command_draws_clients_and_partitions(folder, command):
     write_run(folder / "other", "local", 2, [0.1], counts=[[1, 2]])
     said = call(folder / "other", folder / "table", "-o", folder / "q.png", "--kind", "partition")
     assert "is not usable: runs that share one partition; those of other seeds or settings have others" in said
+
+
+LONG = "fedprox, fedprox.mu=0.0{}, training.lr=0.05, data.partition.beta=0.1, run.out=" + 40 * "x"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("rows", "name"), [(30, "method{}"), (4, LONG)])
+def test_rows_of_clients_have_room_and_their_names_are_whole(rows, name, folder, command, monkeypatch):
+    call, figures = command
+    names = [name.format(row) for row in range(rows)]
+    cells = [cell({}, clients=OTHERS)._replace(values={"method.name": name}) for name in names]
+    monkeypatch.setattr("fedjax_pfl.experiment.plots.files.cells_of", lambda *_: cells)
+    call(folder / "table", "-o", folder / "c.png", "--kind", "clients")
+    own = plot_clients(Sweep(cells, SETTINGS)).figure
+    for figure in (figures[0], own):
+        figure.draw_without_rendering()
+        ax = figure.axes[0]
+        boxes = [label.get_window_extent() for label in ax.get_yticklabels()]
+        shown = ["".join(label.get_text().split()) for label in ax.get_yticklabels()]
+        assert shown == ["".join(name.split()) for name in names]
+        assert min(box.x0 for box in boxes) >= 0
+        assert all(above.y0 > below.y1 for above, below in itertools.pairwise(boxes))
+        assert ax.bbox.width > 0.4 * figure.bbox.width
+    assert figures[0].get_figheight() == own.get_figheight()
 
 
 @pytest.mark.parametrize(

@@ -364,6 +364,25 @@ def test_a_table_is_not_shown_for_a_run_that_has_changed_since(folder, tmp_path)
     assert [row[:3] for row in table] == [["fedprox", "2", "68.12 ± 4.42 *"], ["fedavg", "1", "58.75 *"]]
 
 
+def test_only_the_first_table_of_a_text_says_whether_it_is_current(folder, tmp_path):
+    home = shutil.copytree(folder, tmp_path / "runs")
+    (home / "comparison.md").write_text(f"{COMPARED}\n| mine | of it |\n| --- | --- |\n| a | b |\n", encoding="utf-8")
+    page = Page(report_html([home]))
+    assert [row[2] for row in page.table("method", "seeds")] == ["12.34 ± 5.67", "1.00 ± 0.10"]
+    assert page.table("mine") == [["a", "b"]]
+
+
+@pytest.mark.parametrize("name", ["fedprox | b", "fedprox | 2 | x", "fedprox |", "2"])
+def test_a_table_whose_rows_cannot_be_read_is_not_current(name, folder, tmp_path):
+    """Bars in names have once been written as they are."""
+    home = shutil.copytree(folder, tmp_path / "runs")
+    row = f"| {name} |" if name == "2" else f"| {name} | 2 | 12.34 |"
+    text = COMPARED.replace("| fedprox | 2 | **12.34 ± 5.67** |", row)
+    (home / "sweep.md").write_text(text.replace("| fedavg | 2 | 1.00 ± 0.10 |\n", ""), encoding="utf-8")
+    table = Page(report_html([home])).table("method", "seeds")
+    assert {row[0]: row[2] for row in table} == {"fedprox": "68.12 ± 4.42 *", "fedavg": "55.62 ± 4.42 *"}
+
+
 VARIANTS = {"fedprox": {}, "fast": {"method": "fedavg", "training.lr": 0.5}, "fedavg": {}}
 
 
@@ -449,6 +468,19 @@ def test_a_run_that_goes_on_is_shown_as_far_as_it_is(tmp_path):
     # NaN is no JSON: a client without a score has no dot.
     assert [dot[:3] for dot in page.numbers["strips"][0]["dots"]] == [[0.1, 0, 0], [0.35, 0, 1]]
     assert "environment" not in page.ids
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_malicious_and_new_clients_are_told_apart_before_a_run_has_ended(ended, tmp_path):
+    given = config().replace({"data.new_clients": 0.33, "attack.kind": "sign_flip", "attack.share": 0.5})
+    run = write(tmp_path / "run", given, ended=ended)
+    partition = json.loads((run / "partition.json").read_text(encoding="utf-8"))
+    (run / "partition.json").write_text(json.dumps({**partition, "attackers": [1]}), encoding="utf-8")
+    if ended:  # as `summary.client_table` has them
+        rows = ["client,new,attacker,pre_accuracy,post_accuracy", "0,0,0,0.5,1", "1,0,1,0.5,1", "2,1,0,0.5,1"]
+        (run / "clients.csv").write_text("\n".join(rows), encoding="utf-8")
+    dots = Page(report_html([run])).numbers["strips"][1]["dots"]
+    assert {client: kind for _, _, client, _, kind in dots} == {0: 0, 1: 2, 2: 1}
 
 
 def test_a_run_before_its_first_evaluation_has_no_curves(tmp_path):

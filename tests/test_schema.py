@@ -62,6 +62,8 @@ SMALLEST = '[data]\nsource = "digits"\n[method]\nname = "fedavg"\n'
         SMALLEST.replace("digits", "arrays"),
         SMALLEST.replace("fedavg", "pfedcspc") + "server_lr_drops = [3]\nkappa = 0\n",
         SMALLEST + '[run]\nexport = ["features"]\nexport_clients = [0]\nout = "runs/a"\n',
+        SMALLEST + '[training]\nclip_norm = "none"\ncopies = "none"\n[run]\nexport_clients = "none"\nout = "none"\n',
+        SMALLEST.replace("fedavg", "ditto") + 'personal_epochs = "none"\n',
     ],
 )
 def test_what_can_be_run_fits(text, wrong, tmp_path):
@@ -82,6 +84,9 @@ def test_what_can_be_run_fits(text, wrong, tmp_path):
         (SMALLEST + '[training]\nlr = "0.1"\n', "'0.1' is not of type 'number'"),
         (SMALLEST + "[training]\nlr = 0\n", "0 is less than or equal to the minimum of 0"),
         (SMALLEST + "[training]\nepochs = 1.5\n", "1.5 is not of type 'integer'"),
+        (SMALLEST + '[training]\nlr = "none"\n', "'none' is not of type 'number'"),
+        (SMALLEST + '[training]\nclip_norm = "no"\n', "'no' is not valid under any"),
+        (SMALLEST + '[training]\ncopies = "non"\n', "'non' is not one of ['none', 'concat', 'replace']"),
         (SMALLEST + '[run]\nplacement = "gpu"\n', "'gpu' is not one of ['auto', 'map', 'vmap', 'shard']"),
         (SMALLEST + '[run]\nexport = ["feature"]\n', "'feature' is not one of"),
         (SMALLEST + "[participation]\nratio = [0.2, 0.5, 0.7]\n", "[0.2, 0.5, 0.7]"),
@@ -139,7 +144,9 @@ def test_names_are_listed_with_each_ones_options(schema):
         "minimum": 0,
         "type": "number",
     }
-    assert options_of(tables["method"], "name", "ditto")["personal_epochs"].keys() == {"description", "minimum", "type"}
+    epochs = options_of(tables["method"], "name", "ditto")["personal_epochs"]
+    assert epochs.keys() == {"anyOf", "description"}
+    assert epochs["anyOf"] == [{"minimum": 0, "type": "integer"}, {"const": "none"}]
 
 
 def test_fields_have_types_ranges_defaults_and_descriptions(schema):
@@ -151,8 +158,9 @@ def test_fields_have_types_ranges_defaults_and_descriptions(schema):
         "maximum": 1,
         "type": "number",
     }
-    assert training["clip_norm"]["type"] == "number"  # TOML has no null
+    assert training["clip_norm"]["anyOf"] == [{"exclusiveMinimum": 0, "type": "number"}, {"const": "none"}]  # no null
     assert "default" not in training["clip_norm"]
+    assert training["copies"].keys() == {"description", "enum", "type"}
     for name, section in schema["$defs"].items():
         assert section["description"], name
         assert section["additionalProperties"] is False

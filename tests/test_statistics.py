@@ -55,6 +55,13 @@ def test_runs_with_the_same_clients_tell_no_more_of_them_than_one():
     assert bootstrap_over_clients([gap] * 3) == pytest.approx(bootstrap_over_clients([gap]))
 
 
+def test_one_client_tells_nothing_of_others():
+    one = np.array([np.nan, 0.1, np.nan])
+    assert bootstrap_over_clients([one]) is None
+    assert bootstrap_over_clients([one, 2 * one]) is None
+    assert bootstrap_over_clients([one, one[[1, 0, 2]]]) is not None  # two of them, each with one seed
+
+
 def test_the_bootstrap_leaves_out_clients_without_samples():
     assert bootstrap_over_clients([np.array([0.1, np.nan, 0.1])]) == pytest.approx((0.1, 0.1))
     # Who is malicious may hang on the seed: the difference is the mean of the seeds' means, over others in each.

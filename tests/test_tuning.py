@@ -483,6 +483,7 @@ def test_mistakes_in_a_file(file, text, message):
         ({"config": "config.toml"}, "config = 'config.toml' .* a Config: load_config(path) of a file"),
         ({"n_trials": 0}, "n_trials = 0 .* a whole number, 1 or more"),
         ({"batch": 0}, "batch = 0 .* 1 or more"),
+        ({"seed": -1}, "seed = -1 .* a whole number, 0 or more"),
         ({"metric": "hm"}, "metric = 'hm' .* one of accuracy, weighted"),
         ({"point": "best"}, "point = 'best' .* pre"),
         ({"storage": "sqlite//study.db"}, "storage = 'sqlite//study.db' .* such as sqlite:///study.db"),

@@ -36,6 +36,10 @@ class Guess(NamedTuple):
     logits: Float[Array, " C"] | None
 
 
+# A guess and its objective.
+Scored = tuple[Guess, Float[Array, ""]]
+
+
 class Search(NamedTuple):
     """How a guess is improved.
 
@@ -143,7 +147,7 @@ def invert(
       how: the search.
 
     Returns:
-      The guess with the smallest objective of all steps.
+      The guess with the smallest objective: of the noise, and of what each step makes of it.
     """
     key_pixels, key_label = jax.random.split(key)
     logits = jax.random.normal(key_label, (classes,)) if label is None else None
@@ -153,20 +157,26 @@ def invert(
         prior = how.tv * total_variation(guess.pixels)
         return prior + distance(expected_upload(send, guess, label), seen, nothing)
 
+    def better(new: Scored, old: Scored) -> Scored:
+        guess = jax.tree.map(lambda a, b: jnp.where(new[1] < old[1], a, b), new[0], old[0])
+        return guess, jnp.minimum(new[1], old[1])
+
     def step(_: Int[Array, ""], carry: tuple) -> tuple:
-        guess, state, best, least = carry
+        guess, state, best = carry
         if how.by_line:  # the line search has been here
             found, gradient = optax.value_and_grad_from_state(objective)(guess, state=state)
         else:
             found, gradient = jax.value_and_grad(objective)(guess)
-        best = jax.tree.map(lambda new, old: jnp.where(found < least, new, old), guess, best)
+        best = better((guess, found), best)
         extra: Mapping[str, Any] = {"value": found, "grad": gradient, "value_fn": objective}
         with jax.numpy_dtype_promotion("standard"):  # which Optax's Adam relies on
             updates, state = how.optimizer.update(gradient, state, guess, **extra)
-        return optax.apply_updates(guess, updates), state, best, jnp.minimum(found, least)
+        return optax.apply_updates(guess, updates), state, best
 
-    carry = start, how.optimizer.init(start), start, jnp.array(jnp.inf)
-    _, _, best, least = lax.fori_loop(0, how.steps, step, carry)
+    carry = start, how.optimizer.init(start), (start, jnp.array(jnp.inf))
+    last, _, scored = lax.fori_loop(0, how.steps, step, carry)
+    best, least = better((last, objective(last)), scored)  # a step scores what it begins with
     if label is None:
+        assert best.logits is not None
         label = jnp.argmax(best.logits).astype(jnp.int32)
     return Found(best.pixels, label, least - how.tv * total_variation(best.pixels), least)

@@ -183,6 +183,9 @@ def compare(
     options: dict[str, dict[str, Any]] = {
         name: {"method": of.strip()} if equals else {} for name, (_, equals, of) in zip(names, split, strict=True)
     }
+    if loaded.method["name"] not in {of.get("method", name) for name, of in options.items()}:
+        instead = "that of a method that is compared: name it in --methods, or give it to one by --set METHOD.KEY=VALUE"
+        _check_in_use(overrides, {f"method.{key}": instead for key in loaded.method})
     for given in change or ():
         method, key, value = _setting(given, names)
         options[method][key] = value
@@ -292,17 +295,17 @@ def partition(
     loaded = _load(config, overrides, out)
     dataset = load(loaded.data.source)
     holdings, manifest = deal(loaded, dataset)
-    if out:  # that of the config is where its run is
-        directory = RunDirectory(out, overwrite=overwrite)
-        if directory.begun:
-            raise ConfigError("--out", out, "a directory without a run: what it has learnt would be lost")
-        directory.take()
-        directory.begin(loaded.to_toml(), manifest, holdings)
-        directory.leave()
+    directory = RunDirectory(out, overwrite=overwrite) if out else None  # that of the config is where its run is
+    if directory is not None and directory.begun:
+        raise ConfigError("--out", out, "a directory without a run: what it has learnt would be lost")
     if pfllib:
         pixels = {"mean": loaded.data.mean, "std": loaded.data.std}
         batch_size = loaded.training.batch_size
         export(pfllib, dataset, holdings, partition=loaded.data.partition, batch_size=batch_size, **pixels)
+    if directory is not None:
+        directory.take()
+        directory.begin(loaded.to_toml(), manifest, holdings)
+        directory.leave()
     print_partition(manifest)
     if out:
         print(f"written to {Path(out) / 'partition.json'}")

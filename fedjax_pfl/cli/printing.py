@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 
     from fedjax_pfl.experiment.record import Listed
 
+# The columns of a partition before those of the classes, and where its manifest has them.
+_SIZES = {"size": "sizes", "train": "n_train", "test": "n_test"}
+# The letters of a user's name in one line.
+_USER = 40
+
 
 def print_markdown(text: str) -> None:
     """Prints a table and what stands around it: headings, tables and ``**bold**``; all else is plain text."""
@@ -36,15 +41,20 @@ def _side_by_side(part: str, width: int) -> str:
         return part
     columns = list(zip(*(line[2:-2].split(" | ") for line in part.splitlines()), strict=True))
     wide = [max(map(len, column)) + 3 for column in columns]
+    return "\n\n".join(
+        "\n".join(f"| {' | '.join(row)} |" for row in zip(*(columns[at] for at in table), strict=True))
+        for table in _that_fit(wide, width)
+    )
+
+
+def _that_fit(wide: Sequence[int], width: int) -> list[list[int]]:
+    """The columns of a table as those of several that fit a width, each with the first column; ``wide``: of each."""
     tables: list[list[int]] = [[0]]
-    for at in range(1, len(columns)):
+    for at in range(1, len(wide)):
         if sum(wide[column] for column in tables[-1]) + wide[at] > width and len(tables[-1]) > 1:
             tables.append([0])
         tables[-1].append(at)
-    return "\n\n".join(
-        "\n".join(f"| {' | '.join(row)} |" for row in zip(*(columns[at] for at in table), strict=True))
-        for table in tables
-    )
+    return tables
 
 
 def print_summary(summary: dict[str, Any]) -> None:
@@ -71,24 +81,34 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 
 def print_partition(manifest: dict[str, Any]) -> None:
-    """Prints who holds what."""
+    """Prints who holds what: several tables, each with the clients, where the classes do not fit beside each other."""
     from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
     from rich.table import Table
 
-    table = Table(title="samples per client and class", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    classes = len(manifest["class_counts"][0])
-    users = manifest.get("users")
-    for heading in ("client", *(["user"] if users else []), "size", "train", "test", *map(str, range(classes))):
-        table.add_column(heading, justify="right")
-    rows = zip(manifest["sizes"], manifest["n_train"], manifest["n_test"], manifest["class_counts"], strict=True)
-    for client, (size, n_train, n_test, counts) in enumerate(rows):
-        who = [str(users[client])] if users else []
-        table.add_row(str(client), *who, str(size), str(n_train), str(n_test), *(str(n) if n else "·" for n in counts))
-    console = _console(40 + 8 * classes)
-    console.print(table)
+    columns: dict[str, list[str]] = {"client": [str(client) for client in range(len(manifest["sizes"]))]}
+    if users := manifest.get("users"):
+        columns["user"] = [str(user) for user in users]
+    columns |= {name: [str(n) for n in manifest[key]] for name, key in _SIZES.items()}
+    by_class = enumerate(zip(*manifest["class_counts"], strict=True))
+    columns |= {str(label): [str(n) if n else "·" for n in counts] for label, counts in by_class}
+    gap = 2  # Rich puts two spaces after each column, and one before the first
+    wide = [max(map(cell_len, [name, *column])) + gap for name, column in columns.items()]
+    if users:
+        wide[1] = min(wide[1], _USER + gap)
+    console = _console(max(120, sum(wide) + 1))
+    headings, entries = list(columns), list(columns.values())
+    for number, part in enumerate(_that_fit(wide, console.width - 1)):
+        title = "samples per client and class" if number == 0 else None
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for at in part:
+            table.add_column(headings[at], justify="right", overflow="fold", max_width=wide[at] - gap)
+        for row in zip(*(entries[at] for at in part), strict=True):
+            table.add_row(*row)
+        console.print(table)
     for note in manifest["notes"]:
         console.print(f"note: {note}", highlight=False)
-    console.print(f"hash {manifest['hash']}", highlight=False)
+    console.print(f"hash {manifest['hash']}", highlight=False, soft_wrap=True)
 
 
 def print_table(table: dict[str, Callable[..., Any]]) -> None:

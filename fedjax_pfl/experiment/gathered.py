@@ -119,13 +119,19 @@ def table_in(folders: Sequence[Path]) -> Table | None:
 def is_current(table: Table, runs: Sequence[Begun]) -> bool:
     """Whether a table shows all runs that have ended, in their current state.
 
-    A later call may have written the table for some of the runs only, and a run may have been continued since.
+    A later call may have written the table for some of the runs only, and a run may have been continued since. Only the
+    first table of the text counts: somebody may have appended another one. It is not current if a row has no number of
+    seeds in its place: bars in names have once been written as they are, and a name is then several entries.
     """
     heading_and_rule = 2
-    rows = [entries_of(line) for line in table.text.splitlines() if line.startswith("| ")][heading_and_rule:]
+    below = itertools.dropwhile(lambda line: not line.startswith("| "), table.text.splitlines())
+    rows = list(itertools.takewhile(lambda line: line.startswith("| "), below))[heading_and_rule:]
+    seeds = ["".join(entries_of(row)[1:2]) for row in rows]
     ended = [run.path / "summary.json" for run in runs if run.summary is not None]
-    return sum(int(seeds) for _, seeds, *_ in rows) == len(ended) and all(
-        path.stat().st_mtime_ns <= table.written for path in ended
+    return (
+        all(map(str.isdecimal, seeds))
+        and sum(map(int, seeds)) == len(ended)
+        and all(path.stat().st_mtime_ns <= table.written for path in ended)
     )
 
 

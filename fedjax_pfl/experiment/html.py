@@ -161,7 +161,7 @@ def _curve(history: Mapping[str, np.ndarray]) -> str:
     known = np.concatenate([of[~np.isnan(of)] for of in values.values()])
     if not len(known):
         return ""
-    low = 10 * np.floor(known.min() / 10)
+    low = min(10 * np.floor(known.min() / 10), 90)  # an axis that is 10 % high ends at 100 %
     high = max(10 * np.ceil(known.max() / 10), low + 10)
     left, right, top, bottom = _MARGIN, _WIDTH - _MARGIN, _MARGIN / 2, _HEIGHT - _MARGIN / 2
 

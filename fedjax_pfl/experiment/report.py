@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
+from fedjax_pfl.data.divide import count_new
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment import headline
 from fedjax_pfl.experiment.config import SELECTORS, Config, without_fields
@@ -405,9 +407,8 @@ def _strips(runs: _Runs, at: int) -> list[dict[str, Any]]:
         dots = []
         for number, run in begun:
             clients, held = run.clients, np.asarray(run.partition[f"n_{run.config.data.evaluate_on}"])
-            none = np.zeros(len(clients["client"]), int)
-            kind = np.where(clients.get("attacker", none) == 1, 2, clients.get("new", none))
-            columns = [clients[f"{point}_accuracy"], none + number, clients["client"], held[clients["client"]], kind]
+            client = clients["client"]
+            columns = [clients[f"{point}_accuracy"], np.full_like(client, number), client, held[client], _kinds(run)]
             rows = zip(*(column.tolist() for column in columns), strict=True)
             dots += [row for row in rows if not np.isnan(row[0])]
         dots.sort()
@@ -422,3 +423,14 @@ def _strips(runs: _Runs, at: int) -> list[dict[str, Any]]:
             }
         )
     return strips
+
+
+def _kinds(run: Begun) -> Int[np.ndarray, " clients"]:
+    """The kind of each client in the table of a run: 1 if it never trains, 2 if it is malicious, else 0.
+
+    The table says so once the run has ended, and only where there are such clients; before, partition and config do.
+    """
+    client, there = run.clients["client"], len(run.partition["n_train"])
+    new = client >= there - count_new(run.config.data.new_clients, there)
+    malicious = np.isin(client, run.partition.get("attackers", ()))
+    return np.where(run.clients.get("attacker", malicious) == 1, 2, run.clients.get("new", new).astype(int))

@@ -90,13 +90,18 @@ def _source() -> Schema:
 
 
 def _for_toml(node: Any) -> Any:
-    """Without null, which TOML does not have, and without titles of fields and reStructuredText markup."""
+    """Without null, which TOML does not have, and without titles of fields and reStructuredText markup.
+
+    In the place of null stands ``"none"``, as in `load_config`; but not where that is another value of the field.
+    """
     if isinstance(node, list):
         return [_for_toml(value) for value in node]
     if not isinstance(node, dict):
         return node
     if {"type": "null"} in node.get("anyOf", ()):
         kinds = [kind for kind in node["anyOf"] if kind != {"type": "null"}]
+        if not any("none" in kind.get("enum", ()) for kind in kinds):
+            kinds.append({"const": "none"})
         rest = {name: value for name, value in node.items() if name != "anyOf"}
         node = {**rest, **(kinds[0] if len(kinds) == 1 else {"anyOf": kinds})}
     if "properties" not in node:

@@ -68,7 +68,7 @@ def bootstrap_over_clients(
 
     A client is drawn with its scores of all seeds, because it may be the same client in each seed (``data.seed``, users
     of the source). The interval does not include the variance over seeds; it shows how much the difference depends on
-    which clients there happened to be.
+    which clients there happened to be. From one client alone, this cannot be told.
 
     Args:
       gaps: for each seed, the differences of the clients' scores, the same number for each seed; NaN for a client
@@ -76,12 +76,12 @@ def bootstrap_over_clients(
       seed: seed of the bootstrap.
 
     Returns:
-      The two ends of the interval; None if there is no client to draw.
+      The two ends of the interval; None if fewer than two clients have scores.
     """
     rng = np.random.default_rng(seed)
     of_seeds = np.asarray(gaps, float)
     known = of_seeds[:, ~np.isnan(of_seeds).all(axis=0)] if len(of_seeds) else of_seeds
-    if not known.size:
+    if known.ndim < 2 or known.shape[1] < 2:
         return None
     drawn = rng.integers(known.shape[1], size=(_RESAMPLES, known.shape[1]))
 

@@ -373,6 +373,8 @@ def _check_not_all_are_refused(configs: Sequence[Config], data: Any) -> None:
             lay_out([config], dataset)
         except ConfigError as error:
             refused[str(error)] = error
+        except Warning:  # which the caller's filters make an error
+            raise
         except Exception:  # whatever a user's part does is reported with its run
             return
         else:

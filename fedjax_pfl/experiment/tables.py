@@ -179,7 +179,7 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
         "within": " of a data setting" if several else "",
     }
     legend = _LEGEND.format(
-        samples=cells[0].config.data.evaluate_on,
+        samples=_evaluated_on(cells),
         compared="".join(text.format(**words) for name, text in _COMPARED.items() if name in names),
         validation="".join(
             f"{name} ({text}), "
@@ -208,8 +208,14 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
     notes += _mixed_versions(cells)
     if any(group.diverged for group in groups):
         notes.append("†: diverged: some answers were no numbers, which count as wrong; try a smaller learning rate.")
-    notes += [f"**Failed**: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
+    failed = [f"**Failed**: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
+    notes += [" ".join(note.split()) for note in failed]  # an empty line would begin another block
     return "\n\n".join([legend, grid(names, [[row[name] for name in names] for row in shown]), *notes]) + "\n"
+
+
+def _evaluated_on(cells: Sequence[Cell]) -> str:
+    """The samples on which runs are scored, in words."""
+    return " or ".join(dict.fromkeys(cell.config.data.evaluate_on for cell in cells))
 
 
 def _printed(group: Group, point: str) -> float:
@@ -310,7 +316,7 @@ def _latex_notes(cells: Sequence[Cell], bold: bool) -> list[str]:
     seeds = sorted({len(group.cells) for group in groups} - {0}) or [0]
     of = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else "one seed" if seeds == [1] else f"{seeds[0]} seeds"
     best = "; bold: the highest mean of a column" if bold else ""
-    samples = f"on {cells[0].config.data.evaluate_on} samples"
+    samples = f"on {_evaluated_on(cells)} samples"
     notes = [rf"Needs \usepackage{{booktabs}}. In % {samples}: mean and sample standard deviation over {of}{best}."]
     if any(group.diverged for group in groups):
         notes.append("Dagger: diverged: some answers were no numbers, which count as wrong.")
@@ -339,7 +345,7 @@ class _Gap(NamedTuple):
     Attributes:
       group: the row.
       found: paired over seeds; None for the baseline itself, and where there is nothing to pair.
-      over_clients: the two ends of the interval over clients; None likewise, and where clients are others.
+      over_clients: the two ends of the interval over clients; None likewise, and where clients are others, or too few.
       p: corrected for the number of rows; NaN where there is none.
       is_baseline: whether the row is the baseline of its data setting.
     """

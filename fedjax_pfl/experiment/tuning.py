@@ -125,7 +125,7 @@ def tune(
         choices only and has no more points than that, every point is tried once before the sampler chooses again.
       batch: number of trials that run together, as rows of a program. Unless given, the smallest multiple of the number
         of devices that is 8 or more; the larger the batch, the less the sampler knows when it chooses the trials.
-      seed: seed of the sampler.
+      seed: seed of the sampler, 0 or more.
       metric: ``accuracy``, ``weighted``, ``worst_10_percent``, ``macro_f1``, ``macro_f1_union``, ``i_local`` (all
         maximised) or ``loss`` (minimised).
       point: ``pre`` or ``post``, the evaluation point at which trials are judged; the method's headline unless given.
@@ -152,9 +152,10 @@ def tune(
         raise ConfigError("metric", metric, f"one of {', '.join(_DIRECTIONS)}")
     if point is not None:
         check_point(point)
-    for name, number in (("n_trials", n_trials), ("batch", 1 if batch is None else batch)):
-        if type(number) is not int or number < 1:
-            raise ConfigError(name, number, "a whole number, 1 or more")
+    counts = (("n_trials", n_trials, 1), ("batch", 1 if batch is None else batch, 1), ("seed", seed, 0))
+    for name, number, least in counts:
+        if type(number) is not int or number < least:
+            raise ConfigError(name, number, f"a whole number, {least} or more")
     if config.data.validation_share == 0:
         raise ConfigError("data.validation_share", 0.0, "above 0, such as 0.2: trials are judged on validation samples")
     config = of_data(config, data).replace(_NOT_RECORDED)

@@ -99,7 +99,7 @@ def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: 
         places = [RunPlace(config, go_on=True) for config in configs]
         results = drive(configs, dataset(), places, began=began, progress=report)
     except ConfigError as error:
-        return str(error)
+        return " ".join(str(error).split())  # one line, as all that is said of a failed run
     except Exception as error:
         if error in raised:
             raise

@@ -105,6 +105,20 @@ def test_attacks_side_by_side_are_those_one_by_one_and_start_where_their_seed_sa
     assert not np.allclose(alone(IMAGES[2], LABELS[2], 1).pixels, found.pixels, atol=0.1)
 
 
+@pytest.mark.parametrize(("how", "label"), [("adam", False), ("lbfgs", True)])
+def test_the_last_step_counts(how, label):
+    found = jax.jit(inverted(search(how, 1, 0.1, 0.0), label))(IMAGES[0], LABELS[0])
+    pixels, logits = jax.random.split(jax.random.key(0))
+    noise = jax.random.uniform(pixels, SHAPE)
+    assert not np.allclose(found.pixels, noise, atol=1e-3)
+    chance = jax.nn.softmax(jax.random.normal(logits, (CLASSES,)))
+    weights = jax.nn.one_hot(LABELS[0], CLASSES) if label else chance
+    of_each = [gradients(noise, one) for one in range(CLASSES)]
+    sent = {name: sum(w * of[name] for w, of in zip(weights, of_each, strict=True)) for name in of_each[0]}
+    nothing = {name: jnp.zeros_like(leaf) for name, leaf in sent.items()}
+    assert found.objective < distance(sent, gradients(IMAGES[0], LABELS[0]), nothing)
+
+
 def test_the_prior_smooths_and_is_no_part_of_the_distance():
     attack = jax.jit(inverted(search("adam", 60, 0.1, 0.0), True))
     sent, nothing = gradients(jnp.asarray(IMAGES[0]), LABELS[0]), {"bias": np.zeros(4), "weights": np.zeros((9, 4))}

@@ -76,15 +76,19 @@ def plot_features(
       ax: matplotlib axes to draw on; a new figure unless given.
 
     Raises:
-      ConfigError: the run has exported no features, none for such a client, or too few; there is no such method; a
-        model has diverged; or matplotlib is not installed.
+      ConfigError: the run has exported no features, none for such a client, or too few; ``clients`` is no list; there
+        is no such method; the model has a single feature, or has diverged; or matplotlib is not installed.
     """
     if method not in _PROJECTIONS:
         raise ConfigError("method", method, f"one of {', '.join(_PROJECTIONS)}")
+    if clients is not None and np.ndim(clients) != 1:
+        raise ConfigError("clients", clients, "a list of clients, such as [0, 1]; None for all")
     chosen = _exported(result, "features", "clients", clients)
     features = np.asarray(result.exported["features"][chosen], np.float64)
     if len(features) < 4:
         raise ConfigError("clients", clients, f"those of four samples or more; there are {len(features)}")
+    if features.shape[1] < 2:
+        raise ConfigError("result", "one feature", "of a model with two features or more, for two dimensions")
     if not np.isfinite(features).all():
         raise ConfigError("clients", clients, "those of models that have not diverged: features are no numbers")
     label, client = result.exported["label"][chosen], result.exported["client"][chosen]

@@ -1,5 +1,7 @@
 """Plots of the clients' accuracies, one row per method or combination."""
 
+import textwrap
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 _KINDS = ("violin", "strip")
 # The area of all dots of a strip together, in square points: two fifths of it, so that a thousand dots stay apart.
 _INK = 1200.0
+# The letters of a line of a row's name: half of a column's width; and the height of such a line, in inches.
+_LETTERS, _LINE = 30, 0.12
 
 
 def plot_clients(
@@ -29,8 +33,8 @@ def plot_clients(
 ) -> "matplotlib.axes.Axes":
     """Draws the accuracies of the clients after the last round: one row per method or combination, all seeds together.
 
-    The circle is the mean, the vertical line the median. Malicious clients, and clients that never train, are left out,
-    as from all reported numbers.
+    The circle is the mean, the vertical line the median. A long name takes several lines. Malicious clients, and
+    clients that never train, are left out, as from all reported numbers.
 
     Args:
       runs: a result, comparison or sweep.
@@ -52,11 +56,11 @@ def plot_clients(
         cells = [Cell.alone(runs.config, runs.summary, runs.clients, runs.history)]
     else:
         cells = runs.cells
-    found = {as_label(show(group.values) or "all"): _scored(group, point) for group in grouped(cells)}
+    found = {_name(group): _scored(group, point) for group in grouped(cells)}
     drawn = {name: values for name, values in found.items() if len(values)}
     if not drawn:
         raise ConfigError("runs", [], "one run or more that has ended, with clients that are scored")
-    with drawing(ax, height=0.7 + 0.3 * len(drawn)) as ax:
+    with drawing(ax, height=height_of(drawn)) as ax:
         for row, values in enumerate(drawn.values()):
             colour = line_style(row)["color"]
             if kind == "violin":
@@ -75,6 +79,17 @@ def plot_clients(
         ax.grid(visible=True, axis="x")
         ax.set_xlabel(f"{point.upper()} accuracy of a client (%)")
     return ax
+
+
+def height_of(names: Collection[str]) -> float:
+    """The height of a figure with a row per name, in inches; all rows are as high as that of the most lines needs."""
+    lines = max(1 + name.count("\n") for name in names)
+    return 0.7 + max(0.3, 0.05 + _LINE * lines) * len(names)
+
+
+def _name(group: Group) -> str:
+    """The name of a row, in lines that leave room for the axes beside them."""
+    return as_label(textwrap.fill(show(group.values) or "all", _LETTERS))
 
 
 def _scored(group: Group, point: str) -> Float[np.ndarray, " clients"]:

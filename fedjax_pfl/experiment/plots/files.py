@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.gathered import cells_of, gather, table_in
-from fedjax_pfl.experiment.plots.clients import plot_clients
+from fedjax_pfl.experiment.plots.clients import height_of, plot_clients
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.plots.partition import plot_partition
 from fedjax_pfl.experiment.plots.style import COLUMN, look, make_room
@@ -68,6 +68,7 @@ def write_plot(
             cells = cells_of(begun, table_in(paths))
             if kind == "clients":
                 plot_clients(Sweep(cells, {}), point=metric.partition(".")[0], ax=ax)
+                figure.set_figheight(height_of([label.get_text() for label in ax.get_yticklabels()]))
             else:
                 plot_curves(cells, metric, x, "sd", ax)
         make_room(ax)
