@@ -23,7 +23,7 @@ from fedjax_pfl import (
     WandbLogger,
     simulate,
 )
-from fedjax_pfl.experiment.callbacks import Running
+from fedjax_pfl.experiment.callbacks import Running, check_run
 from fedjax_pfl.experiment.programs import Program
 
 ROUNDS = 6
@@ -175,11 +175,11 @@ def test_a_best_model_needs_the_state_of_the_best_round():
     """A run goes on from a checkpoint that may be of a later round than its last evaluation."""
     best, whole = BestModel("train_loss", mode="min"), run_with([3.0, 2.0])
     there, later = (Running(whole.config, "pre", at, whole.lines, dict, whole.metrics) for at in (2, 3))
-    best.check(there)
+    check_run([best], there)
     best.on_start(there)
     assert best.round == 2
     with pytest.raises(ConfigError, match=r'BestModel = 2 is not usable: run\.keep = "best" instead'):
-        best.check(later)
+        check_run([best], later)
 
 
 def test_an_evaluation_without_a_value_is_never_the_best():

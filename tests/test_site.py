@@ -105,7 +105,7 @@ def test_the_config_reference_has_types_bounds_and_defaults(build):
     table = rows(build.config_tables().partition("## [finetune]")[0])
     assert table["`batch_size`"] == ["whole number ≥ 1", "`10`", "B, samples per mini-batch."]
     assert table["`split`"][:2] == ['`"merge"`, `"official"`', '`"merge"`']
-    assert table["`clip_norm`"][:2] == ["number > 0", "left out"]
+    assert table["`clip_norm`"][:2] == ['number > 0 or `"none"`', "left out"]
     assert table["`source`"][1] == "must be given"
 
 

@@ -130,14 +130,6 @@ class EarlyStopping(Callback):
         _check_mode(mode)
         self.metric, self.patience, self.min_delta, self.sign = metric, patience, min_delta, 1 if mode == "max" else -1
 
-    def check(self, run: Running) -> None:
-        """Checks, before anything is compiled or written, that the run has the metric.
-
-        Raises:
-          ConfigError: it does not.
-        """
-        run.values(self.metric)
-
     def on_start(self, run: Running) -> None:
         """Looks at the evaluations that were recorded before a resumption."""
         if run.lines:
@@ -171,19 +163,6 @@ class BestModel(Callback):
         self.value = math.nan
         self.result: Result | None = None
         self._state: State | None = None
-
-    def check(self, run: Running) -> None:
-        """Checks, before anything is compiled or written, that the run has the metric, and still has its best state.
-
-        Raises:
-          ConfigError: there is no such metric, or the best round lies before the checkpoint from which the run is
-            resumed: the states of earlier rounds are lost.
-        """
-        values = np.nan_to_num(self.sign * np.asarray(run.values(self.metric)), nan=-math.inf)
-        best = run.lines[int(values.argmax())]["round"] if len(values) else run.round
-        if best < run.round:
-            allowed = 'run.keep = "best" instead: the state of the best round was lost with the interrupted process'
-            raise ConfigError("BestModel", best, allowed)
 
     def on_start(self, run: Running) -> None:
         """Begins with the state from which a run is resumed, if it was evaluated."""
@@ -354,6 +333,23 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             allowed = "an object of a class that inherits from fedjax_pfl.Callback"
             allowed += ", not the class itself" if isinstance(callback, type) else ""
             raise ConfigError("callbacks", callback, allowed)
+
+
+def check_run(callbacks: Sequence[Callback], run: Running) -> None:
+    """Checks, before anything is compiled or written, that a run has what these callbacks look at.
+
+    Raises:
+      ConfigError: it has no such metric; or its best model is wanted, and the best round lies before the checkpoint
+        from which it is resumed: the states of earlier rounds are lost.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, EarlyStopping | BestModel):
+            continue
+        values = np.nan_to_num(callback.sign * np.asarray(run.values(callback.metric)), nan=-math.inf)
+        best = run.lines[int(values.argmax())]["round"] if len(values) else run.round
+        if isinstance(callback, BestModel) and best < run.round:
+            allowed = 'run.keep = "best" instead: the state of the best round was lost with the interrupted process'
+            raise ConfigError("BestModel", best, allowed)
 
 
 def _check_mode(mode: str) -> None:

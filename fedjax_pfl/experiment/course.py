@@ -9,7 +9,7 @@ import numpy as np
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Evaluation
 from fedjax_pfl.engine.traffic import Traffic, count
-from fedjax_pfl.experiment.callbacks import BestModel, Callback, EarlyStopping, Running
+from fedjax_pfl.experiment.callbacks import Callback, Running, check_run
 from fedjax_pfl.experiment.checkpoint import Best, Saved
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.kept import Kept
@@ -93,14 +93,8 @@ class Course:
         self.end = min(self.end, t if evaluated else t + 1)
 
     def check(self) -> None:
-        """Checks, before anything is compiled or written, that the run has what its callbacks look at.
-
-        Raises:
-          ConfigError: it does not.
-        """
-        for callback in self._callbacks:
-            if isinstance(callback, EarlyStopping | BestModel):
-                callback.check(self.live)
+        """Checks that the run has what its callbacks look at, as `check_run`."""
+        check_run(self._callbacks, self.live)
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Calls the function of this name of all its callbacks."""

@@ -83,9 +83,7 @@ def fedamp(
         xi = jnp.where(others, alpha * jnp.exp(-distance / sigma) / sigma, 0.0)
         return xi / jnp.maximum(jnp.sum(xi, axis=1, keepdims=True), 1.0)
 
-    # The sign leaves nothing of the pull for an alpha of 0 that is traced, either.
-    pull = 0.0 if is_off(alpha) or is_off(lam) else lam * jnp.sign(alpha)
-    return drawn_together(model, train, attention, pull)
+    return drawn_together(model, train, attention, 0.0 if is_off(alpha) else lam)
 
 
 def drawn_together(model: Model, train: Trainer, attention: Attention, pull: Scalar) -> Method:
