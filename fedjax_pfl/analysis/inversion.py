@@ -37,7 +37,7 @@ class Guess(NamedTuple):
 
 
 # A guess and its objective.
-Scored = tuple[Guess, Float[Array, ""]]
+_Scored = tuple[Guess, Float[Array, ""]]
 
 
 class Search(NamedTuple):
@@ -157,7 +157,7 @@ def invert(
         prior = how.tv * total_variation(guess.pixels)
         return prior + distance(expected_upload(send, guess, label), seen, nothing)
 
-    def better(new: Scored, old: Scored) -> Scored:
+    def better(new: _Scored, old: _Scored) -> _Scored:
         guess = jax.tree.map(lambda a, b: jnp.where(new[1] < old[1], a, b), new[0], old[0])
         return guess, jnp.minimum(new[1], old[1])
 
