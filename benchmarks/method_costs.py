@@ -26,9 +26,9 @@ from fedjax_pfl.analysis.work import client_work
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.experiment.build import prepare
 from fedjax_pfl.experiment.programs import Program, lay_out
+from fedjax_pfl.ops.tree import count
 
 ROOT = Path(__file__).resolve().parent.parent
 

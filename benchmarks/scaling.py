@@ -42,9 +42,9 @@ import numpy as np
 from fedjax_pfl import Config
 from fedjax_pfl.data.dataset import Dataset, from_arrays
 from fedjax_pfl.engine.run import Run
-from fedjax_pfl.engine.traffic import size
 from fedjax_pfl.experiment.build import cores, prepare
 from fedjax_pfl.experiment.programs import Program, lay_out, traced
+from fedjax_pfl.ops.tree import size
 
 BATCH = 10
 CHUNKS = (10, 20)

@@ -18,6 +18,11 @@ class ConfigError(ValueError):
         super().__init__(f"{field} = {value!r} is not usable: {allowed}")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, to stand in the one-line message of a `ConfigError`."""
+    return str(error).strip().partition("\n")[0]
+
+
 def one_of(given: object, names: Iterable[str]) -> str:
     """The text for an unknown name: the name that may have been meant, and all allowed names."""
     known = list(names)

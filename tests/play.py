@@ -12,8 +12,8 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Scored, Scores
-from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.method import Method, Update
+from fedjax_pfl.ops.tree import count
 from tests.conftest import CLASSES
 from tests.reference import at, client, client_key, now
 

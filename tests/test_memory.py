@@ -16,9 +16,9 @@ from fedjax_pfl.engine.memory import Memory, _left_in_groups, peak_bytes, reside
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.engine.traffic import size
 from fedjax_pfl.method import Calibration
 from fedjax_pfl.methods import METHODS
+from fedjax_pfl.ops.tree import size
 from tests.conftest import CLASSES
 
 KEY = jax.random.key(0)

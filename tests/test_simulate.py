@@ -20,11 +20,11 @@ from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.data.split import draw_test, manifest
 from fedjax_pfl.engine.memory import Hardware, peak_bytes, survey
-from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.experiment.build import divide, even_chunk, make_engine, shape_of
 from fedjax_pfl.experiment.programs import alike, lay_out
 from fedjax_pfl.experiment.summary import flat
 from fedjax_pfl.method import Cohort
+from fedjax_pfl.ops.tree import count, size
 from tests.reference import MLP, held, now, to_numpy
 from tests.toys import witness
 
@@ -154,7 +154,7 @@ def test_rounds_to_a_target_are_those_of_the_first_evaluated_round_that_reaches_
     # The second value is 0.41999998.
     assert [result.rounds_to(target) for target in (0.0, 0.3, 0.42, 0.43, 0.6, 0.61)] == [5, 5, 10, 20, 20, None]
     assert [result.rounds_to(target, "pre.hm") for target in (0.05, 0.2, 0.3)] == [10, 20, None]
-    with pytest.raises(ValueError, match=r"'pre\.auc' in the history; there are round, global, pre\.hm"):
+    with pytest.raises(ConfigError, match=r"metric = 'pre\.auc' is not usable: .*round, global, pre\.hm"):
         result.rounds_to(0.5, "pre.auc")
 
 

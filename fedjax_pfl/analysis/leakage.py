@@ -22,7 +22,7 @@ from fedjax_pfl.experiment.build import DataShape, make_engine, model_of, shape_
 from fedjax_pfl.experiment.config import HONEST, Config
 from fedjax_pfl.experiment.kept import named
 from fedjax_pfl.experiment.plots.style import COLUMN, drawing
-from fedjax_pfl.experiment.programs import drawn_once
+from fedjax_pfl.experiment.programs import drawn_once, keys_of
 from fedjax_pfl.experiment.registry import with_own_parts
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.trained import checked_labels, checked_samples
@@ -293,7 +293,7 @@ def _victim(run: Config | Result, config: Config, data: DataShape, client: int) 
         now, view, _, assumed = state(*method.init(key, engine.clients))
         return send(now, view, assumed, True)(pixels, label)
 
-    key_init, key_rounds = jax.random.split(jax.random.key(config.run.seed))
+    key_init, key_rounds = keys_of(config)
     key = jax.random.split(key_init, 3)[0]
     sample = jax.ShapeDtypeStruct(data.sample, jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     uploaded = jax.eval_shape(upload, *sample)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fedjax_pfl.data.dataset import Dataset, from_arrays
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, first_line
 
 _OPTIONS = ("image", "label", "config")
 # If no column has the expected type, or more than one has it, the column is chosen by name; the first that exists.
@@ -56,7 +56,7 @@ def load(argument: str, folder: Path | None) -> Dataset:
         found = datasets.load_dataset(name, given.get("config")) if folder is None else datasets.load_from_disk(folder)
     except Exception as error:  # the library and those below it raise what they like, down to OSError
         looked = "no such folder, and as a data set of the hub it " if folder is None else ""
-        _refuse(argument, f"{looked}cannot be loaded ({type(error).__name__}: {_first_line(error)})")
+        _refuse(argument, f"{looked}cannot be loaded ({type(error).__name__}: {first_line(error)})")
     parts = found if is_dict(found) else {"train": found}
     try:
         named = arrays(parts, given.get("image"), given.get("label"))
@@ -152,7 +152,7 @@ def _decoded(data: Any, column: str, part: str) -> np.ndarray:
             images = data[start : start + _CHUNK][column]
         except Exception as error:  # Pillow's decoders raise whatever the damaged bytes lead them to
             which = f"an image in column {column!r} of the {part} part, one of samples {start} to"
-            reason = f"cannot be decoded ({type(error).__name__}: {_first_line(error)})"
+            reason = f"cannot be decoded ({type(error).__name__}: {first_line(error)})"
             raise ConfigError("data", part, f"{which} {min(start + _CHUNK, len(data)) - 1}, {reason}") from None
         for image in images:
             if image is None or image.mode[0] in "IF":
@@ -188,10 +188,6 @@ def _numbers(data: Any, feature: Any, column: str, part: str) -> np.ndarray:
 
 def _is(data: Any, module: str, name: str) -> bool:
     return any((kind.__module__, kind.__name__) == (module, name) for kind in type(data).__mro__)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _refuse(argument: str, reason: str) -> NoReturn:

@@ -9,7 +9,7 @@ import numpy as np
 from fedjax_pfl.data import hugging_face
 from fedjax_pfl.data.dataset import Dataset, from_arrays
 from fedjax_pfl.data.partition import check_rows
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, first_line
 
 _ACCEPTED = (
     "(x, y) or (x, y, x_test, y_test) of arrays; FederatedData; a data set of (x, y) samples, or a pair of them, for "
@@ -201,4 +201,4 @@ def _array(given: Any, what: str, name: str) -> np.ndarray:
     try:
         return np.asarray(given)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigError("data", name, f"the {what} are no array ({str(error).partition(chr(10))[0]})") from None
+        raise ConfigError("data", name, f"the {what} are no array ({first_line(error)})") from None

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedjax_pfl.data.cache import cached
 from fedjax_pfl.data.dataset import Dataset, from_arrays
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, first_line
 
 # A data set, its config and its version. TFDS accepts more forms of NAME, but needs a network for some of them.
 _NAME = re.compile(r"([a-z]\w*)(/[\w.\-]+)?(:[\d.*]+)?", re.ASCII)
@@ -57,7 +57,7 @@ def _decode(name: str, folder: Path) -> Dataset:
     try:
         builder = tfds.builder(name, data_dir=folder)
     except Exception as error:  # TFDS has an exception for each reason, down to AssertionError
-        _refuse(name, f"tensorflow-datasets refuses it ({str(error).strip().partition(chr(10))[0]})")
+        _refuse(name, f"tensorflow-datasets refuses it ({first_line(error)})")
     if not (builder.data_path / "dataset_info.json").exists():  # is_prepared() would also log a warning
         _refuse(name, f"it is not prepared in {folder}; {_how_to_prepare(name, folder)}")
     if builder.info.file_format.value != "array_record":  # the others need TensorFlow, or lose rows

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,15 +16,14 @@ from jaxtyping import Array, Key, PyTree
 from fedjax_pfl.data.federated import Clients, Federation, Samples, client_data
 from fedjax_pfl.engine.round import Engine, check_storable, pair_of
 from fedjax_pfl.engine.scoring import Scores, scores_of, tally
-from fedjax_pfl.engine.traffic import Exchange, size
+from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.method import Cohort, Round, State
+from fedjax_pfl.ops.tree import size
 
 # The most that XLA and LLVM take while they compile for a CPU. Measured with JAX 0.10, two programs at a time, on two
 # cores, for six pairs of method and model of 178 to 2,860 operations: each took this much within 13 %.
 _COMPILER_BYTES = 270_000_000
 _COMPILER_BYTES_PER_OPERATION = 150_000
-
-
 # What compilers plan for a client, of what a trace keeps alive (fitted to `benchmarks/results/accelerators.json`; a
 # CPU's is taken to be as a GPU's).
 _PLANNED = {"cpu": 1.4, "gpu": 1.4, "tpu": 1.6}
@@ -268,10 +268,10 @@ def available() -> int:
     return _host_bytes() // jax.local_device_count()
 
 
-# Under version 2 of Linux's control groups and under version 1: folder, and names of limit, use and caches.
+# Folder of Linux's control groups (version 2, version 1) -> names of limit, use and caches.
 _GROUPS = {
-    "": ("", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
@@ -298,10 +298,10 @@ def _left_in_groups(own: Path, root: Path) -> list[int]:
     with contextlib.suppress(OSError):
         for line in own.read_text(encoding="ascii").splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):
+            if controllers not in _GROUPS:
                 continue
-            top, limit, used, caches = _GROUPS[controllers]
-            group = root / top / path.strip("/")
+            limit, used, caches = _GROUPS[controllers]
+            group = root / controllers / path.strip("/")
             for folder in (group, *group.parents):  # what a group has to itself, its parents limit, too
                 with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit
                     most, taken = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
@@ -322,7 +322,7 @@ def peak_bytes(jaxpr: Jaxpr) -> int:
 
 def _peak_bytes(jaxpr: Jaxpr, elsewhere: frozenset[Var]) -> int:
     """`peak_bytes`, where some results have their place already."""
-    last_use = {var: len(jaxpr.eqns) for var in jaxpr.outvars if isinstance(var, Var)}
+    last_use = dict.fromkeys(_results(jaxpr), len(jaxpr.eqns))
     for step in reversed(range(len(jaxpr.eqns))):
         for var in jaxpr.eqns[step].invars:
             if not isinstance(var, Literal):
@@ -368,7 +368,4 @@ def _operations(jaxpr: Jaxpr) -> int:
 
 def _bytes(var: Var) -> int:
     shape, dtype = getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", None)
-    scalars = 1
-    for extent in shape:
-        scalars *= extent
-    return scalars * getattr(dtype, "itemsize", 8)
+    return math.prod(shape) * getattr(dtype, "itemsize", 8)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, first_line
 
 Metric = Callable[..., Float[Array, "..."]]
 METRICS: dict[str, Metric] = {}
@@ -61,8 +61,8 @@ def check_metrics(metrics: Mapping[str, Metric], classes: int) -> None:
         try:
             found: Any = jax.eval_shape(metric, *shapes[:arguments])
         except Exception as error:  # whatever the function does
-            first_line = str(error).strip().partition("\n")[0]
-            allowed = f"it fails on logits [n, {classes}] and labels [n] ({type(error).__name__}: {first_line[:200]})"
+            why = f"{type(error).__name__}: {first_line(error)[:200]}"
+            allowed = f"it fails on logits [n, {classes}] and labels [n] ({why})"
             raise ConfigError("run.metrics", name, allowed) from error
         if not isinstance(found, jax.ShapeDtypeStruct) or found.shape != wanted:
             shown = getattr(found, "shape", type(found).__name__)

@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from fedjax_pfl.method import Part, PerClass, SentIf, part_of
+from fedjax_pfl.ops.tree import size
 from fedjax_pfl.ops.uploads import has_form_of
 
 
@@ -104,13 +104,3 @@ class Exchange(NamedTuple):
                     flags, content = part
                     left_out += (int(times) * flags.size - int(sent)) * (size(content) // flags.size)
         return self.dense_bytes(traffic) - left_out
-
-
-def count(tree: PyTree) -> int:
-    """Number of scalars in a tree of arrays or shapes."""
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
-
-
-def size(tree: PyTree) -> int:
-    """Bytes of a tree of arrays or shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

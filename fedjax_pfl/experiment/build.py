@@ -240,7 +240,7 @@ def make_engine(
       ConfigError: model, method and data do not fit together.
     """
     training = config.training.model_dump(exclude={"rounds", "augment", "augment_every", "copies", "decorrelate"})
-    training, options = {**training, "diagnose": config.run.diagnostics}, _options(config.method, "name")
+    training, options = {**training, "diagnose": config.run.diagnostics}, _options(config.method)
     attack = {"kind": config.attack.kind, "scale": config.attack.strength or 1.0}
     privacy = config.privacy.model_dump(exclude={"delta"})
     for field, value in inputs.items():
@@ -348,8 +348,8 @@ def _check_nothing_is_augmented(config: Config, data: DataShape, method: Method)
             raise ConfigError(f"training.{field}", getattr(config.training, field), allowed)
 
 
-def _options(table: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if name != key}
+def _options(table: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != "name"}
 
 
 def model_of(config: Config, data: DataShape) -> Model:
@@ -359,7 +359,7 @@ def model_of(config: Config, data: DataShape) -> Model:
       ConfigError: the model does not fit the data, or ``data.mean`` or ``data.std`` does not.
     """
     name = config.model["name"]
-    extractor = MODELS[name](**_options(config.model, "name"))
+    extractor = MODELS[name](**_options(config.model))
     # A user's own model is tried on the data by `fit`.
     readable = data.vocabulary if isinstance(extractor, Own) else getattr(extractor, "vocabulary", None)
     if readable != data.vocabulary:

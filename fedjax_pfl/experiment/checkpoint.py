@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fedjax_pfl.engine.run import Run
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, first_line
 from fedjax_pfl.experiment.summary import Line
 from fedjax_pfl.method import State
 
@@ -169,8 +169,7 @@ class Checkpoints:
         except Exception as error:  # orbax raises whatever its storage layers do
             # Hook and filter stay: reads that are still under way fail later, some on the event loop that orbax has
             # closed by then, others when Python collects them.
-            first_line = str(error).strip().partition("\n")[0]
-            raise self._unreadable(step, f"{type(error).__name__}: {first_line[:200]}") from error
+            raise self._unreadable(step, f"{type(error).__name__}: {first_line(error)[:200]}") from error
         asyncio_log.removeFilter(is_elsewhere)
         sys.unraisablehook = hook
         return restored

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Evaluation
-from fedjax_pfl.engine.traffic import Traffic, count
+from fedjax_pfl.engine.traffic import Traffic
 from fedjax_pfl.experiment.callbacks import Callback, Running, check_run
 from fedjax_pfl.experiment.checkpoint import Best, Saved
 from fedjax_pfl.experiment.config import Config
@@ -33,6 +33,7 @@ from fedjax_pfl.experiment.summary import (
     summary_of,
 )
 from fedjax_pfl.method import State
+from fedjax_pfl.ops.tree import count
 
 INTERRUPTED = "interrupted"
 """The reason given for a stopped run that can be resumed."""
@@ -160,7 +161,7 @@ class Course:
     def finish(self, result: Result) -> None:
         """Records the end of the run, unless it was interrupted before its last round."""
         if self.live.stopped != INTERRUPTED or self.end == self._config.training.rounds:
-            self._place.finish(result.clients, result.labels, result.exported, result.summary, result.kept)
+            self._place.finish(result)
 
 
 def _summary(

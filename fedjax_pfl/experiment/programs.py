@@ -234,7 +234,7 @@ class Program:
 
     def rounds_participated(self, run: int, t: int) -> Int[np.ndarray, " N"]:
         """The number of rounds, of the first t, in which each client of a run took part, [N]; 0 for new clients."""
-        engine, keys = self.engine, _keys(self.configs[run])
+        engine, keys = self.engine, keys_of(self.configs[run])
         if engine.participation.full:
             counts = np.full(engine.trainers, t, np.int32)
         else:
@@ -387,7 +387,7 @@ def lay_out(
     )
 
 
-def _keys(config: Config) -> Key[Array, "2"]:
+def keys_of(config: Config) -> Key[Array, "2"]:
     """The keys of a run's initial state and of its rounds."""
     return jax.random.split(jax.random.key(config.run.seed))
 
@@ -396,7 +396,7 @@ def _rows(configs: Sequence[Config], federations: Sequence[Federation]) -> list[
     """The arguments in which each run differs from the others."""
     return [
         Row(
-            jax.random.key_data(_keys(config)),
+            jax.random.key_data(keys_of(config)),
             jax.device_put({field: np.float32(value) for field, value in program_inputs(config).items() if value}),
             (held.train, held.validation, held.test, held.pooled),
             jax.device_put(attackers(config)),

@@ -11,7 +11,7 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Float, Int, PyTree
 
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment import headline
 from fedjax_pfl.experiment.build import dataset_of, deal, make_engine, prepare
 from fedjax_pfl.experiment.config import Config
@@ -110,8 +110,12 @@ class Result:
         Raises:
           ConfigError: there is no such metric or x, the run has no value of it, or matplotlib is not installed.
         """
-        run = Cell.alone(self.config, self.summary, self.clients, self.history)
-        return plot_curves([run], metric, x, None, ax)
+        return plot_curves([self.cell], metric, x, None, ax)
+
+    @property
+    def cell(self) -> Cell:
+        """This run as the only one of a table, named by its method."""
+        return Cell({"method.name": self.config.method["name"]}, self.config, self.summary, self.clients, self.history)
 
     def rounds_to(self, target: float, metric: str = "global") -> int | None:
         """The first evaluated round at which a metric reaches the target; see `first_reached`.
@@ -124,10 +128,10 @@ class Result:
           The number of rounds; None if the target is never reached (or there is no global model).
 
         Raises:
-          ValueError: ``history`` has no such metric.
+          ConfigError: ``history`` has no such metric.
         """
         if metric not in self.history:
-            raise ValueError(f"no metric {metric!r} in the history; there are {', '.join(self.history)}")
+            raise ConfigError("metric", metric, one_of(metric, self.history))
         at = first_reached(self.history[metric], target)
         return None if at is None else int(self.history["round"][at])
 

@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,11 +16,11 @@ from fedjax_pfl.experiment.callbacks import Callback, TensorBoard, check_tensorb
 from fedjax_pfl.experiment.checkpoint import Best, Checkpoints, Saved
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import is_first
-from fedjax_pfl.experiment.kept import Kept
 from fedjax_pfl.experiment.record import RunDirectory, check_alike, check_same_data
-from fedjax_pfl.experiment.summary import Line
+from fedjax_pfl.experiment.summary import PACKAGES, Line
 
-_PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
+if TYPE_CHECKING:
+    from fedjax_pfl.experiment.result import Result
 
 
 class RunPlace:
@@ -155,17 +155,11 @@ class RunPlace:
         if self.checkpoints is not None and is_first():
             self.checkpoints.save(run, saved, best)
 
-    def finish(
-        self,
-        clients: dict[str, np.ndarray],
-        labels: dict[str, np.ndarray],
-        exported: dict[str, np.ndarray],
-        summary: dict[str, Any],
-        kept: Kept | None,
-    ) -> None:
+    def finish(self, result: "Result") -> None:
         """Records the end."""
         if self._record is not None and is_first():
-            self._record.finish(clients, labels, exported, summary, None if self._config.run.keep == "none" else kept)
+            kept = None if self._config.run.keep == "none" else result.kept
+            self._record.finish(result.clients, result.labels, result.exported, result.summary, kept)
 
 
 def _check_resumable(saved: Saved, config: Config, partition: str, directory: str) -> None:
@@ -193,4 +187,4 @@ def _check_resumable(saved: Saved, config: Config, partition: str, directory: st
 @functools.cache
 def versions() -> dict[str, str]:
     """The installed versions of the packages that a run's numbers depend on."""
-    return {package: importlib.metadata.version(package) for package in _PACKAGES}
+    return {package: importlib.metadata.version(package) for package in PACKAGES}

@@ -61,9 +61,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected.tolist()
 
 
-def bootstrap_over_clients(
-    gaps: Sequence[Float[np.ndarray, " clients"]], *, seed: int = 0
-) -> tuple[float, float] | None:
+def bootstrap_over_clients(gaps: Sequence[Float[np.ndarray, " clients"]]) -> tuple[float, float] | None:
     """95 % percentile interval of a mean difference, by a bootstrap over clients.
 
     A client is drawn with its scores of all seeds, because it may be the same client in each seed (``data.seed``, users
@@ -73,12 +71,11 @@ def bootstrap_over_clients(
     Args:
       gaps: for each seed, the differences of the clients' scores, the same number for each seed; NaN for a client
         without samples to be scored on.
-      seed: seed of the bootstrap.
 
     Returns:
       The two ends of the interval; None if fewer than two clients have scores.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     of_seeds = np.asarray(gaps, float)
     known = of_seeds[:, ~np.isnan(of_seeds).all(axis=0)] if len(of_seeds) else of_seeds
     if known.ndim < 2 or known.shape[1] < 2:

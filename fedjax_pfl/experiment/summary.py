@@ -37,6 +37,8 @@ _RISING = tuple(name for name in MEASURES if name not in ("loss", "std_clients")
 _SUMS = tuple(name for name in MEASURES if name not in ("hm", "correct"))  # computed by `summarize`, over clients
 _DIAGNOSTICS = "diagnostics"
 _LAST_ROUNDS = 10
+PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
+"""The packages that a run's numbers depend on, whose versions its summary records."""
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "", values: Collection[str] = ()) -> dict[str, Any]:

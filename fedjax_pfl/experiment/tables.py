@@ -20,7 +20,7 @@ from fedjax_pfl.experiment.statistics import (
     holm,
     paired_difference,
 )
-from fedjax_pfl.experiment.summary import FIGURES, POINTS, figures_of
+from fedjax_pfl.experiment.summary import FIGURES, PACKAGES, POINTS, figures_of
 
 NONE = "—"
 SEED = "run.seed"
@@ -46,17 +46,6 @@ class Cell(NamedTuple):
     clients: dict[str, np.ndarray] | None = None
     history: dict[str, np.ndarray] | None = None
     error: str | None = None
-
-    @classmethod
-    def alone(
-        cls,
-        config: Config,
-        summary: dict[str, Any],
-        clients: dict[str, np.ndarray],
-        history: dict[str, np.ndarray],
-    ) -> "Cell":
-        """A single run, named by its method."""
-        return cls({"method.name": config.method["name"]}, config, summary, clients, history)
 
     @property
     def method(self) -> str:
@@ -135,8 +124,6 @@ _COMPARED = {
     "p": "p: paired t-test over seeds, after Holm's correction for the number of rows{within}; intervals are not "
     "corrected. ",
 }
-# The packages whose versions a summary records and on which numbers depend.
-_PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
 
 
 def grouped(cells: Iterable[Cell]) -> list[Group]:
@@ -249,7 +236,7 @@ def _guess_by_seed(group: Group) -> dict[int, float]:
 def _mixed_versions(cells: Sequence[Cell]) -> list[str]:
     """A note on the versions with which the runs were made, if these differ."""
     environments = [cell.summary.get("environment", {}) for cell in cells if cell.summary]
-    of_runs = (tuple(f"{name} {of[name]}" for name in _PACKAGES if name in of) for of in environments)
+    of_runs = (tuple(f"{name} {of[name]}" for name in PACKAGES if name in of) for of in environments)
     found = dict.fromkeys(of for of in of_runs if of)
     if len(found) < 2:
         return []

@@ -18,7 +18,7 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import DataShape, divide, make_engine, model_of
 from fedjax_pfl.experiment.config import HONEST, Config
 from fedjax_pfl.experiment.kept import Kept, fitted, named
-from fedjax_pfl.experiment.programs import largest_batch, precision_of
+from fedjax_pfl.experiment.programs import keys_of, largest_batch, precision_of
 from fedjax_pfl.experiment.registry import OwnParts, with_own_parts
 from fedjax_pfl.method import State, personalize_nothing
 
@@ -120,6 +120,7 @@ class Trained:
         fitted(named(kept.state), state_like(self._engine), "this result")
         self._precision = precision_of(config, jax.default_backend())
         method = self._engine.method
+        self._keys = keys_of(config)
         self._model, self._predict = self._compiled(self._engine.model), self._compiled(method.predict)
         shared = method.global_predict
         self._predict_as_all = None if shared is None else self._compiled(shared)
@@ -224,11 +225,6 @@ class Trained:
     def _name(self) -> str:
         name: str = self._config.method["name"]
         return name
-
-    @property
-    def _keys(self) -> Key[Array, " 2"]:
-        """The keys of the initial state and of the rounds."""
-        return jax.random.split(jax.random.key(self._config.run.seed))
 
     @cached_property
     def _server(self) -> PyTree:

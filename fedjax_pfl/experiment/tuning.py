@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl.data.dataset import Dataset, fingerprint
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, first_line
 from fedjax_pfl.experiment.build import dataset_of, of_data, prepare
 from fedjax_pfl.experiment.callbacks import Callback, Running
 from fedjax_pfl.experiment.config import Config, check_config, load_config, read_toml
@@ -394,8 +394,7 @@ def _study(
             storage=storage, study_name=name, pruner=pruner, sampler=sampler, direction=direction, load_if_exists=True
         )
     except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ConfigError("storage", storage, f"such as sqlite:///study.db ({first_line})") from None
+        raise ConfigError("storage", storage, f"such as sqlite:///study.db ({first_line(error)})") from None
     finally:
         optuna.logging.set_verbosity(verbosity)
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.method import Cohort, Method, Round, Update
 from fedjax_pfl.ops.training import phase_key
-from fedjax_pfl.ops.tree import where_rows
+from fedjax_pfl.ops.tree import keep_rows, size
 from fedjax_pfl.ops.uploads import map_values, origin_of
 
 
@@ -133,7 +133,7 @@ def compressed(method: Method, encode: Codec) -> Method:
         now: Round, server: PyTree, clients: PyTree, uploads: PyTree, cohort: Cohort
     ) -> tuple[PyTree, PyTree]:
         whole = jax.vmap(partial(unpacked, method.broadcast(server)))(uploads) if jax.tree.leaves(uploads) else uploads
-        whole = where_rows(cohort.ids < cohort.total, whole, jax.tree.map(jnp.zeros_like, whole))
+        whole = keep_rows(cohort.ids < cohort.total, whole)
         return method.aggregate(now, server, clients, whole, cohort)
 
     return method._replace(local=local, aggregate=aggregate, setup=None if method.setup is None else setup)
@@ -144,7 +144,4 @@ def _is_packed(node: PyTree) -> bool:
 
 
 def _shrinks(encode: Codec, key: Key[Array, ""], array: Array) -> bool:
-    def size(tree: PyTree) -> int:
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
     return array.size > 0 and size(jax.eval_shape(encode, key, array)) < size(array)

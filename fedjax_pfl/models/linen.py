@@ -10,9 +10,7 @@ from jaxtyping import Array, Key, Shaped
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.models.base import Mask, Params
 from fedjax_pfl.models.cut import FLAGS, Hook, flags
-from fedjax_pfl.models.norm import STATISTICS, batch_norm
-
-_STATISTICS = dict(zip(("mean", "var"), STATISTICS, strict=True))
+from fedjax_pfl.models.norm import FLAX_STATISTICS, batch_norm
 
 
 class LinenNetwork:
@@ -28,11 +26,11 @@ class LinenNetwork:
         variables: dict[str, Any] = nn.meta.unbox(self._module.init(key, x, **self._arguments(training=False)))
         statistics = flatten_dict(variables.pop("batch_stats", {}))
         params = flatten_dict(variables.pop("params", {}))
-        others = [*variables, *(path[-1] for path in statistics if path[-1] not in _STATISTICS)]
+        others = [*variables, *(path[-1] for path in statistics if path[-1] not in FLAX_STATISTICS)]
         if others:
             allowed = f"it keeps {others[0]}, and only parameters and the statistics of nn.BatchNorm can be kept"
             raise ConfigError("model", self.name, allowed)
-        params |= {(*path[:-1], _STATISTICS[path[-1]]): leaf for path, leaf in statistics.items()}
+        params |= {(*path[:-1], FLAX_STATISTICS[path[-1]]): leaf for path, leaf in statistics.items()}
         return unflatten_dict(params)
 
     def run(

@@ -12,9 +12,8 @@ from jaxtyping import Array, Key, Shaped
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.models.base import Mask, Params
 from fedjax_pfl.models.cut import FLAGS, Hook, flags
-from fedjax_pfl.models.norm import STATISTICS, batch_norm
+from fedjax_pfl.models.norm import FLAX_STATISTICS, batch_norm
 
-_STATISTICS = dict(zip(("mean", "var"), STATISTICS, strict=True))
 Path = tuple[Any, ...]  # attributes (str) and places in lists (int)
 
 
@@ -51,7 +50,7 @@ class NNXNetwork:
 
         self._shapes = jax.eval_shape(trace, jax.random.key(0))
         for path, kind in self._paths:
-            statistic = issubclass(kind, nnx.BatchStat) and path[-1] in _STATISTICS
+            statistic = issubclass(kind, nnx.BatchStat) and path[-1] in FLAX_STATISTICS
             if not (statistic or issubclass(kind, nnx.Param | nnx.RngState)):
                 where = ".".join(map(str, path))
                 allowed = (
@@ -134,7 +133,7 @@ def _named(path: Path) -> tuple[str, ...]:
     if len(path) > 1 and isinstance(path[1], int):
         path = (f"{path[0]}_{path[1]}", *path[2:])
     *above, last = map(str, path)
-    return (*above, _STATISTICS.get(last, last))
+    return (*above, FLAX_STATISTICS.get(last, last))
 
 
 def _hooked(hook: Hook, name: str, layer: nnx.Module, call: Callable[..., Any]) -> Callable[..., Any]:

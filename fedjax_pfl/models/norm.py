@@ -7,9 +7,8 @@ samples is normalised with the running statistics and leaves them as they are.
 
 Losses are pure functions of theta. So a training pass returns the update as the "gradient" of the statistics: the
 amount to subtract from them. The trainer applies it unchanged, without learning rate, momentum, weight decay and
-clipping.
-(Flax does the same for the scales of 8-bit floats, in its collection ``_overwrite_with_gradient``.) A loss without a
-training pass leaves the statistics unchanged; a loss with several passes adds up their updates.
+clipping. (Flax does the same for the scales of 8-bit floats, in its collection ``_overwrite_with_gradient``.) A loss
+without a training pass leaves the statistics unchanged; a loss with several passes adds up their updates.
 """
 
 import flax.linen as nn
@@ -21,6 +20,8 @@ from jaxtyping import Array, Float, PyTree
 from fedjax_pfl.models.base import Mask
 
 STATISTICS = ("running_mean", "running_var")
+FLAX_STATISTICS = dict(zip(("mean", "var"), STATISTICS, strict=True))
+"""Flax's name of a statistic of its batch normalisation -> ours."""
 # PyTorch's defaults.
 EPSILON = 1e-5
 MOMENTUM = 0.1

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, first_line
 from fedjax_pfl.models.base import Maps, Mask, Model, Params, normalised
 from fedjax_pfl.models.cut import Halves, Network, check_logits, cut, has_statistics, pair, reads
 from fedjax_pfl.models.linen import LinenNetwork
@@ -308,8 +308,7 @@ def _in_one_line(name: str, when: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # whatever a module does
-        first_line = str(error).strip().partition("\n")[0]
-        allowed = f"it fails {when} ({type(error).__name__}: {first_line[:200]})"
+        allowed = f"it fails {when} ({type(error).__name__}: {first_line(error)[:200]})"
         raise ConfigError("model", name, allowed) from error
 
 

@@ -1,8 +1,18 @@
-"""Operations on the rows of pytrees whose leaves have a leading client axis."""
+"""Operations on pytrees, above all on those whose leaves have a leading client axis."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
+
+
+def count(tree: PyTree) -> int:
+    """Number of scalars in a tree of arrays or shapes."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def size(tree: PyTree) -> int:
+    """Bytes of a tree of arrays or shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def by_row(values: Shaped[Array, " K"], leaf: Shaped[Array, "K ..."]) -> Shaped[Array, "K ..."]:

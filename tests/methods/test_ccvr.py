@@ -11,7 +11,6 @@ from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import round_keys
-from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.methods.ccvr import calibrated, ccvr
 from fedjax_pfl.methods.ccvr.gaussians import Gaussians, draw, pool
 from fedjax_pfl.methods.fedavg import fedavg
@@ -21,6 +20,7 @@ from fedjax_pfl.methods.fedper import fedper
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.methods.scaffold import scaffold
 from fedjax_pfl.ops.training import Trainer, phase_key
+from fedjax_pfl.ops.tree import count
 from tests.conftest import CLASSES
 from tests.play import KEY, SOME, N
 from tests.reference import MLP, at, batches, client, held, linear, linear_gradient, now, sgd, softmax_loss, to_numpy

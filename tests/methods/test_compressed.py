@@ -18,7 +18,6 @@ from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.engine.traffic import size
 from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.method import Cohort, Method, PerClass, SentIf, TrainInfo, Update
 from fedjax_pfl.methods import METHODS
@@ -26,6 +25,7 @@ from fedjax_pfl.methods.compressed import Quantised, Sparse, compressed, int8, t
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.lg_fedavg import lg_fedavg
 from fedjax_pfl.ops.layers import join_layers
+from fedjax_pfl.ops.tree import size
 from tests.conftest import TRAIN_SIZES
 from tests.play import KEY, SOME, N, Unscored, play
 from tests.reference import MLP, at, client, client_key, held, now, to_numpy, weighted_mean

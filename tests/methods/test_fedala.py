@@ -13,13 +13,13 @@ from fedjax_pfl.data.federated import Augmentation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.method import State
 from fedjax_pfl.methods.fedala import Client, _sample, fedala
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.local import local
 from fedjax_pfl.models.norm import is_statistic
 from fedjax_pfl.ops.training import phase_key
+from fedjax_pfl.ops.tree import count
 from tests import generator
 from tests.play import cohorts
 from tests.reference import MLP, at, batches, client, client_key, held, now, to_numpy, weighted_mean

@@ -15,10 +15,11 @@ from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run, round_keys
-from fedjax_pfl.engine.traffic import count, traffic_of
+from fedjax_pfl.engine.traffic import traffic_of
 from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods.fedfcd import fedfcd
 from fedjax_pfl.ops.training import Trainer
+from fedjax_pfl.ops.tree import count
 from tests.conftest import CLASSES
 from tests.reference import (
     MLP,

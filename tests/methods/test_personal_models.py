@@ -13,12 +13,12 @@ from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.method import Cohort, SentIf
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.ops.aggregate import coordinate_median
 from fedjax_pfl.ops.robust import krum
 from fedjax_pfl.ops.training import Trainer
+from fedjax_pfl.ops.tree import count
 from tests import generator
 from tests.conftest import TRAIN_SIZES
 from tests.play import KEY as PLAY_KEY

@@ -12,7 +12,7 @@ from fedjax_pfl.experiment.comparison import Comparison
 from fedjax_pfl.experiment.plots.style import as_label, drawing, line_style
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.sweep import Sweep, check_point
-from fedjax_pfl.experiment.tables import Cell, Group, grouped, of_judged, show
+from fedjax_pfl.experiment.tables import Group, grouped, of_judged, show
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -52,10 +52,7 @@ def plot_clients(
     if kind not in _KINDS:
         raise ConfigError("kind", kind, f"one of {', '.join(_KINDS)}")
     check_point(point)
-    if isinstance(runs, Result):
-        cells = [Cell.alone(runs.config, runs.summary, runs.clients, runs.history)]
-    else:
-        cells = runs.cells
+    cells = [runs.cell] if isinstance(runs, Result) else runs.cells
     found = {_name(group): _scored(group, point) for group in grouped(cells)}
     drawn = {name: values for name, values in found.items() if len(values)}
     if not drawn:

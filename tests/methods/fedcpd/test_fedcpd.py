@@ -18,7 +18,6 @@ from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run
-from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.method import Cohort, TrainInfo
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedcpd import fedcpd
@@ -27,6 +26,7 @@ from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.ops.losses import cross_entropy
 from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, prototype_contrast
 from fedjax_pfl.ops.training import Trainer
+from fedjax_pfl.ops.tree import count, size
 from tests.conftest import CLASSES, TRAIN_SIZES
 from tests.play import cohorts, unscored
 from tests.reference import (

@@ -15,7 +15,6 @@ from fedjax_pfl.data.augment import add_copies
 from fedjax_pfl.data.federated import Clients, Federation, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedecouple import fedecouple
@@ -24,6 +23,7 @@ from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.models import MODELS, build
 from fedjax_pfl.ops.prototypes import centre_loss
 from fedjax_pfl.ops.training import Trainer, cache_features, phase_key
+from fedjax_pfl.ops.tree import count, size
 from tests import generator
 from tests.conftest import CLASSES, TRAIN_SIZES
 from tests.reference import (

@@ -16,11 +16,11 @@ from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run
-from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods.fedpac import fedpac
 from fedjax_pfl.methods.fedpac.collaboration import NEGLIGIBLE, head_weights
 from fedjax_pfl.methods.fedrep import fedrep
+from fedjax_pfl.ops.tree import count
 from tests import generator
 from tests.conftest import CLASSES
 from tests.play import cohorts

@@ -20,7 +20,6 @@ from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run, round_keys
-from fedjax_pfl.engine.traffic import count, size
 from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.method import Cohort, PerClass
 from fedjax_pfl.methods import bases
@@ -36,6 +35,7 @@ from fedjax_pfl.methods.pfedcspc.kmeans import kmeans, sample_means
 from fedjax_pfl.methods.pfedcspc.state import Client, Upload
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import Trainer, phase_key
+from fedjax_pfl.ops.tree import count, size
 from tests.conftest import CLASSES
 from tests.play import cohorts
 from tests.reference import (

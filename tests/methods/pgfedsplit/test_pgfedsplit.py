@@ -20,7 +20,6 @@ from fedjax_pfl.data.federated import ClientData, client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.engine.traffic import count
 from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.method import Cohort, PerClass, SentIf
 from fedjax_pfl.methods.fedrep import fedrep
@@ -31,6 +30,7 @@ from fedjax_pfl.methods.pgfedsplit.mixture import mixing_coefficient
 from fedjax_pfl.methods.pgfedsplit.synthetic import add_synthetic
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.training import phase_key
+from fedjax_pfl.ops.tree import count
 from tests import generator
 from tests.conftest import CLASSES
 from tests.play import cohorts
