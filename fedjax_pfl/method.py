@@ -70,7 +70,7 @@ class Static:
 
 
 class Cohort(NamedTuple):
-    """The clients of one round, as K rows in the engine's order (largest client first).
+    """The clients of one round, as K rows in the engine's order (largest client first on each device).
 
     Attributes:
       ids: number of the client in each row, [K]; ``total`` if the row is absent (the client dropped out, or the row

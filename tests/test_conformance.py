@@ -336,7 +336,7 @@ def test_the_personal_model_has_features_of_every_sample_it_is_scored_on(name, m
     model = model_for(name)
     engine = replace(program(name).engine, features=model.features)
     found = jax.eval_shape(
-        lambda run: engine.answers(
+        lambda run: engine.outputs(
             KEY, at(0), run.state.server, (1, 4), take_rows(run.state.clients, jnp.array([1, 4])), federation
         ),
         start(name),

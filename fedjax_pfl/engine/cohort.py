@@ -12,11 +12,11 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from fedjax_pfl.data.augment import Augment, add_copies, augment
 from fedjax_pfl.data.federated import ClientData, Clients, Federation, Samples, client_data
+from fedjax_pfl.engine.contract import update_of
 from fedjax_pfl.engine.metrics import Metric
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import SIDE_BY_SIDE, Placement, map_clients
 from fedjax_pfl.engine.run import round_keys
-from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.method import Cohort, Method, Round, State, Update
 from fedjax_pfl.ops.training import phase_key
 from fedjax_pfl.ops.tree import take_rows
@@ -51,7 +51,7 @@ class Cohorts:
       augment: augmentation of the clients' training images, in addition to the method's own copies.
       augment_every: whether each epoch draws anew, or all passes of a round see the same images.
       diagnostics: names of the entries of `Update.diagnostics` that are recorded, and `UPDATE_COSINE` if it is wanted.
-      features: theta, x -> z of the model, if `answers` shall return the features; else None.
+      features: theta, x -> z of the model, if `outputs` shall return the features; else None.
       metrics: name -> metric of the config, measured in addition to the built-in ones.
       equal: whether all clients hold the same number of training samples. In a cohort of fixed size, the compiler then
         knows the number of steps.
@@ -100,10 +100,7 @@ class Cohorts:
         (key, t, view, x, y), (client_id, client, train, validation) = shared, row
         key = jax.random.fold_in(key, client_id)
         data = self._training_data(key, client_id, x, y, train, validation)
-        update = self.method.local(Round(key, t), view, client, data)
-        if not isinstance(update, Update):
-            raise ConfigError("what the method's local returns", type(update).__name__, "an Update")
-        return update
+        return update_of(self.method.local(Round(key, t), view, client, data))
 
     def _training_data(
         self,

@@ -13,7 +13,7 @@ from fedjax_pfl.data.federated import ClientData, Clients, Federation, Samples, 
 from fedjax_pfl.engine.cohort import Cohorts, Group
 from fedjax_pfl.engine.metrics import measure
 from fedjax_pfl.engine.run import Run, round_keys
-from fedjax_pfl.engine.scoring import BATCH, Answers, Evaluation, Scored, Scores, Tally, scores_of, tally
+from fedjax_pfl.engine.scoring import BATCH, Evaluation, Outputs, Scored, Scores, Tally, scores_of, tally
 from fedjax_pfl.method import Diagnostics, Personalize, Round, State, personalize_nothing
 from fedjax_pfl.ops.training import phase_key
 from fedjax_pfl.ops.tree import keep_rows, put_rows
@@ -172,7 +172,7 @@ class Evaluator(Cohorts):
         found = self._map(one, (server, data.x, data.y), blocks, complete=True)
         return measure(self.metrics, *jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found))
 
-    def answers(
+    def outputs(
         self,
         key: Key[Array, ""],
         t: Int[Array, ""],
@@ -180,7 +180,7 @@ class Evaluator(Cohorts):
         who: Sequence[int],
         clients: PyTree,
         data: Federation,
-    ) -> Answers:
+    ) -> Outputs:
         """Logits and features of some clients' PRE models after t rounds, on the samples that they are scored on.
 
         Args:
@@ -192,12 +192,12 @@ class Evaluator(Cohorts):
           data: the federation.
         """
 
-        def of(view: PyTree, client: PyTree, x: Samples, y: Array, scored: tuple[Clients, Clients | None]) -> Answers:
+        def of(view: PyTree, client: PyTree, x: Samples, y: Array, scored: tuple[Clients, Clients | None]) -> Outputs:
             params, samples = self.method.personal(view, client), client_data(x, y, scored[0])
             logits = samples.map(lambda x, _: self.method.predict(params, x), batch_size=BATCH)
             if (features := self.features) is None:
-                return Answers(logits, None)
-            return Answers(logits, samples.map(lambda x, _: features(params["extractor"], x), batch_size=BATCH))
+                return Outputs(logits, None)
+            return Outputs(logits, samples.map(lambda x, _: features(params["extractor"], x), batch_size=BATCH))
 
         keys, known = round_keys(key, t), jnp.asarray(who, jnp.int32)
         ids = self._order(known, data.train.count)

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -14,10 +15,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import Clients, Federation, Samples, client_data
-from fedjax_pfl.engine.round import Engine, check_storable, pair_of
+from fedjax_pfl.engine.contract import check_logits, check_storable, pair_of
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange
-from fedjax_pfl.method import Cohort, Round, State
+from fedjax_pfl.method import Cohort, Predict, Round, State
 from fedjax_pfl.ops.tree import size
 
 # The most that XLA and LLVM take while they compile for a CPU. Measured with JAX 0.10, two programs at a time, on two
@@ -36,12 +38,12 @@ _IN_PLACE |= {"expand_dims", "reshape", "squeeze", "transpose"}
 
 
 class Hardware(NamedTuple):
-    """What the programs of a run are made for.
+    """The hardware for which the programs of a run are compiled.
 
     Attributes:
       backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       devices: those of this process, or the first of them.
-      bytes: what each of them offers.
+      bytes: the memory of each device, in bytes.
     """
 
     backend: str
@@ -152,6 +154,10 @@ def survey(
       backend: what the run is for; this process's own unless given.
       precision: of its products.
       on_host: whether the states of clients are held by the host, and only those of who works by a device.
+
+    Raises:
+      ConfigError: a function of the method returns another form than the contract requires, or a checkpoint cannot
+        hold its state.
     """
     method = engine.method
     begun = jax.eval_shape(lambda key: method.init(key, engine.clients), key)
@@ -168,11 +174,23 @@ def survey(
     traced, update = jax.make_jaxpr(engine.local, return_shape=True)(shared, row)
     training = peak_bytes(traced.jaxpr)
 
+    def tallied(function: str, predict: Predict, params: PyTree, x: Samples, y: Array, test: Clients) -> Scores:
+        held = client_data(x, y, test)
+
+        def checked(images: Array) -> Array:
+            logits = predict(params, images)
+            check_logits(function, logits, len(images), held.class_counts.shape[-1])
+            return logits
+
+        return scores_of(tally(checked, held), held.class_counts)
+
     def scores(view: PyTree, client: PyTree, x: Samples, y: Array, test: Clients) -> Scores:
-        held, params = client_data(x, y, test), method.personal(view, client)
-        return scores_of(tally(lambda images: method.predict(params, images), held), held.class_counts)
+        return tallied("predict", method.predict, method.personal(view, client), x, y, test)
 
     scoring = peak_bytes(jax.make_jaxpr(scores)(*update.trained, data.x, data.y, test).jaxpr)
+    if method.global_predict is not None:
+        shared_scores = functools.partial(tallied, "global_predict", method.global_predict)
+        jax.eval_shape(shared_scores, server, data.x, data.y, test)
     exchanged = engine.cohort_size * 2 * (size(client) + size(update.upload))
     states, samples = engine.clients * size(client), size(data)
     # Scoring reads states in place, or copies all where the server dispatches; from the host, it holds two groups.

@@ -7,7 +7,6 @@ names end in ``_of`` take the states of some clients as arguments; the others ga
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,60 +15,17 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from fedjax_pfl.data.federated import Federation, client_data
 from fedjax_pfl.engine.cohort import Group
+from fedjax_pfl.engine.contract import check_unchanged, pair_of
 from fedjax_pfl.engine.evaluation import Evaluator
 from fedjax_pfl.engine.run import Run, round_keys
 from fedjax_pfl.engine.scoring import Scored, Scores
 from fedjax_pfl.engine.traffic import Traffic, traffic_of
-from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.method import Round, Setup, State, Update
 from fedjax_pfl.models.norm import without_statistics
 from fedjax_pfl.ops.tree import keep_rows, put_rows, take_rows
 
 UPDATE_COSINE = "update_cosine"
 """A diagnostic that the engine adds to those of a method, if an upload has the form of what was sent down."""
-
-
-def pair_of(function: str, returned: Any, first: str, second: str) -> tuple[PyTree, PyTree]:
-    """The value that a function of a method has returned, checked to be a pair.
-
-    Raises:
-      ConfigError: it is not a pair.
-    """
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        what = type(returned).__name__ + (f" of {len(returned)}" if isinstance(returned, tuple) else "")
-        raise ConfigError(f"what the method's {function} returns", what, f"a pair ({first}, {second})")
-    return returned
-
-
-def check_storable(state: State) -> None:
-    """Checks that a checkpoint can hold the arrays of a method's initial state.
-
-    Raises:
-      ConfigError: one is a random key, or has no entries.
-    """
-    for path, leaf in jax.tree.leaves_with_path(state):
-        name, found = f"the method's init: {jax.tree_util.keystr(path)}", f"{leaf.dtype}{list(leaf.shape)}"
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise ConfigError(name, found, "numbers: jax.random.key_data(key), or draw from the key of each round")
-        if leaf.size == 0:
-            raise ConfigError(name, found, "an array with entries, or None")
-
-
-def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
-    """Checks that a part of the state, called ``what``, has the same arrays, shapes and types after a round as before.
-
-    Raises:
-      ConfigError: an array is missing or new, or has another shape or type.
-    """
-
-    def arrays(tree: PyTree) -> dict[str, str]:
-        leaves = jax.tree.leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for path, leaf in leaves}
-
-    given, wanted = arrays(after), arrays(before)
-    for name in given | wanted:
-        if (found := given.get(name, "(missing)")) != (allowed := wanted.get(name, "nothing")):
-            raise ConfigError(f"the method's {what}{name} after a round", found, f"{allowed}, as before it")
 
 
 def mean_cosine(updates: PyTree, present: Bool[Array, " K"]) -> Float[Array, ""]:

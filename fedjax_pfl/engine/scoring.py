@@ -68,7 +68,7 @@ class Evaluation(NamedTuple):
     shared_own: dict[str, Float[Array, ""]]
 
 
-class Answers(NamedTuple):
+class Outputs(NamedTuple):
     """Outputs of some clients' models on the samples that they are scored on, in the order of the clients' samples.
 
     Attributes:

@@ -15,7 +15,7 @@ from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.models.norm import is_statistic
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import supervised
-from fedjax_pfl.ops.training import Progress, Trainer
+from fedjax_pfl.ops.training import LossTotals, Trainer
 
 
 class Client(NamedTuple):
@@ -63,7 +63,7 @@ def apfl(
         optimizer = train.optimizer(now.t, view)
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
-            (w, w_state), (v, v_state), a, progress = carry
+            (w, w_state), (v, v_state), a, totals = carry
 
             def loss(params: Params) -> Float[Array, ""]:
                 return supervised(model, params, batch)
@@ -77,16 +77,16 @@ def apfl(
             g_v = jax.tree.map_with_path(lambda path, g: g if is_statistic(path) else a * g, g_mix)
             if adaptive:
                 moved = jnp.clip(a - train.rate(now.t) * _slope(v, w, g_mix), 0.0, 1.0)
-                a = jnp.where(progress.steps == 0, moved, a)
-            return descend(w, g_w, w_state), descend(v, g_v, v_state), a, progress.after(value, batch)
+                a = jnp.where(totals.steps == 0, moved, a)
+            return descend(w, g_w, w_state), descend(v, g_v, v_state), a, totals.after(value, batch)
 
-        v, a = client.params, share(client)
-        start = (view, optimizer.init(view)), (v, optimizer.init(v)), a, Progress.none()
-        (w, _), (v, _), a, progress = train.over_batches(now, step, start, data)
+        v, a = client.params, alpha_of(client)
+        start = (view, optimizer.init(view)), (v, optimizer.init(v)), a, LossTotals.none()
+        (w, _), (v, _), a, totals = train.over_batches(now, step, start, data)
         own = Client(v, a if adaptive else None)
-        return Update(own, w, train.info(progress, data), diagnostics={"alpha": a} if adaptive else None)
+        return Update(own, w, train.info(totals, data), diagnostics={"alpha": a} if adaptive else None)
 
-    def share(client: Client) -> Float[Array, ""]:
+    def alpha_of(client: Client) -> Float[Array, ""]:
         return jnp.asarray(alpha, jnp.float32) if client.alpha is None else client.alpha
 
     def mixed(a: Float[Array, ""], v: Params, w: Params) -> Params:
@@ -97,7 +97,7 @@ def apfl(
         return jax.tree.map_with_path(lambda path, mix, v: v if is_statistic(path) else mix, mix, v)
 
     def personal(view: Params, client: Client) -> Params:
-        return mixed(share(client), client.params, view)
+        return mixed(alpha_of(client), client.params, view)
 
     return base._replace(init=init, local=local, personal=personal)
 

@@ -35,7 +35,7 @@ def attacked(method: Method, kind: str, attackers: Bool[Array, " N"], scale: Sca
     what it sends. Let u be the update in one array (see `origin_of`; u is the whole array if the array is no update of
     anything sent down). The attacker sends -u (``sign_flip``), scale u (``scaled``), or u plus noise whose standard
     deviation is ``scale`` times the root mean square of u (``gaussian``). Of a `PerClass`, only the rows of the classes
-    that it holds are falsified. Running statistics, covariances, integers, counts of classes held, and n_i, by which
+    that it holds are falsified. Running statistics, (co)variances, integers, counts of classes held, and n_i, by which
     the server weights, are never falsified. An attacker falsifies every upload, also that of round -1.
 
     Args:

@@ -57,7 +57,8 @@ def fedala(
     In its first participation a client has no model of its own and takes w. Before its second participation A_i is
     trained until it converges, and before each later one for one epoch. The paper counts layers, the official code
     tensors (its 2 are the head). The official code stops by the losses of last batches, without a bound; here the mean
-    losses of epochs decide.
+    losses of epochs decide. With ``training.drop_last``, a client that trains, but the share of whose samples fills no
+    batch, keeps A_i as it is.
 
     Args:
       model: extractor and head.
@@ -90,8 +91,8 @@ def fedala(
         samples = _sample(phase_key(now.key, "sample"), data, share)
 
         def mixed(mix: Params) -> Params:
-            # Not own + a * (w - own): at a = 1 this is w to the bit.
-            upper = jax.tree.map(lambda a, w, own: a * w + (1.0 - a) * own, mix, received, client.upper)
+            # Not w_i + a * (w - w_i), which for a = 1 is w up to rounding only.
+            upper = jax.tree.map(lambda a, w, w_i: a * w + (1.0 - a) * w_i, mix, received, client.upper)
             return join_layers(lower, upper)
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:

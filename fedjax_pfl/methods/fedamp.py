@@ -16,11 +16,11 @@ from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.models.norm import is_statistic
 from fedjax_pfl.ops.losses import proximal, supervised
 from fedjax_pfl.ops.training import Scalar, Trainer, is_off
-from fedjax_pfl.ops.tree import put_rows, take_rows
+from fedjax_pfl.ops.tree import finite_rows, keep_rows, put_rows, take_rows
 
 
 class Server(NamedTuple):
-    """Kept by the server only: the last upload of each of the N clients, and which clients have sent one."""
+    """Kept by the server only: the last upload of each of the N clients, and which clients have sent a finite one."""
 
     models: Params
     known: Bool[Array, " N"]
@@ -117,7 +117,10 @@ def drawn_together(model: Model, train: Trainer, attention: Attention, pull: Sca
     def aggregate(
         now: Round, server: Server, clients: Client, uploads: Params, cohort: Cohort
     ) -> tuple[Server, Client]:
-        return put_rows(server, cohort.ids, Server(uploads, cohort.weight > 0)), clients
+        # 0 * NaN is NaN: a model that has diverged would be a part of every mixture.
+        finite = finite_rows(uploads)
+        sent = Server(keep_rows(finite, uploads), finite & (cohort.weight > 0))
+        return put_rows(server, cohort.ids, sent), clients
 
     def diagnose(server: Server) -> Diagnostics:
         xi = weights(server, server.models, jnp.arange(len(server.known)))

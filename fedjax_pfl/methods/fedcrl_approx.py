@@ -15,7 +15,7 @@ from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, interpolate, weighted_mean
 from fedjax_pfl.ops.losses import cross_entropy, regularized
 from fedjax_pfl.ops.prototypes import Prototypes, prototype_contrast, sums_as_sent
-from fedjax_pfl.ops.training import Progress, Trainer, is_off
+from fedjax_pfl.ops.training import LossTotals, Trainer, is_off
 
 
 class Client(NamedTuple):
@@ -80,17 +80,17 @@ def fedcrl_approx(
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
             del key
-            params, opt_state, progress = carry
+            params, opt_state, totals = carry
             (_, losses), gradient = jax.value_and_grad(loss, has_aux=True)(params, batch)
             updates, opt_state = optimizer.update(gradient, opt_state, params)
-            progress = tuple(so_far.after(mean, batch) for so_far, mean in zip(progress, losses, strict=True))
-            return optax.apply_updates(params, updates), opt_state, progress
+            totals = tuple(so_far.after(mean, batch) for so_far, mean in zip(totals, losses, strict=True))
+            return optax.apply_updates(params, updates), opt_state, totals
 
         params = mixed(view, client)
         optimizer = train.optimizer(now.t, params)
-        start = params, optimizer.init(params), (Progress.none(),) * 3
-        params, _, progress = train.over_batches(now, step, start, data)
-        info, (ce, _), (contrast, _) = (train.info(each, data) for each in progress)
+        start = params, optimizer.init(params), (LossTotals.none(),) * 3
+        params, _, totals = train.over_batches(now, step, start, data)
+        info, (ce, _), (contrast, _) = (train.info(each, data) for each in totals)
         contrasted = (info.steps > 0) & jnp.any(prototypes.valid & (data.class_counts > 0))
         share = jnp.where(contrasted, contrast / (contrast + ce + 1e-12), client.share)
         own = Client(params, share if weigh_by_loss else client.share)

@@ -114,12 +114,13 @@ def feddc(
         change, learned = combine(uploads, present)
         share = jnp.sum(present) / cohort.trainers
 
-        def moved(mean: Params, change: Params) -> Params:
+        def mean_over_all(mean: Params, change: Params) -> Params:
+            """The mean over all N clients, of which these participants have changed."""
             return jax.tree.map(lambda mean, change: mean + share * change, mean, change)
 
-        drift = moved(server.drift, without_statistics(change))
+        drift = mean_over_all(server.drift, without_statistics(change))
         params = jax.tree.map(lambda w, change, h: w + change + h, server.params, change, drift)
-        return Server(params, moved(server.control, learned), drift), clients
+        return Server(params, mean_over_all(server.control, learned), drift), clients
 
     def personal(view: Shared, client: Client) -> Params:
         del client

@@ -74,7 +74,7 @@ def fedproc(
 
     def local(now: Round, view: Sent, client: PyTree, data: ClientData) -> Update:
         prototypes = Prototypes.as_received(view.per_class)
-        left = jnp.where(now.t > 0, jnp.maximum(1.0 - now.t.astype(jnp.float32) / anneal_rounds, 0.0), 0.0)
+        contrast_share = jnp.where(now.t > 0, jnp.maximum(1.0 - now.t.astype(jnp.float32) / anneal_rounds, 0.0), 0.0)
 
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
@@ -83,7 +83,7 @@ def fedproc(
             # a CE + (1 - a) contrast as CE + (1 - a) (contrast - CE), of the samples that have a prototype.
             contrast = prototype_contrast(z, batch.y, batch.mask, prototypes, temperature=temperature)
             ce = jnp.where(prototypes.valid[batch.y], cross_entropies(logits, batch.y), 0.0)
-            return label_loss(model, z, logits, batch) + left * (contrast - masked_mean(ce, batch.mask))
+            return label_loss(model, z, logits, batch) + contrast_share * (contrast - masked_mean(ce, batch.mask))
 
         params, info = train(now, loss, view.params, data)
         return Update(client, Sent(params, sums_as_sent(normalized, params["extractor"], data)), info)

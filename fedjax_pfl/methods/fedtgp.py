@@ -37,9 +37,9 @@ def fedtgp(
     """FedTGP: clients as in FedProto; P_c is trained to be the nearest to the class means of c, by a margin.
 
     Shared: P, by an embedding of each class and two layers. Personal: w_i. Headline: PRE, as in FedProto. The margin is
-    what the classes are apart in this round: the largest distance of a class's mean to the next one's. A class that no
-    client has sent so far has no part: it is no candidate in the server's loss, and nobody is drawn to its P_c (the
-    official code keeps it in both). lam = 0 is Local.
+    min(tau, max_c min_c' ||m_c - m_c'||), where m_c is the unweighted mean of this round's client means of c. A class
+    that no client has sent so far has no part: it is no candidate in the server's loss, and nobody is drawn to its P_c
+    (the official code keeps it in both). lam = 0 is Local.
 
     Args:
       model: extractor and head.
@@ -84,8 +84,9 @@ def fedtgp(
 
         def loss(generator: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
-            apart = distances(batch.x, generate(generator)) + margin * jax.nn.one_hot(batch.y, model.classes)
-            return cross_entropy(jnp.where(known, -apart, -1e9), batch.y, batch.mask)
+            distance = distances(batch.x, generate(generator))
+            distance += margin * jax.nn.one_hot(batch.y, model.classes)  # only to the prototype of the own class
+            return cross_entropy(jnp.where(known, -distance, -1e9), batch.y, batch.mask)
 
         samples = means_as_samples(means, held, cohort.ids)
         generator, _ = train_server(now, loss, server.generator, samples, record=False)

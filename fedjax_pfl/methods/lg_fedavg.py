@@ -70,8 +70,8 @@ def lg_fedavg(
     def personal(view: Params, client: Params) -> Params:
         return join_layers(client, view)
 
-    cold = Method(init, local, aggregate, personal, model.apply)
-    return _warmed_up(cold, combine, warmup_rounds) if warmup_rounds > 0 else cold
+    without_warmup = Method(init, local, aggregate, personal, model.apply)
+    return _warmed_up(without_warmup, combine, warmup_rounds) if warmup_rounds > 0 else without_warmup
 
 
 class Shared(NamedTuple):
@@ -88,7 +88,7 @@ class Personal(NamedTuple):
     own: Bool[Array, ""]
 
 
-def _warmed_up(cold: Method, combine: Combine, rounds: int) -> Method:
+def _warmed_up(without_warmup: Method, combine: Combine, rounds: int) -> Method:
     """The method after ``rounds`` rounds of FedAvg.
 
     The lower layers are sent down once more in the round after the warm-up. A client whose first participation is later
@@ -96,14 +96,14 @@ def _warmed_up(cold: Method, combine: Combine, rounds: int) -> Method:
     """
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Shared, Personal]:
-        upper, lower = cold.init(key, clients)
+        upper, lower = without_warmup.init(key, clients)
         return Shared(upper, SentIf(jnp.array(True), lower)), Personal(lower, jnp.array(False))
 
-    def lower_of(view: Shared, client: Personal) -> Params:
+    def lower_in_use(view: Shared, client: Personal) -> Params:
         return jax.tree.map(lambda own, shared: jnp.where(client.own, own, shared), client.lower, view.lower.value)
 
     def local(now: Round, view: Shared, client: Personal, data: ClientData) -> Update:
-        lower, upper, info, *_ = cold.local(now, view.upper, lower_of(view, client), data)
+        lower, upper, info, *_ = without_warmup.local(now, view.upper, lower_in_use(view, client), data)
         warming = now.t < rounds
         return Update(Personal(lower, ~warming), Shared(upper, SentIf(warming, lower)), info)
 
@@ -117,6 +117,6 @@ def _warmed_up(cold: Method, combine: Combine, rounds: int) -> Method:
         return Shared(upper, SentIf(warming, lower)), clients
 
     def personal(view: Shared, client: Personal) -> Params:
-        return cold.personal(view.upper, lower_of(view, client))
+        return without_warmup.personal(view.upper, lower_in_use(view, client))
 
-    return Method(init, local, aggregate, personal, cold.predict)
+    return Method(init, local, aggregate, personal, without_warmup.predict)

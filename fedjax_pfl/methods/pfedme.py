@@ -15,7 +15,7 @@ from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, interpolate, weighted_mean
 from fedjax_pfl.ops.losses import proximal, supervised
-from fedjax_pfl.ops.training import Progress, Trainer
+from fedjax_pfl.ops.training import LossTotals, Trainer
 
 
 def pfedme(
@@ -65,7 +65,7 @@ def pfedme(
         share = train.rate(now.t) * lam
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
-            w, theta, opt_state, progress = carry
+            w, theta, opt_state, totals = carry
 
             def loss(theta: Params) -> Float[Array, ""]:
                 return supervised(model, theta, batch) + proximal(theta, w, lam)
@@ -79,12 +79,12 @@ def pfedme(
             start = theta, opt_state, jnp.zeros((), jnp.float32)
             theta, opt_state, value = lax.fori_loop(0, inner_steps, descend, start)
             # w - eta lam (w - theta)
-            return interpolate(w, theta, share), theta, opt_state, progress.after(value, batch)
+            return interpolate(w, theta, share), theta, opt_state, totals.after(value, batch)
 
-        begin = view, view, optimizer.init(view), Progress.none()
-        w, theta, _, progress = train.over_batches(now, step, begin, data, steps=local_steps)
-        own = jax.tree.map(lambda new, old: jnp.where(progress.steps > 0, new, old), theta, client)
-        return Update(own, w, train.info(progress, data))
+        begin = view, view, optimizer.init(view), LossTotals.none()
+        w, theta, _, totals = train.over_batches(now, step, begin, data, steps=local_steps)
+        own = jax.tree.map(lambda new, old: jnp.where(totals.steps > 0, new, old), theta, client)
+        return Update(own, w, train.info(totals, data))
 
     def aggregate(
         now: Round, server: Params, clients: Params, uploads: Params, cohort: Cohort

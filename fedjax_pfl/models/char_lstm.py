@@ -42,5 +42,11 @@ class CharLSTM(nn.Module):
 def char_lstm(
     *, embedding: Annotated[int, Ge(1)] = 8, hidden: Annotated[int, Ge(1)] = 256, init: Init = "torch"
 ) -> CharLSTM:
-    """Next character: 80 symbols embedded in 8 numbers each, two LSTM layers of 256 (text only, such as leaf:)."""
+    """Next character: 80 symbols embedded in 8 numbers each, two LSTM layers of 256 (text only, such as leaf:).
+
+    Args:
+      embedding: numbers per symbol.
+      hidden: units of each LSTM layer, which is the feature dimension.
+      init: of all layers, as in PyTorch (``"torch"``) or as in Flax (``"flax"``).
+    """
     return CharLSTM(80, embedding, hidden, init)

@@ -63,20 +63,36 @@ class CNN(nn.Module):
 
 
 def cnn2(*, init: Init = "torch") -> CNN:
-    """FedAvgCNN of PFLlib: 5x5x32 and 5x5x64 VALID, ReLU, dense 512. 582,026 parameters on 28x28x1 with 10 classes."""
+    """FedAvgCNN of PFLlib: 5x5x32 and 5x5x64 VALID, ReLU, dense 512. 582,026 parameters on 28x28x1 with 10 classes.
+
+    Args:
+      init: of all layers: ``"torch"``, uniform in +-1/sqrt(fan-in); ``"flax"``, LeCun normal, biases zero.
+    """
     return CNN(((32, 5, 0), (64, 5, 0)), 512, nn.relu, init)
 
 
 def cnn3(*, init: Init = "torch") -> CNN:
-    """FedeCouple's network for 32x32x3: 5x5x16, 5x5x32, 3x3x64, leaky ReLU, dense 128; extractor 106,400 parameters."""
+    """FedeCouple's network for 32x32x3: 5x5x16, 5x5x32, 3x3x64, leaky ReLU, dense 128; extractor 106,400 parameters.
+
+    Args:
+      init: of all layers: ``"torch"``, uniform in +-1/sqrt(fan-in); ``"flax"``, LeCun normal, biases zero.
+    """
     return CNN(((16, 5, 0), (32, 5, 1), (64, 3, 1)), 128, nn.leaky_relu, init)
 
 
 def cnn2s(*, init: Init = "torch") -> CNN:
-    """FedeCouple's network for 28x28x1: 5x5x16, 5x5x32, leaky ReLU, dense 128. Extractor: 115,776 parameters."""
+    """FedeCouple's network for 28x28x1: 5x5x16, 5x5x32, leaky ReLU, dense 128. Extractor: 115,776 parameters.
+
+    Args:
+      init: of all layers: ``"torch"``, uniform in +-1/sqrt(fan-in); ``"flax"``, LeCun normal, biases zero.
+    """
     return CNN(((16, 5, 0), (32, 5, 1)), 128, nn.leaky_relu, init)
 
 
 def cnn_digits(*, init: Init = "torch") -> CNN:
-    """For images as small as 8x8: 3x3x16 and 3x3x32 with padding 1, ReLU, dense 64. On 8x8x1: 13,056 and a head."""
+    """For images as small as 8x8: 3x3x16 and 3x3x32 with padding 1, ReLU, dense 64. On 8x8x1: 13,056 and a head.
+
+    Args:
+      init: of all layers: ``"torch"``, uniform in +-1/sqrt(fan-in); ``"flax"``, LeCun normal, biases zero.
+    """
     return CNN(((16, 3, 1), (32, 3, 1)), 64, nn.relu, init)

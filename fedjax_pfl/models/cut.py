@@ -47,7 +47,7 @@ class Network(Protocol):
         key: Key[Array, ""] | None = None,
         hook: Hook | None = None,
     ) -> Any:
-        """What it answers: in a training pass with a mask, drawing from the key, else in an evaluation."""
+        """The output: of a training pass if a mask is given, with random numbers from ``key``; else of evaluation."""
 
     def linear(self, name: str, layer: Any) -> "Network | None":
         """The layer as a network, if it is a linear one with its parameters ``kernel`` and ``bias``; else None."""

@@ -24,5 +24,10 @@ class MLP(nn.Module):
 
 
 def mlp(*, hidden: Annotated[int, Ge(1)] = 100, init: Init = "torch") -> MLP:
-    """One hidden layer of ``hidden`` ReLU units: 784-100-10 on 28x28 images."""
+    """One hidden layer of ``hidden`` ReLU units: 784-100-10 on 28x28 images.
+
+    Args:
+      hidden: number of units, which is the feature dimension.
+      init: of all layers: ``"torch"``, uniform in +-1/sqrt(fan-in); ``"flax"``, LeCun normal, biases zero.
+    """
     return MLP(hidden, init)

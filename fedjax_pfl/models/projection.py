@@ -52,7 +52,11 @@ class Projected(nn.Module):
 
 
 def cnn_proj(*, init: Init = "torch") -> Projected:
-    """FedCSPC's network: 5x5x6 and 5x5x16 VALID, ReLU, dense 120 and 84; H: 84, 256. On 32x32x3: 61,156 + 28,900."""
+    """FedCSPC's network: 5x5x6 and 5x5x16 VALID, ReLU, dense 120 and 84; H: 84, 256. On 32x32x3: 61,156 + 28,900.
+
+    Args:
+      init: of all layers: ``"torch"``, uniform in +-1/sqrt(fan-in); ``"flax"``, LeCun normal, biases zero.
+    """
     return Projected(CNN(((6, 5, 0), (16, 5, 0)), 84, nn.relu, init, hidden=(120,)), 256, init)
 
 

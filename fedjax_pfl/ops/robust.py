@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from fedjax_pfl.models.norm import without_statistics
 from fedjax_pfl.ops.aggregate import coordinate_median, weighted_mean
-from fedjax_pfl.ops.tree import by_row
+from fedjax_pfl.ops.tree import by_row, finite_rows
 
 Uploads = PyTree[Float[Array, "K ..."]]
 Combined = PyTree[Float[Array, "..."]]
@@ -73,7 +73,7 @@ def multi_krum(stacked: Uploads, weight: Float[Array, " K"], *, byzantine: float
 def _mean_of_best(stacked: Uploads, weight: Float[Array, " K"], byzantine: float, *, alone: bool) -> Combined:
     present = weight > 0
     # A row with a NaN or infinite value is never chosen, unless all rows have one.
-    finite = jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda leaf: _all_finite(leaf) & present, stacked))
+    finite = finite_rows(stacked) & present
     present = jnp.where(jnp.any(finite), finite, present)
     weight = jnp.where(present, weight, 0.0)
     number = jnp.sum(present, dtype=jnp.int32)
@@ -107,10 +107,6 @@ def _squared_distances(stacked: Uploads, weight: Float[Array, " K"]) -> Float[Ar
     found = jnp.maximum(squares[:, None] + squares - (products + products.T), 0.0)
     known = (weight > 0) & ~jnp.eye(len(weight), dtype=bool) & ~jnp.isnan(found)
     return jnp.where(known, found, jnp.inf)
-
-
-def _all_finite(leaf: Float[Array, "K ..."]) -> Bool[Array, " K"]:
-    return jnp.all(jnp.isfinite(leaf.reshape(len(leaf), -1)), axis=1)
 
 
 def _shares(share: float, most: int) -> Int[Array, " counts"]:

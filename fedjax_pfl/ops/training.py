@@ -112,7 +112,7 @@ def scan_batches(
     return lax.fori_loop(0, epochs, epoch, carry)
 
 
-class Progress(NamedTuple):
+class LossTotals(NamedTuple):
     """Running totals over mini-batches; `Trainer.info` turns them into means.
 
     Attributes:
@@ -124,13 +124,13 @@ class Progress(NamedTuple):
     steps: Int[Array, ""]
 
     @classmethod
-    def none(cls) -> "Progress":
+    def none(cls) -> "LossTotals":
         """Before the first batch."""
         return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
-    def after(self, loss: Float[Array, ""], batch: Batch) -> "Progress":
+    def after(self, loss: Float[Array, ""], batch: Batch) -> "LossTotals":
         """The totals after one more batch with this mean loss."""
-        return Progress(self.total + jnp.sum(batch.mask) * loss, self.steps + 1)
+        return LossTotals(self.total + jnp.sum(batch.mask) * loss, self.steps + 1)
 
 
 @dataclass(frozen=True)
@@ -199,25 +199,25 @@ class Trainer:
         optimizer = self.optimizer(now.t, packed, lr=lr)
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
-            packed, opt_state, progress = carry
+            packed, opt_state, totals = carry
             value, gradient = jax.value_and_grad(lambda packed: loss(unpack(packed), batch, key))(packed)
             updates, opt_state = optimizer.update(gradient, opt_state, packed)
-            progress = progress.after(value, batch) if record else progress._replace(steps=progress.steps + 1)
-            return optax.apply_updates(packed, updates), opt_state, progress
+            totals = totals.after(value, batch) if record else totals._replace(steps=totals.steps + 1)
+            return optax.apply_updates(packed, updates), opt_state, totals
 
-        start = packed, optimizer.init(packed), Progress.none()
-        packed, _, progress = self.over_batches(now, step, start, data, phase=phase, epochs=epochs, steps=steps)
-        info = self.info(progress, data)
+        start = packed, optimizer.init(packed), LossTotals.none()
+        packed, _, totals = self.over_batches(now, step, start, data, phase=phase, epochs=epochs, steps=steps)
+        info = self.info(totals, data)
         return unpack(packed), info if record else info._replace(loss=jnp.nan * info.loss)
 
-    def info(self, progress: Progress, data: ClientData) -> TrainInfo:
+    def info(self, totals: LossTotals, data: ClientData) -> TrainInfo:
         """The mean loss over the samples seen (0 if there are none), and the number of steps."""
         width = min(self.batch_size, data.capacity)
         in_epoch = _batches(data.count, self.batch_size, width, self.drop_last)
         samples_in_epoch = in_epoch * width if self.drop_last else data.count
-        epochs, left = jnp.divmod(progress.steps, jnp.maximum(in_epoch, 1))
+        epochs, left = jnp.divmod(totals.steps, jnp.maximum(in_epoch, 1))
         samples = epochs * samples_in_epoch + jnp.minimum(left * width, samples_in_epoch)
-        return TrainInfo(progress.total / jnp.maximum(samples.astype(jnp.float32), 1.0), progress.steps)
+        return TrainInfo(totals.total / jnp.maximum(samples.astype(jnp.float32), 1.0), totals.steps)
 
     def over_batches(
         self,

@@ -30,6 +30,12 @@ def keep_rows(mask: Bool[Array, " K"], tree: PyTree) -> PyTree:
     return where_rows(mask, tree, jax.tree.map(jnp.zeros_like, tree))
 
 
+def finite_rows(tree: PyTree) -> Bool[Array, " K"]:
+    """Whether row k of every leaf is free of NaN and infinite values."""
+    of_leaves = jax.tree.map(lambda leaf: jnp.all(jnp.isfinite(leaf.reshape(len(leaf), -1)), axis=1), tree)
+    return jax.tree.reduce(jnp.logical_and, of_leaves)
+
+
 def take_rows(tree: PyTree, ids: Int[Array, " K"]) -> PyTree:
     """Rows ``ids`` of every leaf; an id past the end gives the last row."""
     return jax.tree.map(lambda leaf: jnp.take(leaf, ids, axis=0, mode="clip"), tree)

@@ -11,6 +11,8 @@ from jaxtyping import Array, PyTree
 from fedjax_pfl.method import Method, PerClass, SentIf
 from fedjax_pfl.models.norm import is_statistic
 
+_VARIANCES = ("variance", "covariance")
+
 
 def has_form_of(view: PyTree, upload: PyTree) -> bool:
     """Whether an upload has the form of the view: only real numbers, in the same tree of arrays of the same shapes."""
@@ -61,8 +63,8 @@ def map_values(
 ) -> PyTree:
     """Applies fn to the arrays of real numbers in an upload.
 
-    Other arrays stay unchanged. So do running statistics and fields called ``covariance``, which operations other than
-    averaging can make invalid (a variance below 0), and the flags of a `PerClass` or `SentIf`.
+    Other arrays stay unchanged. So do running statistics and fields called ``variance`` or ``covariance``, which
+    operations other than averaging can make invalid (below 0), and the flags of a `PerClass` or `SentIf`.
 
     Args:
       fn: (path, array, corresponding array of each of ``others``) -> new array.
@@ -74,7 +76,7 @@ def map_values(
     def inside(fn: Callable[..., PyTree], outer: tuple, tree: PyTree, *rest: PyTree) -> PyTree:
         def leaf(path: tuple, value: Array, *rest: PyTree) -> PyTree:
             path = (*outer, *path)
-            spared = is_statistic(path) or any(getattr(step, "name", None) == "covariance" for step in path[-1:])
+            spared = is_statistic(path) or any(getattr(step, "name", None) in _VARIANCES for step in path[-1:])
             return fn(path, value, *rest) if _is_real(value) and not spared else value
 
         return jax.tree.map_with_path(leaf, tree, *rest)

@@ -159,6 +159,21 @@ def test_only_who_has_trained_becomes_known(model, trainer):
     np.testing.assert_array_equal(after.models["kernel"][2], MODELS[0])
 
 
+def test_a_model_that_has_diverged_is_in_nobodys_mixture(model, trainer):
+    method, everyone = fedamp(model, trainer, **AMP), Cohort(jnp.arange(5), jnp.ones(5), 5, 5)
+    server = Server({"kernel": jnp.zeros((5, 4))}, jnp.zeros(5, bool))
+    for broken in (np.nan, np.inf):
+        rows = {"kernel": jnp.asarray(MODELS / 20).at[1, 2].set(broken)}
+        after, _ = method.aggregate(now(KEY, 0), server, Client(rows, rows), rows, everyone)
+        u = method.dispatch(now(KEY, 1), after, None, everyone)
+        assert np.flatnonzero(~after.known).tolist() == [1]
+        without = Server(jax.tree.map(lambda leaf: leaf.at[1].set(9.0), rows), after.known)
+        expected = method.dispatch(now(KEY, 1), without, None, everyone)
+        for i in (0, 2, 3, 4):
+            near(u["kernel"][i], expected["kernel"][i])
+        assert np.isfinite(method.diagnose(after)["attention"])
+
+
 def test_models_far_apart_are_left_alone_and_near_ones_count_alike(mixtures):
     far, attention = mixtures("amp", MODELS, ALL, sigma=1e-3)
     near(far, MODELS)

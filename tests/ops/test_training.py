@@ -12,7 +12,7 @@ import pytest
 from fedjax_pfl.data.federated import client_data, pack
 from fedjax_pfl.method import Round
 from fedjax_pfl.ops.losses import cross_entropy, masked_mean
-from fedjax_pfl.ops.training import Progress, Trainer, cache_features, permutation, phase_key, scan_batches
+from fedjax_pfl.ops.training import LossTotals, Trainer, cache_features, permutation, phase_key, scan_batches
 from tests import generator
 from tests.reference import batches, held, sgd
 
@@ -250,16 +250,16 @@ def test_the_mean_is_over_the_samples_that_so_many_steps_have_seen(count, drop_l
     trainer, data = Trainer(batch_size=BATCH, drop_last=drop_last), numbered(count, 10)
 
     def step(carry, batch, key):
-        progress, total, samples = carry
+        totals, total, samples = carry
         loss = jax.random.uniform(key)
         size = jnp.sum(batch.mask)
-        return progress.after(loss, batch), total + size * loss, samples + size
+        return totals.after(loss, batch), total + size * loss, samples + size
 
     @jax.jit
     def both(steps):
-        begin = Progress.none(), jnp.zeros(()), jnp.zeros(())
-        progress, total, samples = trainer.over_batches(Round(KEY, T0), step, begin, data, steps=steps)
-        return trainer.info(progress, data), total / jnp.maximum(samples, 1.0)
+        begin = LossTotals.none(), jnp.zeros(()), jnp.zeros(())
+        totals, total, samples = trainer.over_batches(Round(KEY, T0), step, begin, data, steps=steps)
+        return trainer.info(totals, data), total / jnp.maximum(samples, 1.0)
 
     for steps in (0, 1, 2, 3, 4, 7):
         info, expected = both(jnp.int32(steps))

@@ -71,7 +71,7 @@ def fedcpd(
       combine: how the server averages theta, and phi where it is shared.
       alpha: weight of the alignment, the distance to the prototype of the own class.
       beta: weight of the contrast, the own class's prototype against all others.
-      gamma: weight of the distillation from the client's last extractor; up to 1 it did nothing, at 100 it diverged.
+      gamma: weight of the distillation from the client's last extractor; without effect up to 1, diverged at 100.
       tau: temperature of the contrast.
       head_epochs: epochs of the head phase.
       base: the method that the terms are added to; ``"fedavg"`` shares the head and trains the model as one (Fig. 2).
@@ -82,7 +82,7 @@ def fedcpd(
 
     Reference:
       K. Jin et al. FedCPD: Personalized Federated Learning with Prototype-Enhanced Representation and Memory
-      Distillation. IJCAI 2025. Without alpha, beta, tau: ours by validation in 10 rounds (benchmarks/README.md).
+      Distillation. IJCAI 2025. Its alpha, beta and tau are not stated: ours by validation (benchmarks/README.md).
     """
     weights: dict[str, Scalar] = {"alpha": alpha, "beta": beta, "gamma": gamma}
     on = {name: weight for name, weight in weights.items() if not is_off(weight)}

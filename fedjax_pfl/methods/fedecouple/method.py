@@ -101,13 +101,13 @@ def fedecouple(
         return anchors._replace(valid=anchors.valid & covered)
 
     def local(now: Round, view: Params, client: Client, data: ClientData) -> Update:
-        mine = own(view, client)
-        seen_by = (mine if head_features == "local" else view)["extractor"]
+        own_model = own(view, client)
+        seen_by = (own_model if head_features == "local" else view)["extractor"]
         features = cache_features(partial(model.features, seen_by), data)
-        head, said = teaching(now, model, train, Heads(mine["head"], view["head"]), features)
+        head, said = teaching(now, model, train, Heads(own_model["head"], view["head"]), features)
         anchors = compute_anchors(now.key, view["extractor"], data)
 
-        def parts(extractor: Params, batch: Batch, head: Params) -> tuple[Array, Array]:
+        def terms_of(extractor: Params, batch: Batch, head: Params) -> tuple[Array, Array]:
             """The cross-entropy under a head, and the pull to the anchors."""
             z = model.features(extractor, batch.x, batch.mask)
             ce = label_loss(model, z, model.classify(head, z), batch)
@@ -116,12 +116,12 @@ def fedecouple(
             return ce, mu * centre_loss(z, batch.y, batch.mask, anchors, reduction=anchor_reduction)
 
         def loss_under(head: Params) -> Loss[Params]:
-            return lambda extractor, batch, key: jnp.add(*parts(extractor, batch, head))
+            return lambda extractor, batch, key: jnp.add(*terms_of(extractor, batch, head))
 
-        def part(number: int) -> Loss[Params]:
-            return lambda extractor, batch, key: parts(extractor, batch, head)[number]
+        def term(number: int) -> Loss[Params]:
+            return lambda extractor, batch, key: terms_of(extractor, batch, head)[number]
 
-        extractor = (view if global_extractor else mine)["extractor"]
+        extractor = (view if global_extractor else own_model)["extractor"]
         if frozen_head_epochs > 0:
             frozen = loss_under(view["head"])
             said |= train.gradient_ratios(now, loss_under(head), {"frozen_head": frozen}, extractor, data)
@@ -129,8 +129,8 @@ def fedecouple(
                 now, frozen, extractor, data, phase="frozen head", epochs=frozen_head_epochs, record=False
             )
         extractor, info = train(now, loss_under(head), extractor, data)
-        terms = {} if is_off(mu) else {"anchors": part(1)}
-        said |= train.gradient_ratios(now, part(0), terms, extractor, data)
+        pull = {} if is_off(mu) else {"anchors": term(1)}
+        said |= train.gradient_ratios(now, term(0), pull, extractor, data)
         personal = {"extractor": extractor, "head": head}
         return Update(Client(personal, client.seen | (info.steps > 0)), personal, info, diagnostics=said)
 

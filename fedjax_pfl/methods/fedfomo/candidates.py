@@ -74,19 +74,19 @@ def mix(model: Model, reference: Params, own: Params, others: Params | None, val
         logits = validation.map(lambda x, positions: model.apply(params, x))
         return cross_entropy(logits, validation.labels, validation.valid)
 
-    def weigh(sums: tuple[Array, Params], params: Params) -> tuple[tuple[Array, Params], Float[Array, ""]]:
+    def add(sums: tuple[Array, Params], params: Params) -> tuple[tuple[Array, Params], Float[Array, ""]]:
         distance = jnp.sqrt(proximal(params, reference, 2.0))
         # By the distance, since the loss of one and the same model may be rounded in two ways.
         gain = jnp.where(distance > 0, (at_reference - loss(params)) / (distance + 1e-5), 0.0)
         gain = jnp.where(jnp.isfinite(gain), gain, 0.0)
         # Not multiplied by 0: a model that has diverged would be a part of the mix.
-        step = jax.tree.map(lambda w, ref: jnp.where(gain > 0, gain * (w - ref), 0.0), params, reference)
-        return jax.tree.map(jnp.add, sums, (jnp.maximum(gain, 0.0), step)), gain
+        difference = jax.tree.map(lambda w, ref: jnp.where(gain > 0, gain * (w - ref), 0.0), params, reference)
+        return jax.tree.map(jnp.add, sums, (jnp.maximum(gain, 0.0), difference)), gain
 
     at_reference = loss(reference)
-    of_own, _ = weigh((jnp.zeros(()), jax.tree.map(jnp.zeros_like, reference)), own)
-    (weight, way), gains = (of_own, jnp.zeros(0)) if others is None else lax.scan(weigh, of_own, others)
+    of_own, _ = add((jnp.zeros(()), jax.tree.map(jnp.zeros_like, reference)), own)
+    (weight, direction), gains = (of_own, jnp.zeros(0)) if others is None else lax.scan(add, of_own, others)
     scale = 1.0 / jnp.where(weight > 0, weight, 1.0)
-    mixed = jax.tree.map(lambda ref, way: ref + scale * way, reference, way)
+    mixed = jax.tree.map(lambda ref, direction: ref + scale * direction, reference, direction)
     params = jax.tree.map(lambda mixed, own: jnp.where(validation.count > 0, mixed, own), mixed, own)
     return Mix(params, gains, scale * (weight - of_own[0]))

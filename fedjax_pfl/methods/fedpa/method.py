@@ -18,7 +18,7 @@ from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import cross_entropy, label_loss
 from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, class_means, class_sums, update_prototypes
-from fedjax_pfl.ops.training import Progress, Scalar, Trainer, is_off, phase_key
+from fedjax_pfl.ops.training import LossTotals, Scalar, Trainer, is_off, phase_key
 
 
 def fedpa(
@@ -114,19 +114,19 @@ def fedpa(
             return total + jnp.where(guided, regularizer(params, z, batch, key), 0.0), z
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
-            params, opt_state, progress, sums, counts = carry
-            guided = (now.t > 0) & (progress.steps < guided_steps)
+            params, opt_state, totals, sums, counts = carry
+            guided = (now.t > 0) & (totals.steps < guided_steps)
             (value, z), gradient = jax.value_and_grad(loss, has_aux=True)(params, batch, key, guided)
             updates, opt_state = optimizer.update(gradient, opt_state, params)
             sums += class_sums(z, batch.y, batch.mask, classes)
             counts += jnp.sum(jax.nn.one_hot(batch.y, classes) * batch.mask[:, None], axis=0)
-            return optax.apply_updates(params, updates), opt_state, progress.after(value, batch), sums, counts
+            return optax.apply_updates(params, updates), opt_state, totals.after(value, batch), sums, counts
 
         nothing = jnp.zeros((classes, model.dim)), jnp.zeros(classes)
-        start = view.params, optimizer.init(view.params), Progress.none(), *nothing
-        params, _, progress, sums, counts = train.over_batches(now, step, start, data, steps=steps)
+        start = view.params, optimizer.init(view.params), LossTotals.none(), *nothing
+        params, _, totals, sums, counts = train.over_batches(now, step, start, data, steps=steps)
         upload = Upload(params, PerClass(counts, class_means(sums, counts).mean))
-        return Update(client, upload, train.info(progress, data), post=(view._replace(params=params), client))
+        return Update(client, upload, train.info(totals, data), post=(view._replace(params=params), client))
 
     def aggregate(
         now: Round, server: Server, clients: PyTree, uploads: Upload, cohort: Cohort

@@ -49,12 +49,12 @@ class Client(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """What is sent up: (h, class sums under the trained extractor) with the class counts, and v."""
+    """What is sent up: (h, class sums under the trained extractor) with the class counts, and v, a variance."""
 
     extractor: Params
     head: Params
     per_class: PerClass
-    v: Float[Array, ""]
+    variance: Float[Array, ""]
 
 
 def fedpac(
@@ -124,7 +124,7 @@ def fedpac(
         h, sums = uploads.per_class.rows
         prototypes = pool_prototypes(server.prototypes, uploads.per_class._replace(rows=sums))
         present = jnp.sum(uploads.per_class.held, axis=1) > 0
-        weights = head_weights(h, uploads.v, present)
+        weights = head_weights(h, uploads.variance, present)
         combined = functools.partial(jnp.tensordot, weights, axes=1, precision=lax.Precision.HIGHEST)
         # Where nobody has a sample, there is nothing to combine, and everybody keeps what it has received.
         heads = jax.tree.map(

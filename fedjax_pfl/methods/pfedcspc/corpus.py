@@ -92,7 +92,8 @@ def augment_prototypes(key: Key[Array, ""], corpus: Corpus, rows: Int[Array, " b
         number = jnp.floor(jax.random.uniform(key, shape) * size.astype(jnp.float32)).astype(jnp.int32)
         return jnp.clip(number, 0, jnp.maximum(size - 1, 0))
 
-    # Draw an index with the excluded block removed, then shift past it: for u2 that block is u, for u3 it is u's class.
+    # u2 is one of the class's prototypes, but not u; u3 is one of the client's prototypes of other classes. An index is
+    # drawn from as many as are left, and shifted by what is left out if it is not below that.
     same = class_start + draw(key_positive, class_size - 1)
     same += (same >= rows[:, None]).astype(jnp.int32)
     other = corpus.client_start[rows, None] + draw(key_negative, corpus.client_size[rows, None] - class_size)

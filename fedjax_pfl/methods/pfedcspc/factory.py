@@ -6,7 +6,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import Strict
 
 from fedjax_pfl.method import Method, Static
-from fedjax_pfl.methods.bases import Base, loss_named
+from fedjax_pfl.methods.loss_by_name import Base, loss_named
 from fedjax_pfl.methods.pfedcspc.calibration import Calibrator
 from fedjax_pfl.methods.pfedcspc.client_loss import ClientLoss
 from fedjax_pfl.methods.pfedcspc.cluster import ClusterPrototypes

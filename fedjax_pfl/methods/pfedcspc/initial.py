@@ -88,17 +88,17 @@ class InitialModels(NamedTuple):
         """
         present = cohort.weight > 0
         number = jnp.sum(sent.valid, axis=2, dtype=jnp.float32)
-        by = {"loss": number, "class": jnp.minimum(number, 1.0), "count": sent.held.astype(jnp.float32)}
-        rows = sent.u, sent.valid, by[self.weigh_by]
-        u, valid, weight = put_rows((known.u, known.valid, known.weight), cohort.ids, rows)
+        of_class = {"loss": number, "class": jnp.minimum(number, 1.0), "count": sent.held.astype(jnp.float32)}
+        newest = sent.u, sent.valid, of_class[self.weigh_by]
+        u, valid, weight = put_rows((known.u, known.valid, known.weight), cohort.ids, newest)
         p = self.weights(model, uploads, u, valid, weight, present)
         mean = partial(jnp.tensordot, p, axes=1, precision=lax.Precision.HIGHEST)
         combined = jax.tree.map(mean, uploads["extractor"]["encoder"])
         encoders = where_rows(jnp.any(valid, axis=(1, 2)), combined, encoder)
         own = take_rows(p, cohort.ids)  # row j is that of participant j, whose encoder stands in column j
-        figures = jnp.diagonal(own), 1 / jnp.maximum(jnp.sum(own**2, axis=1), 1e-12)
-        said = [masked_mean(values, present.astype(jnp.float32)) for values in figures]
-        return Known(encoders, u, valid, weight), dict(zip(self.says, said, strict=True))
+        of_participants = jnp.diagonal(own), 1 / jnp.maximum(jnp.sum(own**2, axis=1), 1e-12)
+        means = [masked_mean(values, present.astype(jnp.float32)) for values in of_participants]
+        return Known(encoders, u, valid, weight), dict(zip(self.says, means, strict=True))
 
     def weights(
         self,

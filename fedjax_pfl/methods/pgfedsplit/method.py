@@ -101,20 +101,20 @@ def pgfedsplit(
       alpha: share of the client's own head in the mixture (Eq. 8); None: the minimiser of Eq. 13, for each client.
       interval: tau in round 0.
       adaptive: whether the interval follows the mean alpha (APA); otherwise it is fixed.
-      interval_min: smallest tau.
-      interval_max: largest tau.
+      interval_min: smallest adaptive tau.
+      interval_max: largest adaptive tau.
       covariance: which part of Sigma_k is sent and used.
       scale: gamma_ik, from the client's label shares: divided by the largest, as they are, divided by their mean, or 1.
       reduction: the pull as mean over the K features, lambda / K of the paper's (512 in `cnn2`), or as the paper's sum.
 
     Raises:
-      ValueError: the interval is not within its bounds.
+      ValueError: the interval is adaptive, and not within its bounds.
 
     Reference:
       Y. Kang, J. Song. Separate Aggregation of Split Network for Personalized Federated Learning. 2026.
       arXiv:2605.26571. Algorithms 1, 2, Eqs. 4-17.
     """
-    if not interval_min <= interval <= interval_max:
+    if adaptive and not interval_min <= interval <= interval_max:
         raise ValueError(f"the interval of {interval} rounds is not within {interval_min} ... {interval_max}")
     bounds = (interval_min, interval_max) if adaptive else (interval, interval)
 
@@ -137,8 +137,8 @@ def pgfedsplit(
         mixed = cache_features(lambda x: model.features(view.extractor, x), data)
         if not is_off(r):
             mixed = add_synthetic(now.key, mixed, Gaussians(targets, spread), r=r, scale=scale)
-        gap = (now.t - client.adapted).astype(jnp.float32)
-        head, coefficient = mix_heads(model, client.head, view.head, mixed, alpha, beta * gap, temperature)
+        elapsed = (now.t - client.adapted).astype(jnp.float32)
+        head, coefficient = mix_heads(model, client.head, view.head, mixed, alpha, beta * elapsed, temperature)
         said = synthetic_ratio(model, head, mixed, data.count) if train.diagnose and not is_off(r) else {}
         head = train_head(now, model, train, head, mixed)
 
@@ -165,7 +165,7 @@ def pgfedsplit(
         mean = jnp.where(server.head.sent, masked_mean(uploads.alpha.value, present), server.alpha)
         interval = next_interval(server.interval, mean - server.alpha, bounds)
         due = server.counter + 1 >= interval
-        extractor, head = combine(uploads.extractor, cohort.weight), combine(uploads.head, cohort.weight)
+        extractor, head = combine((uploads.extractor, uploads.head), cohort.weight)
         gaussians = update_gaussians(server.gaussians, uploads.per_class, cohort.ids)
         counter = jnp.where(due, 0, server.counter + 1)
         return Server(extractor, gaussians, SentIf(due, head), interval, counter, mean), clients

@@ -243,7 +243,7 @@ def test_h_v_and_class_sums_of_an_upload_follow_the_formulas(upload, model, fede
         h, sums = found.per_class.rows
         _, expected_h, expected_v = statistics(mlp.extract(to_numpy(extractor), rows), y)
         np.testing.assert_allclose(h, expected_h, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(found.v, expected_v, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(found.variance, expected_v, rtol=1e-5, atol=1e-7)
         means, counts = class_means(mlp.extract(to_numpy(found.extractor), rows), y, CLASSES)
         np.testing.assert_allclose(sums, means * counts[:, None], rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(found.per_class.held, counts)
@@ -258,7 +258,7 @@ def test_rounding_makes_no_variance_negative(upload, model, federation):
         row = client(federation.train, i)
         copies = jnp.full_like(row.index, row.index[0])
         counts = jnp.zeros(CLASSES).at[federation.y[row.index[0]]].set(row.count.astype(jnp.float32))
-        v = float(upload(extractor, row._replace(index=copies, class_counts=counts)).v)
+        v = float(upload(extractor, row._replace(index=copies, class_counts=counts)).variance)
         assert 0 <= v < 1e-4
 
 

@@ -22,7 +22,7 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run, round_keys
 from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.method import Cohort, PerClass
-from fedjax_pfl.methods import bases
+from fedjax_pfl.methods import loss_by_name
 from fedjax_pfl.methods.fedasam import fedasam
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedavg_ft import fedavg_ft
@@ -155,10 +155,10 @@ def test_without_its_modules_a_client_does_what_it_does_in_the_base_bit_for_bit(
 
 @pytest.mark.parametrize("base", BASES)
 def test_without_a_coefficient_a_base_has_that_of_the_method_of_its_name(base, model, monkeypatch):
-    loss, given = bases._LOSSES[base], []
-    monkeypatch.setitem(bases._LOSSES, base, lambda *arguments: given.append(arguments))
+    loss, given = loss_by_name._LOSSES[base], []
+    monkeypatch.setitem(loss_by_name._LOSSES, base, lambda *arguments: given.append(arguments))
     for coefficient in (None, 0.3):
-        bases.loss_named(base, model, coefficient)
+        loss_by_name.loss_named(base, model, coefficient)
     assert given == [(model,), (model, 0.3)]
     _, of_loss, *_ = inspect.signature(loss).parameters.values()
     assert of_loss.default == inspect.signature(METHODS[base]).parameters[of_loss.name].default > 0

@@ -440,6 +440,26 @@ def test_any_coefficients_give_the_schedule_of_algorithm_1(interval, low, high, 
         assert {low, high} <= intervals, "both bounds are reached"
 
 
+def test_extractor_and_head_are_combined_as_one_upload(model, trainer):
+    """A rule that chooses one client, such as Krum, could otherwise choose one for each."""
+    given = []
+
+    def combine(stacked, weight):
+        given.append(stacked)
+        return jax.tree.map(lambda leaf: leaf[0], stacked)
+
+    method = pgfedsplit(model, trainer, combine)
+    server, _ = jax.eval_shape(lambda: method.init(KEY, 1))
+    one = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), tree)  # noqa: E731
+    sums = PerClass(jnp.zeros((1, CLASSES)), jnp.zeros((1, CLASSES, model.dim)))
+    uploads = Upload(one(server.extractor), one(server.head.value), sums, SentIf(jnp.zeros(1, bool), jnp.zeros(1)))
+    cohort = Cohort(jnp.zeros(1, int), jnp.ones(1), 1, 1)
+    jax.eval_shape(
+        lambda server, uploads: method.aggregate(now(KEY, 0), server, None, uploads, cohort), server, uploads
+    )
+    assert [len(stacked) for stacked in given] == [2]
+
+
 @pytest.mark.parametrize("everyone", [True, False], ids=["everyone", "cohorts of all sizes"])
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.3, 0.7, 1.0])
 def test_a_constant_coefficient_shortens_the_interval_once(alpha, everyone, aggregated):
@@ -831,6 +851,11 @@ def test_the_mean_coefficient_and_the_interval_are_told_by_the_server(both):
 
 
 # --- Bounds ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fixed_interval_has_no_bounds(model, trainer):
+    server, _ = pgfedsplit(model, trainer, interval=30, adaptive=False).init(KEY, N)
+    assert int(server.interval) == 30
 
 
 @pytest.mark.parametrize(
