@@ -69,6 +69,7 @@ FILES = {
     "lengths.npz": npz(image=IMAGES, label=LABELS[:30]),
     "channels_first.npz": npz(image=np.zeros((40, 3, 32, 32), np.uint8), label=LABELS),
     "empty.npz": npz(image=IMAGES[:0], label=LABELS[:0]),
+    "plural.npz": npz(image=IMAGES, label=LABELS, users=LABELS),
     "negative.npz": npz(image=IMAGES, label=LABELS - 1),
     "float_label.npz": npz(image=IMAGES, label=LABELS / 2),
     "one_hot.npz": npz(image=IMAGES, label=np.eye(2, dtype=int)[LABELS]),
@@ -102,6 +103,7 @@ FILES = {
     "baseline.toml": SWEEP + "[grid]\ntraining.lr = [0.1]\n[baseline]\ntraining.lr = 0.2",
     "no_baseline.toml": SWEEP + 'baseline = "training.lr=0.1"\n[grid]\ntraining.lr = [0.1]',
     "sweep.toml": SWEEP + "[grid]\ntraining.lr = [0.1]",
+    "tune.toml": SWEEP + "[space]\ntraining.lr = [0.1]",
 }
 
 METHOD_NAMES, MODEL_NAMES, KINDS = ", ".join(METHODS), ", ".join(MODELS), ", ".join(PARTITIONS)
@@ -181,7 +183,11 @@ CASES = {
     "config file is empty": ("run empty.toml", "data = '(missing)' is not usable: it has no default and must be given"),
     "sweep file given to run": (
         "run sweep.toml",
-        f"config = 'config.toml' is not usable: no such key; allowed: {SECTIONS}",
+        "config file = 'sweep.toml' is not usable: with [grid] it is a sweep file: fedjax-pfl sweep sweep.toml",
+    ),
+    "tune file given to compare": (
+        "compare tune.toml",
+        "config file = 'tune.toml' is not usable: with [space] it is a tune file: fedjax-pfl tune tune.toml",
     ),
     "key outside of a section": ("run loose_key.toml", f"lr = 0.1 is not usable: no such key; allowed: {SECTIONS}"),
     "value in the place of a section": ("run no_table.toml", "training = 3 is not usable: expected a table [training]"),
@@ -276,7 +282,7 @@ CASES = {
     ),
     "test share in percent": (
         "run config.toml data.test_share=25",
-        "data.test_share = 25 is not usable: input should be less than 1",
+        "data.test_share = 25 is not usable: input should be less than 1: it is a share",
     ),
     "nobody takes part": (
         "run config.toml participation.ratio=0",
@@ -477,6 +483,10 @@ CASES = {
         f"{NPZ}empty.npz",
         "data.source = 'npz:empty.npz' is not usable: the samples hold nothing, their shape is (0, 4, 4, 1)",
     ),
+    "npz with users under another name": (
+        f"{NPZ}plural.npz data.partition.kind=natural",
+        "data.partition.kind = 'natural' is not usable: plural has no users (left out: users); use one of iid, ...",
+    ),
     "npz of negative labels": (
         f"{NPZ}negative.npz",
         "data.source = 'npz:negative.npz' is not usable: the labels must be 0 or more, the smallest is -1",
@@ -616,7 +626,7 @@ CASES = {
     ),
     "comparison into a file": (
         "compare config.toml --out good.npz",
-        "run.out = 'good.npz' is not usable: it is a file, or inside one; name a directory",
+        "--out = 'good.npz' is not usable: it is a file, or inside one; name a directory",
     ),
     "comparison into one of another config": (
         "compare config.toml --methods fedavg --out compared training.epochs=3",
@@ -736,7 +746,7 @@ CASES = {
     ),
     "sweep into a file": (
         "sweep sweep.toml --out good.npz/runs",
-        "run.out = 'good.npz/runs' is not usable: it is a file, or inside one; name a directory",
+        "--out = 'good.npz/runs' is not usable: it is a file, or inside one; name a directory",
     ),
     "sweep into one of another config": (
         "sweep sweep.toml --out swept",

@@ -48,6 +48,12 @@ def test_none_is_written_where_it_is_no_default_and_can_be_given(tmp_path):
         usual.replace({1: 2})
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('[data]\nsource = "digits"\n[method]\nname = "fedavg"\n', encoding="utf-8-sig")
+    assert load_config(path) == Config(data=DATA, method=METHOD)
+
+
 def test_overrides_are_toml_values_or_else_strings(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text('[data]\nsource = "digits"\n[method]\nname = "fedprox"\n', encoding="utf-8")
@@ -66,6 +72,17 @@ def test_overrides_are_toml_values_or_else_strings(tmp_path):
     assert config.data.partition == {"kind": "iid"}
     assert config.participation.ratio == (0.1, 1.0)
     assert config.run.out == "runs/a b"
+
+
+def test_options_are_those_of_the_usual_part_if_none_is_named(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('[data]\nsource = "digits"\n[method]\nname = "fedavg"\n', encoding="utf-8")
+    config = load_config(path, ["data.partition.beta=0.5", "model.hidden=16"])
+    assert config == Config(data=DATA, method=METHOD).replace({"data.partition.beta": 0.5, "model.hidden": 16})
+    path.write_text('[data]\nsource = "digits"\n[model]\nhidden = 8\n[method]\nname = "fedavg"\n', encoding="utf-8")
+    assert load_config(path).model == {"name": "mlp", "hidden": 8, "init": "torch"}
+    assert load_config(path, ["model.name=mlp"]).model["hidden"] == 8
+    assert load_config(path, ["model.name=cnn2"]) == Config(data=DATA, method=METHOD, model={"name": "cnn2"})
 
 
 @pytest.mark.parametrize("copies", ["none", "concat", "replace", None])
@@ -154,6 +171,8 @@ def test_a_config_cannot_be_changed():
             "greater than 0",
         ),
         ({"data": DATA, "method": {"name": "fedavg2"}}, "method.name", "fedavg"),
+        ({"data": DATA, "method": {"mu": 0.1}}, "method.name", "fedavg"),
+        ({"data": DATA, "method": METHOD, "model": {"layers": 2}}, "model.layers", "of mlp"),
         ({"data": DATA, "method": {"name": "fedavg", "mu": 0.1}}, "method.mu", "of fedavg"),
         ({"data": DATA, "method": {"name": "fedprox", "mu": "a"}}, "method.mu", "number"),
         ({"data": DATA, "method": {"name": "fedprox", "mu": -0.1}}, "method.mu", "greater than or equal to 0"),
@@ -199,6 +218,33 @@ def test_each_mistake_is_one_error_with_field_value_and_what_is_allowed(tables, 
         value = value.get(part, "(missing)") if isinstance(value, dict) else value
     if field not in ("method", "data.std"):
         assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed"),
+    [
+        ({"data.seed": -1}, "greater than or equal to 0"),
+        ({"data.seed": 2**32}, "less than 4294967296"),
+        ({"data.test_share": 0.0}, "greater than 0"),
+        ({"data.test_share": 1.0}, "less than 1: it is a share"),
+        ({"data.new_clients": 5}, "less than 1: it is a share"),
+        ({"data.split": "official", "data.test_part_share": 0.0}, "greater than 0"),
+        ({"data.validation_share": -0.1}, "greater than or equal to 0"),
+        ({"data.validation_share": 1.0}, "less than 1: it is a share"),
+        ({"data.partition.beta": 2e6}, "less than or equal to 1000000"),
+        ({"data.partition.beta": float("nan")}, "a finite number"),
+        ({"data.partition.kind": "weak_pathological", "data.partition.s": -1.0}, "greater than or equal to 0"),
+        ({"data.partition.kind": "weak_pathological", "data.partition.s": 101.0}, "less than or equal to 100"),
+        ({"data.partition.kind": "weak_pathological", "data.partition.style": "fancy"}, "'random' or 'fedpac'"),
+        ({"data.partition.kind": "pathological", "data.partition.style": "fancy"}, "'random' or 'pfllib'"),
+        ({"data.partition.style": "fancy"}, "'plain' or 'pfllib'"),
+    ],
+)
+def test_partitions_and_splits_get_no_value_out_of_range(changes, allowed):
+    with pytest.raises(ConfigError) as caught:
+        Config(data=DATA, method=METHOD).replace(changes)
+    assert caught.value.field == list(changes)[-1]
+    assert caught.value.allowed.endswith(allowed)
 
 
 @pytest.mark.parametrize(

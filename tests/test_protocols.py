@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from fedjax_pfl import Config, ConfigError, load_config
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.errors import one_of
 from fedjax_pfl.experiment.build import divide
 from fedjax_pfl.experiment.config import Data, Training
 from fedjax_pfl.experiment.programs import alike
@@ -205,7 +206,7 @@ def test_an_unknown_protocol_is_one_error_with_the_list(wrong):
         with pytest.raises(ConfigError) as caught:
             attempt()
         assert (caught.value.field, caught.value.value) == ("protocol", wrong)
-        assert caught.value.allowed == f"one of {', '.join(PROTOCOLS)}"
+        assert caught.value.allowed == one_of(wrong, PROTOCOLS)
 
 
 def test_mistakes_beside_a_protocol_are_the_usual_errors(tmp_path):

@@ -39,6 +39,7 @@ class Dataset(NamedTuple):
         belong to no client.
       user_names: the name of each user; None if there are no users, or they have only numbers.
       own: whether these are data from Python, whose test part the user may expect to be used for testing.
+      left_out: the names of what the source has besides, and nothing reads; for the error of one who misses it.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Dataset(NamedTuple):
     divided: bool = False
     user_names: tuple[str, ...] | None = None
     own: bool = False
+    left_out: tuple[str, ...] = ()
 
 
 def from_arrays(
@@ -216,7 +218,7 @@ def _checked_labels(y: np.ndarray, what: str, name: str, numbers_them: str) -> I
         hint = ": y.ravel() makes them so" if column else ": y.argmax(1) gives these" if _is_one_hot(y) else ""
         raise ConfigError("data", name, f"the {what} must be class numbers [n], got {y.shape}{hint}")
     if y.dtype.kind not in "iu":
-        broken = y[y != np.floor(y)] if y.dtype.kind == "f" else y[:0]
+        broken = y[(y != np.floor(y)) | np.isinf(y)] if y.dtype.kind == "f" else y[:0]
         if len(broken):
             raise ConfigError(
                 "data", name, f"the {what} must be integers, the numbers of classes, and {broken[0]} is none"

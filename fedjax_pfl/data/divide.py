@@ -19,26 +19,6 @@ from fedjax_pfl.errors import ConfigError
 _POOLED_BLOCK = 512
 
 
-def divide(dataset: Dataset, **fields: Any) -> tuple[Federation, dict[str, Any]]:
-    """Divides a data set among clients and puts it on the device: `deal` followed by `federate`.
-
-    Args:
-      dataset: the samples, which the federation holds once.
-      **fields: the arguments of `deal`, and ``evaluate_on``: whether the federation's ``test`` and ``pooled`` hold the
-        ``"test"`` or the ``"validation"`` samples.
-
-    Returns:
-      The federation, and the manifest that ``partition.json`` holds (see `manifest`).
-
-    Raises:
-      ConfigError: field ``data.*``: the arguments do not fit the data set or each other.
-    """
-    evaluate_on = fields.pop("evaluate_on", "test")
-    holdings, record = deal(dataset, **fields)
-    validation_share = fields.get("validation_share", 0.0)
-    return federate(dataset, holdings, validation_share=validation_share, evaluate_on=evaluate_on), record
-
-
 def deal(
     dataset: Dataset,
     *,
@@ -87,14 +67,15 @@ def deal(
     groups = dataset.users if natural else dataset.labels
     if groups is None:
         others = ", ".join(name for name in PARTITIONS if name != "natural")
-        raise ConfigError("data.partition.kind", kind, f"{dataset.name} has no users; use one of {others}")
+        allowed = f"{dataset.name} has no users{_besides(dataset)}; use one of {others}"
+        raise ConfigError("data.partition.kind", kind, allowed)
     if dataset.divided and kind != "indices":
         _check_divided(dataset, clients, kind, official)
 
     listed = None
     if kind == "indices":
         given = read(options["file"])
-        listed = partition_of(given, dataset.labels, clients, seed, samples_per_client, options["file"])
+        listed = partition_of(given, dataset.labels, clients, samples_per_client, options["file"])
         if isinstance(given, Holdings):
             return _as_in_the_run(dataset, listed, given, options["file"], validation_share, official, new)
 
@@ -234,6 +215,8 @@ def _notes(
         yield f'the users of {dataset.name} are not looked at: the partition is "{kind}", and theirs is "natural"'
     if dataset.own and not official and dataset.train_rows not in (None, len(dataset.labels)):
         yield 'the test part given is divided anew with the training part: data.split = "official" keeps it for testing'
+    if dataset.vocabulary is None and dataset.labels.min() == 1:
+        yield "class 0 has no sample; do the labels count from 1?"
     if dataset.vocabulary is not None and (validation_share or not official):
         of = "validation" if official else "test"
         yield f"windows of a text overlap: those of the {of} part share most characters with some of the training part"
@@ -280,12 +263,17 @@ def _official_parts(dataset: Dataset, share: float | None, seed: int) -> tuple[R
     """The rows of the training part and of the test part: the source's own test part, or the given share."""
     if dataset.train_rows is None:
         if share is None:
-            allowed = f'{dataset.name} has no test part of its own; use "merge", or give data.test_part_share'
-            raise ConfigError("data.split", "official", allowed)
+            lacks = f"{dataset.name} has no test part of its own{_besides(dataset)}"
+            raise ConfigError("data.split", "official", f'{lacks}; use "merge", or give data.test_part_share')
         return set_aside(dataset.labels, share, seed)
     if share is not None:
         raise ConfigError("data.test_part_share", share, f"{dataset.name} has a test part of its own; leave it out")
     return np.arange(dataset.train_rows), np.arange(dataset.train_rows, len(dataset.labels))
+
+
+def _besides(dataset: Dataset) -> str:
+    """What the source has and nothing reads, for the error of one who misses something."""
+    return f" (left out: {', '.join(dataset.left_out)})" if dataset.left_out else ""
 
 
 def _of_users_in_both(users: Int[np.ndarray, " samples"], train: Rows, test: Rows, name: str) -> Rows:

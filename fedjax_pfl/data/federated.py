@@ -70,8 +70,8 @@ class Augmentation:
       draw: keys [batch], x -> x, one key for each image (`fedjax_pfl.data.augment`).
       key: the key of the round's draw.
       anew: whether every training epoch draws anew; else all passes of a round see the same images.
-      places: for a client whose list was reordered, the former position of each image, from which it is drawn; else
-        None.
+      places: for a client whose list was reordered, the position of each image before that, from which it is drawn;
+        else None.
     """
 
     draw: Callable[[Key[Array, " batch"], UInt8[Array, "batch h w c"]], UInt8[Array, "batch h w c"]]

@@ -36,7 +36,7 @@ T = TypeVar("T")
 # Part -> the names of its folder, and of its list without the suffix; upper and lower case are the same.
 _PARTS = {"train": ("train", "tr"), "val": ("val", "valid", "validation"), "test": ("test", "te")}
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-_GRAY = ("1", "L", "LA", "La")  # Pillow's modes with one channel of at most 8 bits, the others have colours
+GRAY = ("1", "L", "LA", "La")  # Pillow's modes with one channel of at most 8 bits, the others have colours
 _MAX_SIZE = 1024
 _LAYOUTS = (
     "a folder per class (PATH/<class>/*.png), such folders in PATH/train and PATH/test, or lists PATH/train.txt ..."
@@ -236,7 +236,7 @@ def _images(files: Sequence[Path], size: int | None, source: str) -> UInt8[np.nd
         mode, pixels = _opened(file, source, lambda image: (image.mode, image.size))
         if mode[0] in "IF":
             _refuse(source, f"{file} has pixels of more than 8 bits (Pillow's mode {mode}); convert it to 8 bits first")
-        gray = gray and mode in _GRAY
+        gray = gray and mode in GRAY
         first = first or pixels
         if size is None and pixels != first:
             sizes = f"{file} has {pixels[0]}x{pixels[1]} pixels, {files[0]} has {first[0]}x{first[1]}"

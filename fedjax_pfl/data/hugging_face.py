@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fedjax_pfl.data.dataset import Dataset, from_arrays
+from fedjax_pfl.data.folders import GRAY
 from fedjax_pfl.errors import ConfigError, first_line
 
 _OPTIONS = ("image", "label", "config")
@@ -15,7 +16,6 @@ _OPTIONS = ("image", "label", "config")
 _IMAGE_NAMES = ("image", "img", "x", "features", "pixels")
 _LABEL_NAMES = ("label", "labels", "fine_label", "y", "target")
 _PARTS = ("train", "test")
-_GRAY = ("1", "L", "LA", "La")  # Pillow's modes with one channel of at most 8 bits
 _CHUNK = 1000  # samples decoded at once
 
 
@@ -59,8 +59,8 @@ def load(argument: str, folder: Path | None) -> Dataset:
         _refuse(argument, f"{looked}cannot be loaded ({type(error).__name__}: {first_line(error)})")
     parts = found if is_dict(found) else {"train": found}
     try:
-        named = arrays(parts, given.get("image"), given.get("label"))
-        return from_arrays(*named, name=os.path.basename(name) if folder is None else folder.resolve().name)
+        called = os.path.basename(name) if folder is None else folder.resolve().name
+        return of_parts(parts, called, given.get("image"), given.get("label"))
     except ConfigError as error:
         _refuse(argument, error.allowed)
 
@@ -75,20 +75,28 @@ def is_data_set(data: Any) -> bool:
     return _is(data, "datasets.arrow_dataset", "Dataset")
 
 
-def arrays(parts: Mapping[str, Any], image: str | None = None, label: str | None = None) -> list[np.ndarray]:
-    """Samples and labels of the training part, and of the test part if there is one.
+def is_column(data: Any) -> bool:
+    """Whether it is a column of a ``Dataset``, which NumPy makes an array of."""
+    return _is(data, "datasets.arrow_dataset", "Column")
+
+
+def of_parts(parts: Mapping[str, Any], name: str, image: str | None = None, label: str | None = None) -> Dataset:
+    """The `Dataset` of the training part, and of the test part if there is one.
 
     Args:
       parts: a ``DatasetDict``, or a similar mapping.
+      name: what reports and errors call the data.
       image: the column of the samples; found by its type or name unless given.
       label: the column of the labels, likewise.
 
     Raises:
-      ConfigError: field ``data``: there is no training part, or `columns` refuses a part.
+      ConfigError: field ``data``: there is no training part, or its columns or arrays do not fit.
     """
     if "train" not in parts:
         raise ConfigError("data", "DatasetDict", f"it needs a part 'train'; present: {', '.join(parts) or 'none'}")
-    return [array for part in _PARTS if part in parts for array in columns(parts[part], part, image, label)]
+    arrays = [array for part in _PARTS if part in parts for array in columns(parts[part], part, image, label)]
+    made = from_arrays(*arrays, name=name)
+    return made._replace(left_out=tuple(part for part in parts if part not in _PARTS))
 
 
 def columns(data: Any, part: str, image: str | None = None, label: str | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -97,7 +105,7 @@ def columns(data: Any, part: str, image: str | None = None, label: str | None = 
     Args:
       data: the ``Dataset``.
       part: the name of the part, for errors.
-      image: as in `arrays`.
+      image: as in `of_parts`.
       label: likewise.
 
     Raises:
@@ -159,7 +167,7 @@ def _decoded(data: Any, column: str, part: str) -> np.ndarray:
                 what = "no image" if image is None else f"more than 8 bits (Pillow's mode {image.mode})"
                 where = f"in column {column!r} of the {part} part"
                 raise ConfigError("data", part, f"sample {len(found)} has {what} {where}")
-            found.append(np.asarray(image.convert("L" if image.mode in _GRAY else "RGB")))
+            found.append(np.asarray(image.convert("L" if image.mode in GRAY else "RGB")))
             if found[-1].shape[:2] != found[0].shape[:2]:
                 sizes = f"sample 0 has {found[0].shape[:2]}, sample {len(found) - 1} {found[-1].shape[:2]}"
                 where = f"in column {column!r} of the {part} part"

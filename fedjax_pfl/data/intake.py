@@ -1,4 +1,4 @@
-"""Data from Python: how what people have at hand becomes a `Dataset`."""
+"""Data from Python: makes a `Dataset` of arrays, data sets of samples, or tuples per client."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def _made(data: Any, name: str) -> Dataset:
     if isinstance(data, FederatedData):
         return _federated(data, data.name or name)
     if hugging_face.is_dict(data):
-        return from_arrays(*hugging_face.arrays(data), name=name)
+        return hugging_face.of_parts(data, name)
     if _is_data_set(data):
         data = (data,)
     elif not isinstance(data, list | tuple):
@@ -85,7 +85,7 @@ def _made(data: Any, name: str) -> Dataset:
         return from_arrays(*(array for part in parts for array in part), name=name)
     if isinstance(data, list) and data and all(isinstance(part, tuple) for part in data):
         return _of_clients(data, name)
-    if len(data) not in (2, 4):
+    if len(data) not in (2, 4) or all(map(_is_data_set, data)):
         raise ConfigError("data", f"{type(data).__name__} of {len(data)}", _ACCEPTED)
     try:
         arrays = _arrays(data, name)
@@ -105,7 +105,7 @@ def _is_of_client(part: Any) -> bool:
 def _is_data_set(data: Any) -> bool:
     """Whether it gives samples one by one: what is no array, list or table, and yet has a length and items."""
     plain = isinstance(data, list | tuple | str | bytes | Mapping) or hasattr(data, "__array__")
-    return not plain and hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    return not (plain or hugging_face.is_column(data)) and hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
 def _samples(part: Any, which: str, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -163,18 +163,30 @@ def _federated(data: FederatedData, name: str) -> Dataset:
     made = from_arrays(x, y, x_test, y_test, users=users, test_users=test_users, name=name)
     if data.clients is None:
         return made
-    try:
-        clients = list(data.clients)
-    except TypeError:  # a number, whether Python's or in an array
-        clients = []
-    rows = [_array(given, f"rows of client {client}", name) for client, given in enumerate(clients)]
-    if not rows or any(held.ndim != 1 or held.dtype.kind not in "iu" for held in rows):
-        raise ConfigError("data", name, "clients must be row numbers, integers [n], for each of one client or more")
+    rows = _rows(data.clients, name)
     check_rows(rows, len(made.labels), len(rows), "data", name)
     owner = np.full(len(made.labels), -1, np.int32)
     for client, held in enumerate(rows):
         owner[held] = client
     return made._replace(users=owner, divided=True)
+
+
+def _rows(clients: Any, name: str) -> list[np.ndarray]:
+    """The row numbers of each client."""
+    needed = "clients must be row numbers, integers [n], for each of one client or more"
+    if isinstance(clients, Mapping):
+        raise ConfigError("data", name, f"{needed}, got a dict: list(clients.values())")
+    try:
+        rows = [_array(given, f"rows of client {client}", name) for client, given in enumerate(clients)]
+    except TypeError:  # a number, whether Python's or in an array
+        rows = []
+    if not rows:
+        raise ConfigError("data", name, needed)
+    for client, held in enumerate(rows):
+        if held.ndim != 1 or held.dtype.kind not in "iu":
+            hint = ": numpy.flatnonzero(mask)" if held.dtype == bool else ""
+            raise ConfigError("data", name, f"{needed}; client {client} has {held.dtype} {held.shape}{hint}")
+    return rows
 
 
 def _names(given: Any, name: str) -> np.ndarray:

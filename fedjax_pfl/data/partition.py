@@ -113,7 +113,6 @@ def pathological(
       ConfigError: there are too few samples, fewer classes than `classes_per_client`, or `overlap` is not possible.
     """
     _check_request(labels, clients, seed, size, overlap)
-    _check_style(style, ("random", "pfllib"))
     if overlap and style == "pfllib":
         raise ConfigError("data.partition.overlap", True, "false with style 'pfllib', which deals each sample once")
     if overlap and size is None:
@@ -174,12 +173,9 @@ def dirichlet(
       A `Partition`. Without `size` it covers every row.
 
     Raises:
-      ConfigError: there are too few samples, `beta` is out of range, or `min_samples` is not allowed.
+      ConfigError: there are too few samples, or `min_samples` is not allowed.
     """
     _check_request(labels, clients, seed, size)
-    _check_style(style, ("plain", "pfllib"))
-    if not 0 < beta <= 1e6:
-        raise ConfigError("data.partition.beta", beta, "a number above 0 and at most 1e6 (use kind = 'iid' beyond)")
     if min_samples != MIN_SAMPLES and (size is not None or style == "pfllib"):
         allowed = f"{MIN_SAMPLES} with data.samples_per_client or style = 'pfllib', which say how many a client has"
         raise ConfigError("data.partition.min_samples", min_samples, allowed)
@@ -231,15 +227,12 @@ def weak_pathological(
       A `Partition` into equal sizes; a note says if a class ran out and was replaced by others.
 
     Raises:
-      ConfigError: `size` is missing, there are too few samples, `s` or `dominant_classes` is out of range; or, for
+      ConfigError: `size` is missing, there are too few samples, `dominant_classes` is out of range; or, for
         ``"fedpac"``, there are neither ten nor a hundred classes, or `dominant_classes` does not fit the groups.
     """
     _check_request(labels, clients, seed, size, overlap)
-    _check_style(style, ("random", "fedpac"))
     if size is None:
         raise ConfigError("data.samples_per_client", None, "a number; weak_pathological clients are equal in size")
-    if not 0 <= s <= 100:
-        raise ConfigError("data.partition.s", s, "a percentage, 0 to 100")
     rng = np.random.default_rng(seed)
     classes = [rng.permutation(rows) for rows in _rows_by_class(labels)]
     C = len(classes)
@@ -286,7 +279,6 @@ def natural(users: Int[np.ndarray, " samples"], clients: int, seed: int, size: i
     Raises:
       ConfigError: there are fewer such users than `clients`, or `size` is below two.
     """
-    check_seed(seed)
     least = MIN_SAMPLES if size is None else size
     if least < MIN_SAMPLES:
         raise ConfigError("data.samples_per_client", size, f"{MIN_SAMPLES} or more")
@@ -320,19 +312,13 @@ def indices(labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: 
       ConfigError: the file cannot be read, has another number of clients, or has rows that the data do not have or that
         two clients share; or `size` is given with lists.
     """
-    return partition_of(read(file), labels, clients, seed, size, file)
+    return partition_of(read(file), labels, clients, size, file)
 
 
 def partition_of(
-    given: Holdings | list[Rows],
-    labels: Int[np.ndarray, " samples"],
-    clients: int,
-    seed: int,
-    size: int | None,
-    file: str,
+    given: Holdings | list[Rows], labels: Int[np.ndarray, " samples"], clients: int, size: int | None, file: str
 ) -> Partition:
     """The partition that `indices` makes from a file's content, as returned by `read`."""
-    check_seed(seed)
     if isinstance(given, Holdings):
         _check_holdings(given, len(labels), clients, file)
         note = f"the rows for training, validation and test are those of {file}"
@@ -613,7 +599,6 @@ def _check_request(
     if not 1 <= clients <= samples // MIN_SAMPLES:
         allowed = f"1 to {samples // MIN_SAMPLES}, because {samples} samples must give each client {MIN_SAMPLES}"
         raise ConfigError("data.clients", clients, allowed)
-    check_seed(seed)
     most = samples if overlap else samples // clients
     if size is not None and not MIN_SAMPLES <= size <= most:
         why = f"there are {samples} samples" if overlap else f"{clients} clients share {samples} samples"
@@ -679,23 +664,11 @@ def _check_once(rows: Rows, what: str, field: str, value: object) -> None:
         raise ConfigError(field, value, what.format(held[counts > 1][0]))
 
 
-def _check_style(style: str, allowed: tuple[str, ...]) -> None:
-    """Raises a ConfigError for an unknown style."""
-    if style not in allowed:
-        raise ConfigError("data.partition.style", style, f"one of {', '.join(allowed)}")
-
-
 def _check_no_size(size: int | None) -> None:
     """Raises a ConfigError if a size is given to a style that cannot use it."""
     if size is not None:
         allowed = "another style with data.samples_per_client: 'pfllib' shares out all samples"
         raise ConfigError("data.partition.style", "pfllib", allowed)
-
-
-def check_seed(seed: int) -> None:
-    """Raises a ConfigError for a seed that NumPy's old or new generators do not accept."""
-    if not 0 <= seed < 2**32:
-        raise ConfigError("data.seed", seed, "a whole number, 0 to 2**32 - 1")
 
 
 PARTITIONS: dict[str, Callable[..., Partition]] = {

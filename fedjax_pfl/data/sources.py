@@ -62,7 +62,7 @@ def _load_npz(argument: str) -> Dataset:
         raise ConfigError("data.source", source, f"{path} is no npz file; write one with numpy.savez")
     try:
         with np.load(path, allow_pickle=False) as archive:
-            present = ", ".join(archive.files) or "none"
+            present = archive.files
             # asarray: NumPy hands out members that are no arrays as bytes, which then fail the dtype check.
             images, labels, test_images, test_labels, users, test_users = (
                 next((np.asarray(archive[name]) for name in names if name in archive), None)
@@ -72,11 +72,14 @@ def _load_npz(argument: str) -> Dataset:
         raise ConfigError("data.source", source, f"{path} cannot be read as plain arrays ({error})") from error
     if images is None or labels is None:
         needed = "arrays image (or x) and label (or y)"
-        raise ConfigError("data.source", source, f"{path} must hold {needed}; present: {present}")
+        allowed = f"{path} must hold {needed}; present: {', '.join(present) or 'none'}"
+        raise ConfigError("data.source", source, allowed)
     try:
-        return from_arrays(images, labels, test_images, test_labels, users=users, test_users=test_users, name=path.stem)
+        made = from_arrays(images, labels, test_images, test_labels, users=users, test_users=test_users, name=path.stem)
     except ConfigError as error:
         raise ConfigError("data.source", source, error.allowed) from error
+    known = {name for names in (*_NPZ_NAMES, *_NPZ_USERS) for name in names}
+    return made._replace(left_out=tuple(name for name in present if name not in known))
 
 
 def _load_leaf(argument: str) -> Dataset:

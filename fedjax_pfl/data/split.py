@@ -8,14 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from fedjax_pfl.data.partition import (
-    MIN_SAMPLES,
-    Partition,
-    check_seed,
-    counted,
-    fit_to_supply,
-    largest_remainder,
-)
+from fedjax_pfl.data.partition import MIN_SAMPLES, Partition, counted, fit_to_supply, largest_remainder
 from fedjax_pfl.data.rows import Rows, Split
 from fedjax_pfl.errors import ConfigError
 
@@ -52,9 +45,8 @@ def split_rows(
       A `Split` for each client.
 
     Raises:
-      ConfigError: for a share out of range or a client with fewer than two rows.
+      ConfigError: for a client with fewer than two rows.
     """
-    _check_split(seed, test_share, validation_share)
     splits = []
     for client, part in enumerate(parts):
         if len(part) < MIN_SAMPLES:
@@ -86,13 +78,7 @@ def set_aside(labels: Int[np.ndarray, " samples"], share: float, seed: int) -> t
 
     Returns:
       The row numbers of the training part and of the test part, each in ascending order.
-
-    Raises:
-      ConfigError: for a seed or a share out of range.
     """
-    check_seed(seed)
-    if not 0 < share < 1:
-        raise ConfigError("data.test_part_share", share, "a number above 0 and below 1")
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0, 0)))
     in_test = np.zeros(len(labels), bool)
     for k in np.unique(labels):
@@ -133,10 +119,9 @@ def draw_test(
       without replacement by other classes (`short_of_test_rows` makes a note of this), unless it would get none.
 
     Raises:
-      ConfigError: a share is out of range, a client has no rows, a client has no dominant class but is to be tested on
-        these, or the test part has no samples of a client's classes.
+      ConfigError: a client has no rows, a client has no dominant class but is to be tested on these, or the test part
+        has no samples of a client's classes.
     """
-    _check_split(seed, test_share, validation_share)
     classes, present = int(labels.max()) + 1, len(np.unique(labels))
     test_by_class = [test_rows[labels[test_rows] == k] for k in range(classes)]
     supply = np.array([len(rows) for rows in test_by_class])
@@ -202,12 +187,7 @@ def own_test(
 
     Returns:
       A `Split` for each client.
-
-    Raises:
-      ConfigError: for a seed or a share out of range.
     """
-    check_seed(seed)
-    _check_validation_share(validation_share)
     splits = []
     for client, part in enumerate(parts):
         rng = _client_rng(seed, client)
@@ -308,17 +288,3 @@ def _by_class(
 def _floor(value: float) -> int:
     """Rounds down; a whole number that float error has made slightly smaller (0.29 * 100) stays that number."""
     return math.floor(value + 1e-9)
-
-
-def _check_split(seed: int, test_share: float, validation_share: float) -> None:
-    """Raises a ConfigError if the seed is out of range, or the shares leave no training or no test rows."""
-    check_seed(seed)
-    if not 0 < test_share < 1:
-        raise ConfigError("data.test_share", test_share, "a number above 0 and below 1")
-    _check_validation_share(validation_share)
-
-
-def _check_validation_share(validation_share: float) -> None:
-    """Raises a ConfigError if the share leaves no training rows."""
-    if not 0 <= validation_share < 1:
-        raise ConfigError("data.validation_share", validation_share, "a number from 0 to below 1")

@@ -48,6 +48,8 @@ _TOO_MANY = 2**31
 
 SELECTORS = ("method.name", "model.name", "data.partition.kind")
 """The fields that name a part. The other options of the same table belong to that part; another name has others."""
+# The parts of tables that name none.
+_USUAL = {"model.name": "mlp", "data.partition.kind": "dirichlet"}
 HONEST: Mapping[str, Any] = {"attack.kind": "none", "attack.share": None, "attack.scale": None}
 """Changes to a config after which it has no malicious clients."""
 
@@ -94,16 +96,17 @@ def summary_line(documented: Any) -> str:
 
 def _choose(section: str, key: str, table: Mapping[str, Callable]) -> BeforeValidator:
     """Checks a table {key: name, **options} against the signature of table[name], and fills in the defaults."""
+    field = f"{section}.{key}"
 
     def check(given: Any) -> dict[str, Any]:
         if not isinstance(given, Mapping):
             raise ConfigError(section, given, f'expected a table such as {{{key} = "{next(iter(table))}"}}')
-        options = dict(given)
-        name = options.pop(key, None)
+        options = {key: _USUAL.get(field, "(missing)"), **given}
+        name = options.pop(key)
         if isinstance(name, str) and name not in table:
             load_entry_points()
         if not isinstance(name, str) or name not in table:
-            raise ConfigError(f"{section}.{key}", name, one_of(name, table))
+            raise ConfigError(field, name, one_of(name, table))
         schema = options_model(name, table[name])
         options = _with_tuples(_unset(options, schema), schema)
         try:
@@ -215,7 +218,7 @@ class Data(_Section):
     source: str
     clients: int = Field(20, ge=1)
     partition: Annotated[dict[str, Any], _choose("data.partition", "kind", PARTITIONS)] = Field(
-        {"kind": "dirichlet"}, validate_default=True
+        {"kind": _USUAL["data.partition.kind"]}, validate_default=True
     )
     split: Literal["merge", "official"] = "merge"
     test_part_share: Share | None = None
@@ -590,7 +593,9 @@ class Config(_Section):
     """
 
     data: Data
-    model: Annotated[dict[str, Any], _choose("model", "name", MODELS)] = Field({"name": "mlp"}, validate_default=True)
+    model: Annotated[dict[str, Any], _choose("model", "name", MODELS)] = Field(
+        {"name": _USUAL["model.name"]}, validate_default=True
+    )
     method: Annotated[dict[str, Any], _choose("method", "name", METHODS)]
     training: Training = Training()
     finetune: Finetune = Finetune()
@@ -779,6 +784,10 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), ove
       ConfigError: the file is missing or not TOML, or one of its values cannot be used.
     """
     tables = read_toml(path, "config file")
+    for table, command in (("grid", "sweep"), ("space", "tune")):
+        if table in tables:
+            allowed = f"with [{table}] it is a {command} file: fedjax-pfl {command} {path}"
+            raise ConfigError("config file", str(path), allowed)
     for given in (overrides, over_these):
         if not isinstance(given, list | tuple) or not all(isinstance(override, str) for override in given):
             raise ConfigError("overrides", given, 'a list of strings, e.g. ["training.lr=0.01"]')
@@ -797,7 +806,7 @@ def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
       ConfigError: the file, called ``what`` in the message, is missing or not TOML.
     """
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(what, str(path), f"cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -814,7 +823,8 @@ def parse_value(text: str) -> Any:
 
 def _override(tables: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
-    *sections, key = dotted.strip().split(".")
+    field = dotted.strip()
+    *sections, key = field.split(".")
     if not equals or not all([*sections, key]) or not (sections or key == "protocol"):
         raise ConfigError("override", override, "expected section.key=value, e.g. training.lr=0.01")
     table, under = tables, tables_of(tables["protocol"]) if "protocol" in tables else {}
@@ -823,7 +833,7 @@ def _override(tables: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError("override", override, f"{section} is a value, not a table")
     value = parse_value(text)
-    if dotted.strip() in SELECTORS and table.get(key, under.get(key, value)) != value:
+    if field in SELECTORS and table.get(key, under.get(key, _USUAL.get(field, value))) != value:
         table.clear()
     table[key] = value
 
@@ -885,12 +895,13 @@ def _config_error(error: ValidationError, section: str, allowed: Sequence[str], 
         known = list(table.model_fields) if table else allowed
         here = _ELSEWHERE.get(path[-1], path[-1])
         return ConfigError(field, first["input"], f"no such key{owner}; {one_of(here, known)}")
+    told = descriptions(table).get(path[-1], "").replace("``", "").rstrip(".") if table else ""
     if first["type"] == "missing":
-        told = descriptions(table).get(path[-1], "").replace("``", "").rstrip(".") if table else ""
         return ConfigError(field, "(missing)", f"it has no default and must be given{told and f': {told}'}")
     if first["type"] == "model_type":
         return ConfigError(field, first["input"], f"expected a table [{field}]")
-    return ConfigError(field, first["input"], first["msg"][0].lower() + first["msg"][1:])
+    share = ": it is a share" if first["type"] == "less_than" and told.startswith("share of ") else ""
+    return ConfigError(field, first["input"], first["msg"][0].lower() + first["msg"][1:] + share)
 
 
 def _section(path: Sequence[str]) -> type[_Section] | None:

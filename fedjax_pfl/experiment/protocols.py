@@ -9,7 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, one_of
 
 Tables = dict[str, dict[str, Any]]
 
@@ -109,7 +109,7 @@ def tables_of(protocol: Any) -> Tables:
       ConfigError: field ``protocol``: there is no protocol of this name.
     """
     if not isinstance(protocol, str) or protocol not in PROTOCOLS:
-        raise ConfigError("protocol", protocol, f"one of {', '.join(PROTOCOLS)}")
+        raise ConfigError("protocol", protocol, one_of(protocol, PROTOCOLS))
     return copy.deepcopy(PROTOCOLS[protocol])
 
 

@@ -90,6 +90,7 @@ def register_method(name: str) -> Callable[[Part], Part]:
     Raises:
       ConfigError: the name is not allowed, or the function does not have such a signature.
     """
+    _check_name("method", name)
     return functools.partial(_register, "method", name)
 
 
@@ -104,9 +105,9 @@ def register_model(name: str, *, features: str | None = None) -> Callable[[Part]
     Raises:
       ConfigError: the name is not allowed, or the decorated object cannot be a model.
     """
+    _check_name("model", name)
 
     def register(given: Part) -> Part:
-        _check_name("model", name)
         _register("model", name, own_model(given, features=features))
         return given
 
@@ -125,6 +126,7 @@ def register_dataset(name: str) -> Callable[[Part], Part]:
     Raises:
       ConfigError: the name is not allowed, or the function does not have such a signature.
     """
+    _check_name("dataset", name)
 
     def register(given: Part) -> Part:
         _check("dataset", name, given)
@@ -152,6 +154,7 @@ def register_partition(name: str) -> Callable[[Part], Part]:
     Raises:
       ConfigError: the name is not allowed, or the function does not have such a signature.
     """
+    _check_name("partition", name)
 
     def register(given: Part) -> Part:
         @functools.wraps(given)
@@ -180,6 +183,7 @@ def register_metric(name: str) -> Callable[[Part], Part]:
     Raises:
       ConfigError: the name is not allowed, or the function does not have such a signature.
     """
+    _check_name("metric", name)
     return functools.partial(_register, "metric", name)
 
 
@@ -251,8 +255,7 @@ def _register(kind: str, name: str, part: Part) -> Part:
 
 
 def _check(kind: str, name: str, part: Any) -> None:
-    """Checks name and signature of a part."""
-    _check_name(kind, name)
+    """Checks the signature of a part."""
     field, example, given = f"register_{kind}", _KINDS[kind].example, _KINDS[kind].given
     if not callable(part):
         raise ConfigError(field, part, f"a function: {example}")
@@ -279,7 +282,8 @@ def _check(kind: str, name: str, part: Any) -> None:
 
 def _check_name(kind: str, name: Any) -> None:
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ConfigError(f"register_{kind}", name, "a name of letters, digits and underscores")
+        allowed = f'a name of letters, digits and underscores, as in @register_{kind}("mine")'
+        raise ConfigError(f"register_{kind}", name, allowed)
     if name in _KINDS[kind].built_in:
         raise ConfigError(f"register_{kind}", name, f"another name: the package's own {kind} is called so")
 

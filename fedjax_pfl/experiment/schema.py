@@ -35,11 +35,6 @@ def config_schema() -> Schema:
     data["source"] = _kept(data["source"], "description") | _source()
     protocols = {"enum": list(PROTOCOLS), "description": "what is not given below is taken from it, not the defaults."}
     schema["properties"] = {"protocol": protocols, **tables}
-    # A protocol also sets model and partition.
-    schema["if"] = {"not": {"required": ["protocol"]}}
-    schema["then"] = {
-        "properties": {"model": {"required": ["name"]}, "data": {"properties": {"partition": {"required": ["kind"]}}}}
-    }
     opening = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A config of fedjax_pfl"}
     return opening | _for_toml({name: value for name, value in schema.items() if name != "title"})
 

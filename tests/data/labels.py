@@ -1,7 +1,9 @@
-"""Labels and hypothesis settings that the tests of partitions and splits share."""
+"""What the tests of partitions, splits and federations share: labels, hypothesis settings, a whole division."""
 
 import numpy as np
 from hypothesis import settings
+
+from fedjax_pfl.data.divide import deal, federate
 
 fixed = settings(deadline=None, max_examples=60, derandomize=True, database=None)
 
@@ -13,3 +15,9 @@ def labels_of(*class_sizes):
 
 
 TEN = labels_of(*[20] * 10)
+
+
+def divide(dataset, *, validation_share=0.0, evaluate_on="test", **fields):
+    """The federation and the manifest of a data set."""
+    holdings, record = deal(dataset, validation_share=validation_share, **fields)
+    return federate(dataset, holdings, validation_share=validation_share, evaluate_on=evaluate_on), record

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.divide import count_new, deal, divide
+from fedjax_pfl.data.divide import count_new, deal
 from fedjax_pfl.errors import ConfigError
-from tests.data.labels import TEN
+from tests.data.labels import TEN, divide
 
 SAMPLES, TRAIN_ROWS, CLIENTS = len(TEN), 140, 6
 RNG = np.random.default_rng(1)
@@ -63,6 +63,12 @@ def test_users_that_a_partition_does_not_look_at_are_noted():
     _, manifest = divided(MERGED._replace(users=np.arange(SAMPLES) % 5))
     assert manifest["notes"] == ['the users of made are not looked at: the partition is "iid", and theirs is "natural"']
     assert not divided()[1]["notes"]
+
+
+def test_labels_that_count_from_1_are_noted():
+    assert divided(MERGED._replace(labels=TEN + 1, classes=11))[1]["notes"] == [
+        "class 0 has no sample; do the labels count from 1?"
+    ]
 
 
 def test_a_test_part_from_python_that_is_divided_anew_is_noted():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedjax_pfl.data.divide import deal
 from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError
@@ -78,6 +79,19 @@ def test_data_sets_in_hand_are_data():
     check(as_dataset(of_images(image="a", label="b")), COLOURS)
     check(as_dataset((of_images(COLOURS[:2], Y[:2]), of_images(COLOURS[2:], Y[2:]))), COLOURS, train_rows=2)
     check(as_dataset(of_images().with_format("numpy")), COLOURS)
+
+
+def test_columns_are_arrays():
+    data = made({"x": FLOATS, "y": VALUE("int64")}, x=NUMBERS.astype(np.float32).tolist(), y=Y)
+    check(as_dataset((data["x"], data["y"])), NUMBERS.astype(np.float32))
+
+
+def test_parts_that_are_not_read_are_named_when_a_test_part_is_missed(tmp_path):
+    given = datasets.DatasetDict(train=of_images(), validation=of_images())
+    given.save_to_disk(tmp_path / "set")
+    for found in (as_dataset(given), load(f"hf:{tmp_path / 'set'}")):
+        with pytest.raises(ConfigError, match=r"has no test part of its own \(left out: validation\); use \"merge\""):
+            deal(found, clients=2, partition={"kind": "iid"}, split="official", seed=0)
 
 
 def test_gray_images_have_one_channel_and_three_among_others():
@@ -156,6 +170,7 @@ LIST, FLOATS = datasets.Sequence(VALUE("int64")), datasets.Sequence(VALUE("float
         (lambda: of_images([GRAY[0], GRAY[1, :2]], [0, 1]), r"one size .* sample 0 has \(4, 5\), sample 1 \(2, 5\)"),
         (lambda: of_images([], []), "the train part holds nothing"),
         (lambda: of_images(labels=[-1] * 6), "labels must be 0 or more"),
+        (lambda: [of_images()] * 4, r"data = 'list of 4' is not usable: \(x, y\) or "),
         (lambda: datasets.DatasetDict(test=of_images()), "it needs a part 'train'; present: test"),
         (lambda: of_images().to_iterable_dataset(), r"data = 'IterableDataset' is not usable: \(x, y\)"),
     ],

@@ -9,12 +9,12 @@ import pytest
 from fedjax_pfl import Config, ConfigError, simulate
 from fedjax_pfl.cli.commands import main
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.divide import deal, divide
+from fedjax_pfl.data.divide import deal
 from fedjax_pfl.data.pfllib import export
 from fedjax_pfl.data.rows import Holdings, Split, read, save
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.record import RunDirectory
-from tests.data.labels import TEN
+from tests.data.labels import TEN, divide
 
 CLIENTS, TRAIN_ROWS, FIELD = 4, 150, "data.partition.file"
 MADE = Dataset("made", np.zeros((200, 1, 1, 1), np.uint8), TEN, 10, TRAIN_ROWS, np.arange(200) % 9)

@@ -9,12 +9,12 @@ import pytest
 from sklearn.datasets import load_breast_cancer, make_classification
 
 from fedjax_pfl import Config, ConfigError, FederatedData, simulate
-from fedjax_pfl.data.divide import divide
 from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.experiment.build import DataShape, make_engine, shape_of
 from fedjax_pfl.experiment.trained import checked_samples
+from tests.data.labels import divide
 
 RNG = np.random.default_rng(5)
 PIXELS, TEST_PIXELS = (RNG.integers(0, 256, (n, 4, 5, 3), np.uint8) for n in (6, 2))
@@ -205,6 +205,7 @@ MISTAKES = {
     "a tensor on a GPU": ((OnTheGPU(), Y), r"no array \(can't convert cuda:0 device type tensor to numpy\.\)$"),
     "labels as floats": ((NUMBERS, Y.astype(float)), r"labels must be integers, got float64: y\.astype\(int\)$"),
     "labels as truth values": ((NUMBERS, Y > 1), r"got bool: y\.astype\(int\)$"),
+    "labels that are infinite": ((NUMBERS, np.where(Y > 1, np.inf, Y)), r"numbers of classes, and inf is none$"),
     "what is no class": ((NUMBERS, Y / 4), r"numbers of classes, and 0\.5 is none$"),
     "labels as names": ((NUMBERS, list("abcabc")), rf"got <U1: {UNIQUE}"),
     "labels of both parts as names": (
@@ -253,7 +254,13 @@ MISTAKES = {
     "no clients": (FederatedData(*PART, clients=[]), "row numbers, integers"),
     "a number of clients": (FederatedData(*PART, clients=4), "row numbers, integers"),
     "a number of clients in an array": (FederatedData(*PART, clients=np.array(4)), "row numbers, integers"),
-    "rows that are none": (FederatedData(*PART, clients=[[0.5, 1]]), "row numbers, integers"),
+    "rows that are none": (FederatedData(*PART, clients=[[0.5, 1]]), r"integers.*; client 0 has float64 \(2,\)$"),
+    "clients in a dict": (FederatedData(*PART, clients={0: [0, 1]}), r"got a dict: list\(clients\.values\(\)\)$"),
+    "masks": (
+        FederatedData(*PART, clients=[[0, 1], Y > 1]),
+        r"client 1 has bool \(6,\): numpy\.flatnonzero\(mask\)$",
+    ),
+    "a data set for each client": ([Samples(*PART)] * 4, r"data = 'list of 4' is not usable: \(x, y\) or "),
     "rows that there are not": (FederatedData(*PART, clients=[[0, 1], [2, 6]]), "0 to 5, and client 1 has row 6"),
     "a row of two": (FederatedData(*PART, clients=[[0, 1], [2, 1]]), "two clients have row 1$"),
     "a row twice": (FederatedData(*PART, clients=[[0, 1, 0]]), "client 0 has row 0 twice"),

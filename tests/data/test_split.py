@@ -349,34 +349,9 @@ def test_manifest_hash_does_not_depend_on_integer_types():
 # --- Errors ---
 
 
-@pytest.mark.parametrize(
-    ("share", "seed", "field"),
-    [(0.0, 0, "data.test_part_share"), (1.0, 0, "data.test_part_share"), (0.5, -1, "data.seed")],
-)
-def test_a_bad_test_part_names_its_field(share, seed, field):
-    with pytest.raises(ConfigError) as caught:
-        set_aside(TEN, share, seed)
-    assert caught.value.field == field
-
-
-@pytest.mark.parametrize(
-    ("parts", "seed", "shares", "field"),
-    [
-        ([np.arange(5)], 0, (0.0, 0.0), "data.test_share"),
-        ([np.arange(5)], 0, (1.0, 0.0), "data.test_share"),
-        ([np.arange(5)], 0, (0.5, 1.0), "data.validation_share"),
-        ([np.arange(5)], 0, (0.5, -0.1), "data.validation_share"),
-        ([np.arange(5)], -1, (0.5, 0.1), "data.seed"),
-        ([np.arange(5), np.arange(0)], 0, (0.5, 0.1), "data.clients"),
-    ],
-)
-def test_bad_splits_name_their_field(parts, seed, shares, field):
-    test_share, validation_share = shares
-    with pytest.raises(ConfigError) as merged:
-        split_rows(TEN, parts, seed, test_share=test_share, validation_share=validation_share)
-    with pytest.raises(ConfigError) as drawn:
-        draw_test(TEN, parts, np.arange(100, 200), seed, test_share=test_share, validation_share=validation_share)
-    assert (merged.value.field, drawn.value.field) == (field, field)
+def test_a_client_without_samples_is_an_error():
+    with pytest.raises(ConfigError, match=r"data\.clients = 2 .* client 1 has no samples"):
+        draw_test(TEN, [np.arange(5), np.arange(0)], np.arange(100, 200), 0, test_share=0.5)
 
 
 def test_a_client_whose_classes_the_test_part_lacks_is_an_error():
