@@ -102,7 +102,7 @@ def test_a_comparison_says_how_long_the_others_would_take(monkeypatch):
 
     def take_a_while(configs, dataset, say):
         now[0] += next(seconds)
-        return "not run"
+        return ["not run"] * len(configs)
 
     monkeypatch.setattr("fedjax_pfl.experiment.executors.run_program", take_a_while)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -486,6 +486,11 @@ def test_bad_input_is_refused_before_anything_runs(methods, options, message, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_the_directory_of_a_single_run_is_no_folder_for_many(comparison, out):
+    with pytest.raises(ConfigError, match=r"^out = .* a folder for many runs: this is the run directory of a single"):
+        compare(config(), METHODS, out=out / "fedprox-seed0")
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
@@ -495,6 +500,10 @@ def test_bad_input_is_refused_before_anything_runs(methods, options, message, tm
         ({"run": {"checkpoint_every": 1}}, r"run\.checkpoint_every = 1 .* give run\.out"),
         ({"run": {"export": ["predictions"]}}, r"run\.export = .* nothing without out"),
         ({"run": {"client_history": True}}, r"run\.client_history = True .* nothing without out"),
+        (
+            {"run": {"out": "runs/x"}},
+            r"run\.out = 'runs/x' is not usable: leave it out, and give out=\"\.\.\.\", a folder",
+        ),
     ],
 )
 def test_what_is_wrong_with_all_runs_is_one_error(tables, message, monkeypatch):

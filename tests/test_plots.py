@@ -14,13 +14,16 @@ from fedjax_pfl import (
     ConfigError,
     Result,
     Sweep,
+    plot_attention,
     plot_clients,
     plot_confusion,
     plot_features,
+    plot_leakage,
     plot_partition,
     plot_sensitivity,
 )
 from fedjax_pfl.cli.commands import main
+from fedjax_pfl.experiment.html import partition_html
 from fedjax_pfl.experiment.plots.style import class_colours, legend_above, line_style
 from fedjax_pfl.experiment.tables import Cell
 
@@ -295,6 +298,16 @@ def test_shades_order_clients_by_the_class_that_they_have_most_of():
     assert ax.get_legend() is None
 
 
+@pytest.mark.parametrize(("clients", "classes"), [(5, 10), (20, 10), (4, 3), (20, 2), (5, 40)])
+def test_circles_of_few_clients_keep_to_their_rows(clients, classes):
+    ax = plot_partition({"class_counts": np.ones((clients, classes), int).tolist()})
+    sides = 72 * ax.bbox.size / ax.figure.dpi / (clients, classes)
+    widest = np.sqrt(ax.collections[0].get_sizes().max())
+    assert 4 <= widest <= max(1.2 * sides.min(), 8)
+    assert widest <= 16  # the room of a mark in the legend
+    assert not ax.collections[0].get_clip_on()
+
+
 @pytest.mark.parametrize(("clients", "classes", "label"), [(100, 10, "client"), (1000, 10, "client, by main class")])
 def test_circles_too_small_to_tell_apart_are_shades(clients, classes, label):
     counts = np.eye(classes, dtype=int)[np.arange(clients) % classes]
@@ -335,8 +348,28 @@ def test_what_is_no_partition():
     for given, name in ((result(), "Result"), ({"sizes": []}, "dict")):
         with pytest.raises(ConfigError, match=f"^partition = '{name}' is not usable: Result.partition, or what partit"):
             plot_partition(given)
+        with pytest.raises(ConfigError, match=f"^partition = '{name}' is not usable: Result.partition, or what partit"):
+            partition_html(given)
     with pytest.raises(ConfigError, match=r"^kind = 'pie' is not usable: one of bubbles, shades, bars"):
         plot_partition(PARTITION, "pie")
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: plot_clients("runs/a"), "runs = 'str' is not usable: a result, comparison or sweep"),
+        (lambda: plot_clients([result()]), "runs = 'list' is not usable: a result, comparison or sweep"),
+        (lambda: plot_confusion(compared()), "result = 'Comparison' is not usable: what simulate(...) gives"),
+        (lambda: plot_features("runs/a"), "result = 'str' is not usable: what simulate(...) gives"),
+        (lambda: plot_attention(compared(), []), "result = 'Comparison' is not usable: what simulate(...) gives"),
+        (lambda: plot_sensitivity(result(), "training.lr"), "sweep = 'Result' is not usable: what sweep(...) gives"),
+        (lambda: plot_leakage(result()), "found = 'Result' is not usable: what leakage(...) gives, or several"),
+        (lambda: plot_leakage({"a": result()}), "found = 'Result' is not usable: what leakage(...) gives, or several"),
+    ],
+)
+def test_what_cannot_be_drawn_at_all(draw, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        draw()
 
 
 EXPORTED = {
@@ -354,7 +387,7 @@ def test_a_confusion_matrix():
     ax = plot_confusion(run, 3)
     np.testing.assert_array_equal(np.ma.filled(ax.images[0].get_array(), np.nan), [nothing, nothing, [50, 0, 50]])
     assert {(text.get_position(), text.get_text()) for text in ax.texts} == {((0, 2), "50"), ((2, 2), "50")}
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("answer", "class")
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("predicted class", "true class")
 
 
 def featured(samples=60, clients=2):
@@ -564,6 +597,21 @@ def test_the_command_draws_runs_on_disk(folder, command):
     assert pyplot.get_fignums() == []
 
 
+def test_a_picture_is_written_at_once_into_a_folder_that_is_made(folder, command, monkeypatch):
+    call, _ = command
+    out = folder / "pictures" / "fig.png"
+    call(folder / "table", "-o", out)
+    before = out.read_bytes()
+
+    def half(figure, path, **_):
+        path.write_bytes(b"half")
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr(Figure, "savefig", half)
+    assert "a file that can be written (no space)" in call(folder / "table", "-o", out, "--overwrite")
+    assert out.read_bytes() == before
+
+
 def test_methods_are_drawn_in_the_order_of_their_table(folder, command):
     """By path, fedavg comes first; a report has this order, too, and so the same colours."""
     call, figures = command
@@ -622,11 +670,16 @@ def test_rows_of_clients_have_room_and_their_names_are_whole(rows, name, folder,
         (("-o", "a.pdf", "--kind", "pie"), "--kind = 'pie' is not usable: one of curves, clients, partition"),
         (("-o", "a.pdf", "--metric", "loss"), "metric = 'loss' is not usable: one of seconds, pre.accuracy"),
         (("-o", "a.pdf", "--x", "megabytes"), "x = 'megabytes' is not usable: one of round, seconds"),
-        (("-o", "nowhere/a.pdf"), "--out = 'nowhere/a.pdf' is not usable: a file that can be written (No such file or"),
+        (
+            ("-o", "a.pdf", "--kind", "clients", "--metric", "global"),
+            "--metric = 'global' is not usable: one that begins with pre. or post., for --kind clients",
+        ),
+        (("-o", "file/a.pdf"), "--out = 'file/a.pdf' is not usable: a file that can be written (File exists)"),
     ],
 )
 def test_mistakes_on_the_command_line(folder, command, monkeypatch, arguments, message):
     monkeypatch.chdir(folder)
+    (folder / "file").touch()
     assert command[0]("table", *arguments).startswith(f"error: {message}")
 
 

@@ -313,6 +313,30 @@ def test_a_model_can_be_written_for_flax(runs, tmp_path):
     np.testing.assert_array_equal(load_file(path)["head/bias"], result.params(2)["head"]["bias"])
     with pytest.raises(ConfigError, match=r"path = .* a file that can be written"):
         result.save_params(path / "inside", client=2)
+    with pytest.raises(ConfigError, match=r"path = 'p\.npz' is not usable: a file that ends with \.safetensors"):
+        result.save_params("p.npz", client=2)
+
+
+@pytest.mark.parametrize(
+    ("metric", "target", "round"),
+    [
+        ("train_loss", 1.2, 4),
+        ("train_loss", 1.0, None),
+        ("pre.loss", 2.0, 4),
+        ("pre.std_clients", 0.2, 2),
+        ("pre.mine", 3.0, 4),
+    ],
+)
+def test_a_loss_comes_down_to_its_target(fedavg, metric, target, round):
+    history = {
+        "train_loss": [1.63, 1.123],
+        "pre.loss": [np.nan, 1.9],
+        "pre.std_clients": [0.1, 0.3],
+        "pre.mine": [1, 3],
+    }
+    arrays = {name: np.array(values) for name, values in history.items()}
+    result = dataclasses.replace(fedavg[0], history={"round": np.array([2, 4]), **arrays})
+    assert result.rounds_to(target, metric) == round
 
 
 # --- Which state is kept ----------------------------------------------------------------------------------------------
@@ -420,6 +444,10 @@ MISTAKES = {
     "labels as floats": (lambda result: result.adapt(X, Y * 1.0), r"y = 'float64\[4\]'"),
     "a label too large": (lambda result: result.adapt(X, Y + 9), "whole numbers from 0 to 9"),
     "nothing to adapt to": (lambda result: result.adapt(X[:0], Y[:0]), r"y = 'int32\[0\]'"),
+    "a target in %": (
+        lambda result: result.rounds_to(66, "pre.accuracy"),
+        r"target = 66 is not usable: a share from 0 to 1, such as 0\.66",
+    ),
     "no epochs": (lambda result: result.adapt(X, Y, epochs=0), r"training\.epochs = 0"),
     "a newcomer's number": (lambda result: result.adapt(X, Y, client=-2), "a whole number, 0 or more"),
 }

@@ -21,6 +21,7 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import DataShape, make_engine, model_of, shape_of
 from fedjax_pfl.experiment.config import HONEST, Config
 from fedjax_pfl.experiment.kept import named
+from fedjax_pfl.experiment.plots.given import check_given
 from fedjax_pfl.experiment.plots.style import COLUMN, drawing
 from fedjax_pfl.experiment.programs import drawn_once, keys_of
 from fedjax_pfl.experiment.registry import with_own_parts
@@ -167,9 +168,13 @@ def plot_leakage(
       The axes, with the first twelve images.
 
     Raises:
-      ConfigError: no attack is given, or their targets differ; or matplotlib is not installed.
+      ConfigError: no attack is given, or something else; or their targets differ; or matplotlib is not installed.
     """
+    allowed = "what leakage(...) gives, or several of them as name -> attack"
+    check_given("found", found, (Leakage, Mapping), allowed)
     rows = {found.method: found} if isinstance(found, Leakage) else dict(found)
+    for row in rows.values():
+        check_given("found", row, Leakage, allowed)
     first = next(iter(rows.values()), None)
     if first is None or any(not np.array_equal(row.targets, first.targets) for row in rows.values()):
         raise ConfigError("found", list(rows), "attacks on the same images, one or more")

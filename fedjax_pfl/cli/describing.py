@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.config import Config, descriptions, hyperparameters, summary_line
 from fedjax_pfl.experiment.protocols import PROTOCOLS, tables_of
 from fedjax_pfl.experiment.registry import load_entry_points
@@ -31,6 +31,8 @@ _WIDTH = 100
 def described(name: str) -> str:
     """What there is to say of a method, model, partition, source, protocol, config section or field.
 
+    An option is ``fedprox.mu``, that of one part, or ``method.mu``, that of all methods that have it.
+
     Raises:
       ConfigError: there is nothing of this name.
     """
@@ -41,20 +43,45 @@ def described(name: str) -> str:
     if name in PROTOCOLS:
         values = [f"{field} = {_shown(value)}" for field, value in flat(tables_of(name)).items()]
         found.append("\n".join([f'protocol = "{name}", in the place of the defaults:', "", *values]))
+    if name == "protocol":
+        found += ["protocol: values in the place of the defaults, by one of these names.", ", ".join(PROTOCOLS)]
+    for table, parts in _TABLES.items():
+        selector = f"{table}.{'kind' if table == 'data.partition' else 'name'}"
+        if name in (table, selector):
+            found += [f"{selector}: one of the following, each with options of its own.", ", ".join(parts)]
+    found += [text for known, text in _options() if name in known]
     section, dot, field = name.partition(".")
-    if name in _TABLES:
-        key = "kind" if name == "data.partition" else "name"
-        found += [f"{name}.{key}: one of the following, each with options of its own.", ", ".join(_TABLES[name])]
     if section in Config.model_fields and section not in _TABLES:
         schema = _section(section)
         if not dot:
             found.append(_of_section(section, schema))
         elif field in schema.model_fields:
-            found.append("\n".join(_field(name, schema.model_fields[field], descriptions(schema)[field])))
+            found.append("\n".join(_field(name, _default(schema.model_fields[field]), descriptions(schema)[field])))
     if not found:
+        meant, _, _ = one_of(name, _names()).partition("allowed: ")  # there are hundreds
         allowed = "a method, model, partition, data source, protocol, section (training) or field (training.lr)"
-        raise ConfigError("NAME", name, f"{allowed}; fedjax-pfl methods, models, partitions and datasets list them")
+        lists = "fedjax-pfl methods, models, partitions and datasets list them"
+        raise ConfigError("NAME", name, f"{allowed}; {meant}{lists}")
     return "\n\n".join(found)
+
+
+def _options() -> Iterator[tuple[tuple[str, str], str]]:
+    """The options of all methods, models and partitions: each by its two names, with what there is to say of it."""
+    for table, parts in _TABLES.items():
+        for part, factory in parts.items():
+            texts = descriptions(factory, "Args")
+            for option, parameter in hyperparameters(factory).items():
+                text = texts.get(option, f"see fedjax-pfl describe {part}")
+                said = "\n".join(_field(f"{part}.{option}", parameter.default, text))
+                yield (f"{part}.{option}", f"{table}.{option}"), said
+
+
+def _names() -> Iterator[str]:
+    """All names that `described` knows, but for those of the tables."""
+    for names in (*_TABLES.values(), SOURCES, PROTOCOLS, ["protocol"], *(known for known, _ in _options())):
+        yield from names
+    for section in Config.model_fields.keys() - _TABLES.keys():
+        yield from (section, *(f"{section}.{field}" for field in _section(section).model_fields))
 
 
 def template() -> str:
@@ -97,26 +124,30 @@ def _part(table: str, name: str, part: Callable) -> str:
     given = hyperparameters(part)
     lines = [inspect.getdoc(part) or "", ""]
     lines.append(f"Options ([{table}] in the config):" if given else "No options of its own.")
-    for option, parameter in given.items():
-        shown = "(must be given)" if parameter.default is parameter.empty else f"= {_shown(parameter.default)}"
-        lines.append(f"  {option} {shown}")
+    lines += [f"  {_with_default(option, parameter.default)}" for option, parameter in given.items()]
     return "\n".join(lines)
 
 
 def _of_section(name: str, schema: type[BaseModel]) -> str:
     texts = descriptions(schema)
     fields = [
-        line for field, info in schema.model_fields.items() for line in _field(f"{name}.{field}", info, texts[field])
+        line
+        for field, info in schema.model_fields.items()
+        for line in _field(f"{name}.{field}", _default(info), texts[field])
     ]
     return "\n".join([summary_line(schema), "", *fields])
 
 
-def _field(name: str, info: FieldInfo, text: str) -> Iterator[str]:
+def _field(name: str, default: Any, text: str) -> Iterator[str]:
     """A field with its default, and what it means."""
-    default = _default(info)
-    yield f"{name} = {_shown(default)}" if default is not PydanticUndefined else f"{name} (must be given)"
+    yield _with_default(name, default)
     for line in _wrapped(text):
         yield f"  {line}"
+
+
+def _with_default(name: str, default: Any) -> str:
+    needed = default is PydanticUndefined or default is inspect.Parameter.empty
+    return f"{name} (must be given)" if needed else f"{name} = {_shown(default)}"
 
 
 def _default(info: FieldInfo) -> Any:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from fedjax_pfl.experiment.record import Listed
 
-# The columns of a partition before those of the classes, and where its manifest has them.
-_SIZES = {"size": "sizes", "train": "n_train", "test": "n_test"}
 # The letters of a user's name in one line.
 _USER = 40
 
@@ -86,10 +84,12 @@ def print_partition(manifest: dict[str, Any]) -> None:
     from rich.cells import cell_len
     from rich.table import Table
 
+    from fedjax_pfl.experiment.html import SIZES
+
     columns: dict[str, list[str]] = {"client": [str(client) for client in range(len(manifest["sizes"]))]}
     if users := manifest.get("users"):
         columns["user"] = [str(user) for user in users]
-    columns |= {name: [str(n) for n in manifest[key]] for name, key in _SIZES.items()}
+    columns |= {name: [str(n) for n in manifest[key]] for name, key in SIZES.items()}
     by_class = enumerate(zip(*manifest["class_counts"], strict=True))
     columns |= {str(label): [str(n) if n else "·" for n in counts] for label, counts in by_class}
     gap = 2  # Rich puts two spaces after each column, and one before the first
@@ -113,13 +113,18 @@ def print_partition(manifest: dict[str, Any]) -> None:
 
 def print_table(table: dict[str, Callable[..., Any]]) -> None:
     """Prints names and the first line of what each is documented by."""
+    wide = max(map(len, table))
     for name, factory in table.items():
-        print(f"{name:12} {(inspect.getdoc(factory) or 'your own').splitlines()[0]}")
+        said = (inspect.getdoc(factory) or "your own").splitlines()[0].replace("``", "`")
+        print(f"{name:{wide}} {said}")
 
 
 def print_runs(runs: "Sequence[Listed]", folder: Path) -> None:
     """Prints a line per run in a folder: how far it is, and what it came to."""
     from rich.table import Table
+
+    from fedjax_pfl.experiment.summary import POINTS
+    from fedjax_pfl.experiment.tables import NONE
 
     table = Table(title=f"in {folder}", title_justify="left")
     for heading in ("run", "method", "data", "seed"):
@@ -130,9 +135,10 @@ def print_runs(runs: "Sequence[Listed]", folder: Path) -> None:
     for run in runs:
         config = run.config
         done = f"{run.round}/{config['training']['rounds']}"
-        found = [run.accuracy.get(point) for point in ("pre", "post")]
-        scores = ["—" if value is None else f"{100 * value:.2f}" for value in found]  # None: no client was scored
+        found = [run.accuracy.get(point) for point in POINTS]
+        scores = [NONE if value is None else f"{100 * value:.2f}" for value in found]  # None: no client was scored
         of = [config["method"]["name"], config["data"]["source"], str(config["run"]["seed"])]
+        state = "" if run.ended else "not ended" if run.begun else "not begun"
         path = run.path.relative_to(folder)
-        table.add_row(str(path if path.parts else run.path), *of, done, *scores, "" if run.ended else "not ended")
+        table.add_row(str(path if path.parts else run.path), *of, done, *scores, state)
     _console(200).print(table)

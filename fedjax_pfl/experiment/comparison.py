@@ -78,7 +78,7 @@ class Comparison(NamedTuple):
             raise ConfigError("method", method, f"one of those compared: {', '.join(known)}")
         figure = self.point if figure is None else figure
         if figure not in FIGURES:
-            raise ConfigError("figure", figure, f"one of {', '.join(FIGURES)}")
+            raise ConfigError("figure", figure, one_of(figure, FIGURES))
         return {cell.seed: cell.figures[figure] for cell in self.cells if _name(cell) == method and cell.summary}
 
     def rows(self) -> list[dict[str, Any]]:
@@ -229,8 +229,8 @@ def compare(
       The runs; a failed run is reported among them and does not stop the others.
 
     Raises:
-      ConfigError: there is no such method or hyperparameter, a run directory holds another run, or another process is
-        running in ``out``; raised before anything is run.
+      ConfigError: there is no such method or hyperparameter, a run directory holds another run, ``out`` is that of a
+        single run, or another process is running in ``out``; raised before anything is run.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
     """
     folder = folder_of(config, out, executor)

@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.experiment.grid import entries_of
+from fedjax_pfl.experiment.markdown_table import entries_of
+from fedjax_pfl.experiment.plots.given import counts_in
 
+SIZES = {"size": "sizes", "train": "n_train", "test": "n_test"}
+"""The columns of a partition's table before those of the classes, and where its manifest has them."""
 # The largest number of clients or classes shown of a partition, because a notebook file keeps all that it shows.
 _SHOWN = 40
 # Both colours are visible on white and on black; POST is also dashed.
@@ -93,13 +96,15 @@ def partition_html(partition: Mapping[str, Any]) -> str:
 
     Args:
       partition: ``Result.partition``, or the content of a run's ``partition.json``.
+
+    Raises:
+      ConfigError: this is something else.
     """
-    counts = np.asarray(partition["class_counts"])
+    counts = counts_in(partition)
     clients, classes = (min(_SHOWN, there) for there in counts.shape)
-    columns = {"size": "sizes", "train": "n_train", "test": "n_test"}
     rows = []
     for client in range(clients):
-        known = [client, *(partition[name][client] for name in columns.values())]
+        known = [client, *(partition[name][client] for name in SIZES.values())]
         shades = [_cell(str(n) if n else "·", shade=n / counts.max()) for n in counts[client, :classes]]
         rows.append([*cells_html(map(str, known)), *shades])
     whole = dict(zip(("clients", "classes"), counts.shape, strict=True))
@@ -107,7 +112,7 @@ def partition_html(partition: Mapping[str, Any]) -> str:
     shown = [f"shown: {' and '.join(cut)}"] if cut else []
     return _block(
         "samples per client and class",
-        table_html(["client", *columns, *map(str, range(classes))], rows),
+        table_html(["client", *SIZES, *map(str, range(classes))], rows),
         notes_html([*shown, *partition["notes"], f"hash {partition['hash']}"]),
     )
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.summary import Line
+from fedjax_pfl.experiment.summary import POINTS, Line
 
 SECONDS_PER_LINE = 5.0
 """The shortest time between two lines of a log."""
@@ -136,7 +136,7 @@ def _numbers(now: Progress) -> str:
         )
     shown = f"loss {now.loss:.4f}"
     if now.last is not None:
-        for point in ("pre", "post"):
+        for point in POINTS:
             shown += f"  {point} {100 * now.last[point]['accuracy']:.2f}%"
     return f"{shown}  {duration(now.seconds_left)} left"
 

@@ -19,9 +19,10 @@ from fedjax_pfl.experiment.frames import frame
 from fedjax_pfl.experiment.html import result_html
 from fedjax_pfl.experiment.kept import STATE, Kept, fitted, named, read_state, write_arrays
 from fedjax_pfl.experiment.plots.curves import plot_curves
+from fedjax_pfl.experiment.plots.style import quantity
 from fedjax_pfl.experiment.record import RunDirectory, read_run
 from fedjax_pfl.experiment.registry import OwnParts, with_own_parts
-from fedjax_pfl.experiment.summary import first_reached
+from fedjax_pfl.experiment.summary import FALLING, first_reached
 from fedjax_pfl.experiment.tables import Cell
 from fedjax_pfl.experiment.trained import Trained, TrainedModel, check_partition, state_like
 from fedjax_pfl.method import State
@@ -120,6 +121,9 @@ class Result:
     def rounds_to(self, target: float, metric: str = "global") -> int | None:
         """The first evaluated round at which a metric reaches the target; see `first_reached`.
 
+        A loss, and a spread over clients, reaches it if it is as small or smaller; any other metric, also one of your
+        own, if it is as large or larger.
+
         Args:
           target: in the unit of the metric, e.g. 0.66 for an accuracy of 66 %.
           metric: a name in ``history``; by default the accuracy of the global model.
@@ -128,11 +132,14 @@ class Result:
           The number of rounds; None if the target is never reached (or there is no global model).
 
         Raises:
-          ConfigError: ``history`` has no such metric.
+          ConfigError: ``history`` has no such metric, or the target of an accuracy is not from 0 to 1.
         """
         if metric not in self.history:
             raise ConfigError("metric", metric, one_of(metric, self.history))
-        at = first_reached(self.history[metric], target)
+        in_percent = quantity(metric)[0] == 100
+        if in_percent and not 0 <= target <= 1:
+            raise ConfigError("target", target, "a share from 0 to 1, such as 0.66")
+        at = first_reached(self.history[metric], target, falling=metric.rpartition(".")[2] in FALLING)
         return None if at is None else int(self.history["round"][at])
 
     @classmethod
@@ -174,13 +181,16 @@ class Result:
             holdings, manifest = deal(self.config, dataset)
         check_partition(dataset, manifest, self.partition)
         record.take()
-        record.begin(self.config.to_toml(), self.partition, holdings)
-        of_rounds = self.client_history.get("round", np.zeros(0, int))
-        for at, round in enumerate(self.history["round"].tolist()):
-            line = {name: column[at].item() for name, column in self.history.items()}
-            rows = {name: column[of_rounds == round] for name, column in self.client_history.items()}
-            record.append(unflatten_dict(line, sep="."), rows)
-        record.finish(self.clients, self.labels, self.exported, self.summary, self.kept)
+        try:
+            record.begin(self.config.to_toml(), self.partition, holdings)
+            of_rounds = self.client_history.get("round", np.zeros(0, int))
+            for at, round in enumerate(self.history["round"].tolist()):
+                line = {name: column[at].item() for name, column in self.history.items()}
+                rows = {name: column[of_rounds == round] for name, column in self.client_history.items()}
+                record.append(unflatten_dict(line, sep="."), rows)
+            record.finish(self.clients, self.labels, self.exported, self.summary, self.kept)
+        finally:
+            record.leave()
 
     @property
     def state(self) -> State:
@@ -263,8 +273,10 @@ class Result:
           overwrite: whether to replace a file that exists.
 
         Raises:
-          ConfigError: the file exists, or cannot be written; as in `params`.
+          ConfigError: the file exists, cannot be written, or has another suffix; as in `params`.
         """
+        if Path(path).suffix not in ("", ".safetensors"):
+            raise ConfigError("path", str(path), "a file that ends with .safetensors, which is what is written")
         if Path(path).exists() and not overwrite:
             raise ConfigError("path", str(path), "it exists; name another file, or replace it: overwrite=True")
         try:

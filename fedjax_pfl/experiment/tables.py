@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.grid import grid
+from fedjax_pfl.experiment.markdown_table import markdown_table
 from fedjax_pfl.experiment.statistics import (
     ENOUGH_SEEDS,
     Difference,
@@ -197,7 +197,7 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
         notes.append("†: diverged: some answers were no numbers, which count as wrong; try a smaller learning rate.")
     failed = [f"**Failed**: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
     notes += [" ".join(note.split()) for note in failed]  # an empty line would begin another block
-    return "\n\n".join([legend, grid(names, [[row[name] for name in names] for row in shown]), *notes]) + "\n"
+    return "\n\n".join([legend, markdown_table(names, [[row[name] for name in names] for row in shown]), *notes]) + "\n"
 
 
 def _evaluated_on(cells: Sequence[Cell]) -> str:

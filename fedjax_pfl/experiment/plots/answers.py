@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.plots.given import check_given
 from fedjax_pfl.experiment.plots.style import MARKERS, class_bar, class_colours, drawing, legend_above
 from fedjax_pfl.experiment.result import Result
 
@@ -34,7 +35,8 @@ def plot_confusion(
       without samples is empty.
 
     Raises:
-      ConfigError: the run has exported no predictions, or none for that client; or matplotlib is not installed.
+      ConfigError: this is no result; the run has exported no predictions, or none for that client; or matplotlib is not
+        installed.
     """
     chosen = _exported(result, "predictions", "client", None if client is None else [client])
     label, answer = result.exported["label"][chosen], result.exported["prediction"][chosen]
@@ -52,7 +54,12 @@ def plot_confusion(
                 shade = "white" if share > 60 else "black"
                 ax.text(column, row, f"{share:.0f}", color=shade, fontsize=6, ha="center", va="center")
         step = max(1, classes // 10)
-        ax.set(xlabel="answer", ylabel="class", xticks=range(0, classes, step), yticks=range(0, classes, step))
+        ax.set(
+            xlabel="predicted class",
+            ylabel="true class",
+            xticks=range(0, classes, step),
+            yticks=range(0, classes, step),
+        )
         bar = ax.figure.colorbar(image, ax=ax, label="samples of the class (%)", pad=0.02)
         bar.outline.set_visible(False)
     return ax
@@ -76,8 +83,9 @@ def plot_features(
       ax: matplotlib axes to draw on; a new figure unless given.
 
     Raises:
-      ConfigError: the run has exported no features, none for such a client, or too few; ``clients`` is no list; there
-        is no such method; the model has a single feature, or has diverged; or matplotlib is not installed.
+      ConfigError: this is no result; the run has exported no features, none for such a client, or too few; ``clients``
+        is no list; there is no such method; the model has a single feature, or has diverged; or matplotlib is not
+        installed.
     """
     if method not in _PROJECTIONS:
         raise ConfigError("method", method, f"one of {', '.join(_PROJECTIONS)}")
@@ -142,8 +150,9 @@ def _exported(result: Result, what: str, argument: str, clients: Sequence[int] |
     """The rows of the exported arrays that belong to these clients, None for all; ``argument`` names them in errors.
 
     Raises:
-      ConfigError: the run has not exported what is asked for, or not for these clients.
+      ConfigError: this is no result, or the run has not exported what is asked for, or not for these clients.
     """
+    check_given("result", result, Result, "what simulate(...) gives")
     column = {"predictions": "prediction", "features": "features"}[what]
     if column not in result.exported:
         raise ConfigError("result", f"no {what}", f'of a run with run.export = ["{what}"]')

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import model_of
+from fedjax_pfl.experiment.plots.given import check_given
 from fedjax_pfl.experiment.plots.style import COLUMN, drawing
 from fedjax_pfl.experiment.registry import with_own_parts
 from fedjax_pfl.experiment.result import Result
@@ -50,10 +51,11 @@ def plot_attention(
       map from 0 to 1 (all 0 if nothing supports the class). The class is written below.
 
     Raises:
-      ConfigError: the state was not kept; the model has no feature maps; its predictions use more than an extractor
-        with a head; there is no such client or global model; x or y do not fit; the model has diverged; or matplotlib
-        is not installed.
+      ConfigError: this is no result; the state was not kept; the model has no feature maps; its predictions use more
+        than an extractor with a head; there is no such client or global model; x or y do not fit; the model has
+        diverged; or matplotlib is not installed.
     """
+    check_given("result", result, Result, "what simulate(...) gives")
     if result.kept is None:
         raise ConfigError("result", "no state", 'of a run with run.keep = "final" or "best"')
     data, config = result.kept.data, result.config

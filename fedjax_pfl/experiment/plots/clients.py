@@ -9,6 +9,7 @@ from jaxtyping import Float
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.comparison import Comparison
+from fedjax_pfl.experiment.plots.given import check_given
 from fedjax_pfl.experiment.plots.style import as_label, drawing, line_style
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.sweep import Sweep, check_point
@@ -47,11 +48,13 @@ def plot_clients(
       The axes; methods from top to bottom are at 0, 1, ... of the vertical axis.
 
     Raises:
-      ConfigError: there is no such kind or point, no run has a client that is scored, or matplotlib is not installed.
+      ConfigError: ``runs`` is none of these, there is no such kind or point, no run has a client that is scored, or
+        matplotlib is not installed.
     """
     if kind not in _KINDS:
         raise ConfigError("kind", kind, f"one of {', '.join(_KINDS)}")
     check_point(point)
+    check_given("runs", runs, (Result, Comparison, Sweep), "a result, comparison or sweep")
     cells = [runs.cell] if isinstance(runs, Result) else runs.cells
     found = {_name(group): _scored(group, point) for group in grouped(cells)}
     drawn = {name: values for name, values in found.items() if len(values)}

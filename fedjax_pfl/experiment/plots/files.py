@@ -9,6 +9,7 @@ from fedjax_pfl.experiment.plots.clients import height_of, plot_clients
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.plots.partition import plot_partition
 from fedjax_pfl.experiment.plots.style import COLUMN, look, make_room
+from fedjax_pfl.experiment.summary import POINTS
 from fedjax_pfl.experiment.sweep import Sweep
 
 _KINDS = ("curves", "clients", "partition")
@@ -30,7 +31,7 @@ def write_plot(
     Args:
       paths: run directories, or folders of comparisons and sweeps. Runs that differ only in their seeds are one method
         or combination; the order is that of the comparison's or sweep's table.
-      out: the file, with the suffix ``.pdf``, ``.png`` or ``.svg``.
+      out: the file, whose folder is created, with the suffix ``.pdf``, ``.png`` or ``.svg``.
       kind: ``curves``, as `Sweep.plot`; ``clients``, as `plot_clients`, at the point of the metric; ``partition``, as
         `plot_partition`.
       metric: as in `Sweep.plot`.
@@ -41,11 +42,14 @@ def write_plot(
       The directories of runs that have not ended, which are left out.
 
     Raises:
-      ConfigError: nothing can be drawn from these runs; the file exists or cannot be written; or there is no such kind
-        or suffix.
+      ConfigError: nothing can be drawn from these runs; the file exists or cannot be written; there is no such kind or
+        suffix; or the metric is of no point, and ``clients`` are drawn.
     """
     if kind not in _KINDS:
         raise ConfigError("--kind", kind, f"one of {', '.join(_KINDS)}")
+    point = metric.partition(".")[0]
+    if kind == "clients" and point not in POINTS:
+        raise ConfigError("--metric", metric, "one that begins with pre. or post., for --kind clients")
     if out.suffix not in _UNDATED:
         raise ConfigError("--out", str(out), f"a file that ends with {', '.join(_UNDATED)}")
     if out.exists() and not overwrite:
@@ -67,13 +71,16 @@ def write_plot(
         else:
             cells = cells_of(begun, table_in(paths))
             if kind == "clients":
-                plot_clients(Sweep(cells, {}), point=metric.partition(".")[0], ax=ax)
+                plot_clients(Sweep(cells, {}), point=point, ax=ax)
                 figure.set_figheight(height_of([label.get_text() for label in ax.get_yticklabels()]))
             else:
                 plot_curves(cells, metric, x, "sd", ax)
         make_room(ax)
+        partial = out.with_name(f".{out.name}.partial")
         try:
-            figure.savefig(out, metadata=_UNDATED[out.suffix])
+            out.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(partial, format=out.suffix[1:], metadata=_UNDATED[out.suffix])
+            partial.replace(out)
         except OSError as error:
             raise ConfigError("--out", str(out), f"a file that can be written ({error.strerror})") from None
     return [] if kind == "partition" else [run.path for run in begun if run.summary is None]

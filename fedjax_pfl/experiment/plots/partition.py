@@ -7,14 +7,16 @@ import numpy as np
 from jaxtyping import Float
 
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.plots.given import counts_in
 from fedjax_pfl.experiment.plots.style import class_bar, class_colours, drawing, legend_above, whole_numbers
 
 if TYPE_CHECKING:
     import matplotlib.axes
 
 _KINDS = ("bubbles", "shades", "bars")
-# Points across; smaller circles look alike, whatever number of samples they stand for.
-_SMALLEST = 4.0
+# Points across. Smaller circles look alike, whatever number of samples they stand for; larger ones have no room in the
+# legend.
+_SMALLEST, _LARGEST = 4.0, 16.0
 # More bars than this touch each other: gaps would be thinner than a printer's dots.
 _APART = 40
 
@@ -37,12 +39,10 @@ def plot_partition(
     """
     if kind is not None and kind not in _KINDS:
         raise ConfigError("kind", kind, f"one of {', '.join(_KINDS)}")
-    if not isinstance(partition, Mapping) or "class_counts" not in partition:
-        raise ConfigError("partition", type(partition).__name__, "Result.partition, or what partition.json holds")
-    counts = np.asarray(partition["class_counts"], float)
+    counts = counts_in(partition).astype(float)
     with drawing(ax) as ax:
         if kind is None:
-            kind = "bubbles" if 2 * np.sqrt(_room(counts, ax) / np.pi) >= _SMALLEST else "shades"
+            kind = "bubbles" if _widest(counts, ax) >= _SMALLEST else "shades"
         {"bubbles": _bubbles, "shades": _shades, "bars": _bars}[kind](counts, ax)
         ax.set_xlabel("client, by main class" if kind == "shades" else "client")
         whole_numbers(ax.xaxis)
@@ -50,19 +50,23 @@ def plot_partition(
     return ax
 
 
-def _room(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") -> float:
-    """The area of one client and class, in square points; it is the area of the largest circle, so that few touch."""
-    inches = ax.bbox.size / ax.figure.dpi
-    return float(72**2 * inches.prod() / counts.size)
+def _widest(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") -> float:
+    """The diameter of the largest circle, in points.
+
+    It is little more than the smaller side of the field of a client and class, so that few circles touch; in narrow
+    fields it is up to the side of a square of the same area, because tiny circles look alike.
+    """
+    sides = 72 * ax.bbox.size / ax.figure.dpi / counts.shape
+    return float(min(np.sqrt(sides.prod()), max(1.2 * sides.min(), 2 * _SMALLEST), _LARGEST))
 
 
 def _bubbles(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") -> None:
     from matplotlib.lines import Line2D
 
-    area_of_one = _room(counts, ax) / max(1.0, counts.max())
+    area_of_one = _widest(counts, ax) ** 2 / max(1.0, counts.max())
     client, label = np.nonzero(counts)
     areas = area_of_one * counts[client, label]
-    ax.scatter(client, label, s=areas, color="#0072B2", alpha=0.8, linewidth=0)
+    ax.scatter(client, label, s=areas, color="#0072B2", alpha=0.8, linewidth=0, clip_on=False)
     _class_axis(counts, ax)
     most = int(counts.max())
     shown = [

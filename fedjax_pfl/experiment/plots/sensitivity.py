@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.plots.given import check_given
 from fedjax_pfl.experiment.plots.style import as_label, drawing, legend_above, line_style, quantity
 from fedjax_pfl.experiment.summary import FIGURES
 from fedjax_pfl.experiment.sweep import Sweep
@@ -35,11 +36,10 @@ def plot_sensitivity(
       ax: matplotlib axes to draw on; a new figure unless given.
 
     Raises:
-      ConfigError: there is no such field or figure, the field does not have two or more numbers as values, no run has
-        the figure, or matplotlib is not installed.
+      ConfigError: this is no sweep, there is no such field or figure, the field does not have two or more numbers as
+        values, no run has the figure, or matplotlib is not installed.
     """
-    if not isinstance(getattr(sweep, "cells", None), list):
-        raise ConfigError("sweep", sweep, "what sweep(...) gives")
+    check_given("sweep", sweep, Sweep, "what sweep(...) gives")
     fields = [name for name in fields_of(sweep.cells) if name != SEED]
     if field not in fields:
         raise ConfigError("field", field, f"one of the grid: {', '.join(fields)}")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 
-def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table, numbers to the right; :func:`entries_of` reads its lines."""
     marks = ["---", *["---:"] * (len(headings) - 1)]
     return "\n".join(f"| {' | '.join(map(as_entry, row))} |" for row in (headings, marks, *rows))
@@ -15,5 +15,5 @@ def as_entry(text: str) -> str:
 
 
 def entries_of(line: str) -> list[str]:
-    """The texts in a line of :func:`grid`."""
+    """The texts in a line of :func:`markdown_table`."""
     return [entry.replace(r"\|", "|") for entry in line[2:-2].split(" | ")]

@@ -1,0 +1,78 @@
+"""What ``describe`` says of options, protocols and misspelt names, and how lists are laid out."""
+
+import pytest
+
+from fedjax_pfl import ConfigError
+from fedjax_pfl.cli.describing import described
+from fedjax_pfl.cli.printing import print_runs, print_table
+from fedjax_pfl.experiment.config import Config, hyperparameters
+from fedjax_pfl.experiment.protocols import PROTOCOLS
+from fedjax_pfl.experiment.record import Listed
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.models import MODELS
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fedprox.mu", "fedprox.mu = 0.01\n  strength of the proximal term; the paper's grid is"),
+        ("data.partition.beta", "dirichlet.beta = 0.1\n  concentration; small means few clients per class."),
+        ("indices.file", "indices.file (must be given)\n"),
+        ("mlp.hidden", "mlp.hidden = 100\n  see fedjax-pfl describe mlp"),
+        (
+            "data.partition.kind",
+            "data.partition.kind: one of the following, each with options of its own.\n\niid, path",
+        ),
+        ("method.name", "method.name: one of the following, each with options of its own.\n\nlocal, fedavg, "),
+    ],
+)
+def test_fields_of_parts(name, said):
+    assert described(name).startswith(said)
+
+
+def test_an_option_of_several_parts_is_that_of_each():
+    named = [line.split(" = ")[0] for line in described("method.mu").splitlines() if line and not line.startswith(" ")]
+    assert named == [f"{name}.mu" for name, method in METHODS.items() if "mu" in hyperparameters(method)]
+    assert len(named) > 1
+
+
+def test_every_field_of_a_config_is_described():
+    config = Config(data={"source": "digits"}, method={"name": "fedprox"}).model_dump()
+    fields = [f"{section}.{field}" for section, table in config.items() for field in table]
+    assert [field for field in fields if not described(field)] == []
+    assert described("protocol").endswith(", ".join(PROTOCOLS))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("training.lrr", "training.lr"),
+        ("fedprx.mu", "fedprox.mu"),
+        ("datasource", "data.source"),
+        ("fedavgg", "fedavg"),
+    ],
+)
+def test_a_misspelt_name_is_recognised(name, meant):
+    with pytest.raises(
+        ConfigError, match=rf"^NAME = '{name}' is not usable: .*; did you mean {meant}\? fedjax-pfl meth"
+    ):
+        described(name)
+
+
+def test_lists_are_aligned_and_without_markup(capsys):
+    print_table(MODELS)
+    lines = capsys.readouterr().out.splitlines()
+    column = 1 + max(map(len, MODELS))
+    assert {line[column - 1] for line in lines} == {" "}
+    assert all(line[column] != " " for line in lines)
+    assert "``" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("begun", "ended", "state"), [(True, True, ""), (True, False, "not ended"), (False, False, "not begun")]
+)
+def test_a_partition_alone_is_listed_as_no_run_that_goes_on(begun, ended, state, tmp_path, capsys):
+    config = Config(data={"source": "digits"}, method={"name": "fedavg"}).model_dump()
+    print_runs([Listed(tmp_path / "a", config, 0, ended, {}, begun)], tmp_path)
+    row = capsys.readouterr().out.splitlines()[-2]
+    assert row.split("│")[-2].strip() == state
