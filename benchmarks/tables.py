@@ -38,7 +38,7 @@ from fedjax_pfl import Config, ConfigError, load_config
 from fedjax_pfl.analysis.work import client_work
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.build import cores, divide, make_engine, shape_of
-from fedjax_pfl.experiment.grid import grid
+from fedjax_pfl.experiment.markdown_table import markdown_table
 from fedjax_pfl.experiment.record import complete_run, write_atomically
 from fedjax_pfl.experiment.statistics import bootstrap_over_clients, paired_difference
 from fedjax_pfl.experiment.summary import POINTS, figures_of, first_reached, flat, harmonic_mean, without_nan
@@ -366,12 +366,14 @@ def fill(
     # The seeds of a row are rows of one program; a call that is stopped has the rows that were done.
     keys = list(to_run)
     for places, outcome in run_configs(list(to_run.values())):
-        of = [keys[place] for place in places]
-        if isinstance(outcome, str):
-            for key in of:
-                say(key, "missing", outcome)
-        else:
-            keep(of, outcome)
+        done: dict[Key, Finished] = {}
+        for place, ended in zip(places, outcome, strict=True):
+            if isinstance(ended, str):
+                say(keys[place], "missing", ended)
+            else:
+                done[keys[place]] = ended
+        if done:
+            keep(list(done), list(done.values()))
     return missing
 
 
@@ -593,7 +595,7 @@ def comparison(table: Table, setting: Setting, lines: Sequence[Line], reference:
         if name not in ("by samples", "passes", "behind", "over clients") or any(row[name] != NONE for row in rows)
     ]
     parts = [
-        grid(shown, [[row[name] for name in shown] for row in rows]),
+        markdown_table(shown, [[row[name] for name in shown] for row in rows]),
         *runs([line for line in lines if line.cells]),
     ]
     parts += majority([cell for line in lines for cell in line.cells.values()])
@@ -762,7 +764,7 @@ def to_target(table: Table, setting: Setting, target: float, lines: Sequence[Lin
         paper = setting.paper_to_target.get(line.key, {})
         printed = [f"{paper[key]:g}" if key in paper else NONE for key in ("rounds", "minutes", "megabytes")]
         rows.append([line.row.label, *shown, " / ".join(printed) if paper else NONE])
-    return grid(["method", *ours, "paper: rounds / minutes / MB"], rows)
+    return markdown_table(["method", *ours, "paper: rounds / minutes / MB"], rows)
 
 
 def costs_at(cell: Cell, at: int) -> tuple[float, ...]:

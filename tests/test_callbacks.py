@@ -294,7 +294,8 @@ def test_the_metrics_of_a_run_are_known_before_it_begins(changes):
     ids=["no global model", "no such diagnostic", "misspelt", "no new clients"],
 )
 def test_a_metric_that_the_run_does_not_have_replaces_nothing(callback, message, tmp_path, monkeypatch):
-    (tmp_path / "summary.json").write_text("an earlier run's")
+    for name in ("config.toml", "partition.json", "summary.json"):
+        (tmp_path / name).write_text("an earlier run's")
     monkeypatch.setattr(Program, "compile", lambda _: pytest.fail("compiled"))
     given = config(out=str(tmp_path)).replace({"method.name": "local"})
     with pytest.raises(ConfigError, match=message):

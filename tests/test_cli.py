@@ -10,12 +10,12 @@ import jax
 import pytest
 from typer.testing import CliRunner
 
-from fedjax_pfl import METHODS, Config, load_config
+from fedjax_pfl import METHODS, Config, ConfigError, Result, load_config
 from fedjax_pfl.cli import printing
 from fedjax_pfl.cli.commands import app, main
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
-from fedjax_pfl.experiment.grid import grid
+from fedjax_pfl.experiment.markdown_table import markdown_table
 from fedjax_pfl.experiment.record import Listed
 from fedjax_pfl.models import MODELS
 
@@ -178,6 +178,77 @@ def test_how_to_go_on_in_a_folder_whose_name_has_a_space(quick, tmp_path, monkey
     assert (one.exit_code, many.exit_code) == (130, 130)
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_interrupt_after_the_last_round_says_that_the_run_is_complete(complete, quick, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def interrupted(*_, **__):
+        if complete:
+            (out / "summary.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedjax_pfl.experiment.driver.simulate", interrupted)
+    out.mkdir()
+    (out / "summary.json").write_text("{}")
+    os.utime(out / "summary.json", (0, 0))  # that of an earlier run
+    said = f"the run is complete: written to {out}" if complete else "there is no checkpoint to go on from"
+    ended = invoke("run", quick, "--out", out, "--overwrite")
+    assert (ended.stderr, ended.exit_code) == (f"interrupted; {said}\n", 130)
+
+
+@pytest.mark.parametrize("name", ["run", "compare", "sweep"])
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(name, quick, tmp_path, monkeypatch):
+    """The folder of a refused run goes again."""
+    given = []
+
+    def begin(*_, out=None, **__):
+        given.append(out)
+        Path(out, "config.toml").touch()
+        raise ZeroDivisionError
+
+    def refuse(*_, **__):
+        raise ConfigError("x", 1, "nothing")
+
+    where = {"run": "driver.simulate", "compare": "comparison.compare", "sweep": "sweep.sweep"}[name]
+    made = (lambda config, **_: begin(out=config.run.out)) if name == "run" else begin
+    file = tmp_path / "s.toml"
+    file.write_text('config = "quick.toml"\n[grid]\n"training.lr" = [0.1]\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "now")
+    for stub in (refuse, made, refuse, made, made):
+        monkeypatch.setattr(f"fedjax_pfl.experiment.{where}", stub)
+        invoke(name, file if name == "sweep" else quick)
+        assert (tmp_path / "runs").exists() == bool(given)
+    names = [Path(folder).name for folder in given]
+    assert names == [f"{names[0]}{number}" for number in ("", "-2", "-3")]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == names
+
+
+@pytest.mark.parametrize("name", ["run", "partition"])
+def test_a_config_is_not_replaced_by_the_run_that_reads_it(name, quick, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    config = quick.rename(folder / "config.toml")
+    refused = invoke(name, config, "--out", folder, "--overwrite").exception
+    assert str(refused).endswith("there is no run in this one, and config.toml would be lost")
+    assert config.read_text() == QUICK
+
+
+def test_what_a_plot_would_not_use_is_refused(tmp_path):
+    refused = invoke("plot", tmp_path, "-o", "k.png", "--kind", "partition", "--metric", "global").exception
+    assert str(refused).startswith("--metric = 'global' is not usable: leave it out")
+
+
+def test_arguments_that_may_be_left_out_are_in_brackets_once():
+    usages = [invoke(name, "--help").output.splitlines()[0] for name in ("ls", "init", "run", "report")]
+    assert [usage.partition("[OPTIONS] ")[2] for usage in usages] == [
+        "[FOLDER]",
+        "[FILE]",
+        "[CONFIG.toml] [SECTION.KEY=VALUE]...",
+        "{RUN}...",
+    ]
+
+
 def test_resume_takes_an_override_with_a_path(quick, tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr("fedjax_pfl.experiment.driver.simulate", lambda config, **_: given.append(config) or 1 / 0)
@@ -255,12 +326,12 @@ def test_a_part_without_a_docstring_is_listed_as_ones_own(capsys):
     printing.print_table({"bare": lambda model, train: None, "fedavg": METHODS["fedavg"]})
     bare, of_fedavg = capsys.readouterr().out.splitlines()
     assert bare.split(maxsplit=1) == ["bare", "your own"]
-    assert of_fedavg.startswith("fedavg       FedAvg")
+    assert of_fedavg.startswith("fedavg FedAvg")
 
 
 def test_names_are_printed_as_they_are(tmp_path, capsys):
     """They are no markup: neither that of rich nor Markdown."""
-    table = grid(["method", "PRE"], [[name, "1.00"] for name in NAMES])
+    table = markdown_table(["method", "PRE"], [[name, "1.00"] for name in NAMES])
     printing.print_markdown(f"# [t]\n\n{table}\n\n**Failed**: {', '.join(NAMES)}: _no_ and *no*.")
     said = capsys.readouterr().out
     assert f"\nFailed: {', '.join(NAMES)}: _no_ and *no*. " in said
@@ -273,7 +344,7 @@ def test_names_are_printed_as_they_are(tmp_path, capsys):
     assert "hash [a]" in said
     named = {"method": {"name": "fedavg"}, "data": {"source": "npz:[a].npz"}}
     config = {**named, "run": {"seed": 0}, "training": {"rounds": 2}}
-    listed = [Listed(tmp_path / name, config, 2, True, {"pre": None, "post": 0.5}) for name in NAMES]
+    listed = [Listed(tmp_path / name, config, 2, True, {"pre": None, "post": 0.5}, True) for name in NAMES]
     printing.print_runs(listed, tmp_path)
     said = capsys.readouterr().out
     assert [name for name in NAMES if f"│ {name} " not in said] == []
@@ -302,6 +373,8 @@ def test_partition_shows_and_writes_who_holds_what_without_training(quick, tmp_p
     assert sum(shares["sizes"]) == 1797
     assert str(shares["class_counts"][2][9]) in result.output
     assert not (tmp_path / "out" / "summary.json").exists()
+    with pytest.raises(ConfigError, match="a run that has ended; this one has not begun"):
+        Result.load(tmp_path / "out")
 
 
 def test_partition_without_out_writes_nothing(quick, tmp_path, monkeypatch):
@@ -315,7 +388,7 @@ def test_partition_takes_nothing_from_a_run(quick, tmp_path):
     """Neither does it write where a config has its run, nor over a run where it is told to."""
     folder = tmp_path / "out"
     folder.mkdir()
-    for name in ("summary.json", "metrics.jsonl"):
+    for name in ("config.toml", "partition.json", "metrics.jsonl"):
         (folder / name).write_text(name)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     of_run = tmp_path / "of_run.toml"
@@ -414,13 +487,16 @@ def test_ls_shows_how_far_runs_are(tmp_path):
     run("table/a", "fedavg", lines, ended=True)
     run("b", "of_somebody", lines[:1], ended=False)
     run("c", "local", [], ended=False)
+    run("d", "local", [], ended=False)
+    (tmp_path / "d" / ".lock").touch()  # it is at work
     (tmp_path / "no_run").mkdir()
     (tmp_path / "no_run" / "config.toml").write_text("")
     rows = [line for line in invoke("ls", tmp_path).output.splitlines() if "digits" in line]
     shown = [[cell.strip() for cell in line.split("│")[1:-1]] for line in rows]
     assert shown == [
         ["b", "of_somebody", "digits", "7", "20/40", "50.00", "25.00", "not ended"],
-        ["c", "local", "digits", "7", "0/40", "—", "—", "not ended"],
+        ["c", "local", "digits", "7", "0/40", "—", "—", "not begun"],
+        ["d", "local", "digits", "7", "0/40", "—", "—", "not ended"],
         ["table/a", "fedavg", "digits", "7", "40/40", "75.00", "87.50", ""],
     ]
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:

@@ -18,7 +18,7 @@ from fedjax_pfl.data.sources import SOURCES
 from fedjax_pfl.experiment import jobs
 from fedjax_pfl.experiment.checkpoint import Checkpoints, stop_on_signals
 from fedjax_pfl.experiment.resume import RunPlace
-from fedjax_pfl.experiment.worker import Surroundings
+from fedjax_pfl.experiment.worker import Finished, Surroundings
 
 submitit = pytest.importorskip("submitit", reason="submitit is not installed")
 
@@ -189,9 +189,9 @@ def test_programs_are_one_array_under_the_parameters_given(slurm, tmp_path):
 def test_jobs_that_are_at_work_are_found_by_the_same_call(slurm, tmp_path):
     grid, out, lines = {"method.name": ["fedprox", "fedavg"], "run.seed": [0, 1]}, tmp_path / "out", []
 
-    def run(progress, seeds=(0, 1)):
+    def run(progress, seeds=(0, 1), **tables):
         these = {**grid, "run.seed": seeds}
-        return sweep(config("digits"), these, out=out, progress=progress, executor="submitit").cells
+        return sweep(config("digits", **tables), these, out=out, progress=progress, executor="submitit").cells
 
     def interrupt(line):
         lines.append(line)
@@ -204,7 +204,9 @@ def test_jobs_that_are_at_work_are_found_by_the_same_call(slurm, tmp_path):
     def end(line):
         lines.append(line)
         for task in (0, 1):
-            (out / "jobs" / f"7_{task}_0_result.pkl").write_bytes(pickle.dumps(("success", f"{task} failed there")))
+            (out / "jobs" / f"7_{task}_0_result.pkl").write_bytes(
+                pickle.dumps(("success", [f"{task} failed there"] * 2))
+            )
 
     with pytest.raises(KeyboardInterrupt):
         run(interrupt)
@@ -213,6 +215,9 @@ def test_jobs_that_are_at_work_are_found_by_the_same_call(slurm, tmp_path):
     assert lines == [*handed, f"{names[0]}: job 7_0 is pending"]
     clash = "is at work on some of these runs: wait for its end, or cancel it"
     assert [cell.error for cell in run(refuse, (0, 1, 2))] == [f"job 7_{task} {clash}" for task in (0, 0, 0, 1, 1, 1)]
+    clash = "is at work on these runs under another config: wait for its end, or cancel it"
+    changed = run(refuse, training={"rounds": 50})
+    assert [cell.error for cell in changed] == [f"job 7_{task} {clash}" for task in (0, 0, 1, 1)]
     found = run(end)
     assert [cell.error.partition(" (log")[0] for cell in found] == [f"{task} failed there" for task in (0, 0, 1, 1)]
     assert len(slurm.calls("sbatch")) == 1
@@ -264,10 +269,27 @@ def test_a_job_of_slurm_is_queued_again_unless_it_is_cancelled(
     monkeypatch.setattr(jobs, "run_elsewhere", program)
     signal.signal(signal.SIGUSR2, lambda *of: requests.append(of))  # as submitit does, before it calls
     with pytest.raises(ends):
-        jobs.Job([], None, Surroundings({}, {}))()
+        jobs.Job([config("digits")], None, Surroundings({}, {}))()
     assert asked == signals[-1:]
     assert bool(requests) == queued_again
     assert set(slurm.calls("squeue")) <= {"--noheader --format=%T --jobs=7_1"}
+
+
+def test_a_job_that_is_asked_to_stop_when_all_is_done_is_not_queued_again(slurm, handlers, monkeypatch):
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    done, requests, outcomes = Finished({}, {}, {}), [], {0: None, 1: "refused"}
+
+    def program(configs, data, around, say):
+        outcomes[0] = done  # on disk, in the last block
+        signal.getsignal(signal.SIGUSR2).__self__.ask(signal.SIGUSR2, None)
+        raise SystemExit(128 + signal.SIGUSR2)
+
+    monkeypatch.setattr(jobs, "run_elsewhere", program)
+    monkeypatch.setattr(jobs, "settled", lambda config: outcomes[config.run.seed])
+    signal.signal(signal.SIGUSR2, lambda *of: requests.append(of))
+    runs = [config("digits", run={"seed": seed}) for seed in (0, 1)]
+    assert jobs.Job(runs, None, Surroundings({}, {}))() == [done, "refused"]
+    assert not requests
 
 
 def test_jobs_on_this_machine_end_with_the_call(folder):
@@ -296,6 +318,8 @@ def test_what_slurm_does_not_take_is_said_in_its_words(slurm, tmp_path):
     [
         ({"name": "submitit", "partition_of": 1}, "parameters of submitit's AutoExecutor: .*partition_of"),
         ({"name": "submitit", "timeout_min": "1h"}, 'executor = .*Parameter "timeout_min" expected type .*1h'),
+        ({"name": "submitit", "cluster": "slrum"}, "did you mean slurm[?] allowed: slurm, local"),
+        ("submitt", "executor = 'submitt' is not usable: did you mean submitit[?] allowed: local, ray, submitit"),
         ({"name": "submitit", "cluster": "pbs"}, r"executor\.cluster = 'pbs' is not usable: allowed: slurm, local"),
         ({"name": "submitit", "max_num_timeout": -1}, r"executor\.max_num_timeout = -1 is not usable: a whole number"),
         ({"name": "submitit", "nodes": 2}, r"executor\.nodes = 2 is not usable: .*: a program is one process"),

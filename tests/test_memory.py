@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from jax import lax
 
+from fedjax_pfl import Config
 from fedjax_pfl.data.federated import Federation, pack
-from fedjax_pfl.engine.memory import Memory, _left_in_groups, peak_bytes, resident_set, survey
+from fedjax_pfl.engine.memory import Hardware, Memory, _left_in_groups, peak_bytes, resident_set, survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.experiment.build import place, place_runs
 from fedjax_pfl.method import Calibration
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.ops.tree import size
@@ -86,6 +88,30 @@ def test_a_container_or_job_has_no_more_than_its_control_groups_leave(tmp_path):
 def test_further_runs_share_the_samples():
     memory = Memory(resident=1000, per_client=7, participants=30, exchanged=60, samples=900)
     assert memory.of_run(chunk=3) == 100 + 3 * 7 + 60
+
+
+@pytest.mark.parametrize(
+    ("backend", "run", "chunk"),
+    [
+        ("gpu", {}, 8),
+        ("gpu", {"placement": "map"}, 1),
+        ("gpu", {"placement": "vmap", "chunk": 2}, 2),
+        ("gpu", {"chunk": 100}, 8),
+        ("cpu", {}, 1),
+        ("cpu", {"placement": "vmap"}, 8),
+        ("cpu", {"chunk": 2}, 2),
+    ],
+)
+def test_clients_of_several_runs_are_placed_as_those_of_one(backend, run, chunk):
+    config = Config(data={"source": "digits", "clients": 8}, method={"name": "fedavg"}, run=run)
+    memory = Memory(resident=1000, per_client=10, participants=8, exchanged=20, samples=500)
+    hardware = Hardware(backend, tuple(jax.devices()[:1]), 10_000)
+    runs_on, clients_on = place_runs(config, 2, memory, hardware)
+    assert runs_on == Placement(chunk=2 if backend == "gpu" else 1)
+    assert clients_on == place(config, memory, hardware) == Placement(chunk=chunk)
+    # With less memory, of which each run has half: one run's four clients are more than another's three.
+    tight = hardware._replace(bytes=round((500 + 2 * (500 + 20 + 3 * 10)) / 0.85) + 1)
+    assert place_runs(config, 2, memory, tight)[1].chunk == min(chunk, 3)
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,7 @@ def test_a_mistake_of_several_lines_fails_a_program_in_one():
     def data():
         raise ConfigError("data", "x", "no\n\n| table")
 
-    assert run_program([CONFIG], data, print) == "data = 'x' is not usable: no | table"
+    assert run_program([CONFIG], data, print) == ["data = 'x' is not usable: no | table"]
 
 
 def test_the_samples_of_a_sweep_are_all_named(swept):

@@ -80,7 +80,7 @@ def test_lines_become_scalars(tmp_path):
     events.on_start(now)  # as a run that goes on
     assert scalars(tmp_path / "run")["pre/accuracy"] == {2: 0.25}
     assert (tmp_path / "run" / "tensorboard" / "notes.txt").read_text() == "mine"
-    RunDirectory(tmp_path / "run", overwrite=True).begin("", {}, NOTHING)
+    RunDirectory(tmp_path / "run", resume=True).begin("", {}, NOTHING)
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
@@ -129,6 +129,28 @@ def test_a_file_that_cannot_be_written_to_its_end_stays_as_it_was(tmp_path, monk
     with pytest.raises(OSError, match="no space left"):
         write_atomically(tmp_path / "a.json", "something else")
     assert (tmp_path / "a.json").read_text() == "as it was"
+
+
+@pytest.mark.parametrize(
+    ("there", "lost"),
+    [
+        (["notes.txt"], None),
+        (["config.toml", "partition.json", "summary.json", "checkpoints/3"], None),
+        (["config.toml", "notes.txt"], "config.toml"),
+        (["partition.json", "checkpoints/mine.pt", "tensorboard/events", "export.npz"], "export.npz, partition.json, "),
+    ],
+)
+def test_only_runs_are_replaced(there, lost, tmp_path):
+    for name in there:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    if lost is None:
+        RunDirectory(tmp_path, overwrite=True).begin("", {}, NOTHING)
+        return
+    message = rf"run\.out = .* is not usable: name another directory: there is no run in this one, and {lost}"
+    with pytest.raises(ConfigError, match=message):
+        simulate(config(out=str(tmp_path), tensorboard=False), overwrite=True)
+    assert all((tmp_path / name).read_text() == "mine" for name in there)
 
 
 def test_a_directory_that_is_being_replaced_can_be_used_whenever_that_is_cut_short(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from fedjax_pfl import Config, ConfigError, Sweep, compare, sweep
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.data.rows import Holdings, Split
-from fedjax_pfl.experiment.gathered import differences, gather
+from fedjax_pfl.experiment.gathered import differing_values, gather
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.record import RunDirectory
 from fedjax_pfl.experiment.report import report, report_html
@@ -485,7 +485,7 @@ def test_malicious_and_new_clients_are_told_apart_before_a_run_has_ended(ended, 
 
 def test_a_run_before_its_first_evaluation_has_no_curves(tmp_path):
     page = Page(report_html([write(tmp_path / "run", rounds=0, ended=False)]))
-    assert "not ended: round 0 of 4" in page.text
+    assert "not ended: no round evaluated yet" in page.text
     assert [link for link in page.links if link in ("#curves", "#clients")] == []
     assert page.numbers["runs"] == [{"name": "fedavg", "values": {}}]
 
@@ -545,9 +545,9 @@ def test_a_bar_in_a_value_ends_no_cell_of_the_table(tmp_path):
 def test_options_differ_only_between_runs_of_one_method(tmp_path):
     write(tmp_path / "a", config("fedavg"))
     write(tmp_path / "b", config({"name": "fedprox", "mu": 0.5}))
-    assert differences(gather([tmp_path])) == [{"method.name": "fedavg"}, {"method.name": "fedprox"}]
+    assert differing_values(gather([tmp_path])) == [{"method.name": "fedavg"}, {"method.name": "fedprox"}]
     write(tmp_path / "c", config({"name": "fedprox", "mu": 0.25}, lr_decay=0.5))
-    found = differences(gather([tmp_path]))
+    found = differing_values(gather([tmp_path]))
     assert found == [
         {"method.name": "fedavg", "training.lr_decay": 1.0},
         {"method.name": "fedprox", "method.mu": 0.5, "training.lr_decay": 1.0},
@@ -557,14 +557,14 @@ def test_options_differ_only_between_runs_of_one_method(tmp_path):
 
 def test_runs_that_are_alike_are_told_apart_by_their_folders_and_none_counts_twice(tmp_path):
     paths = [write(tmp_path / name, config()) for name in "ab"]
-    assert differences(gather([*paths, tmp_path])) == [{"run.out": str(path)} for path in paths]
-    assert differences(gather([paths[0], paths[0]])) == [{}]
+    assert differing_values(gather([*paths, tmp_path])) == [{"run.out": str(path)} for path in paths]
+    assert differing_values(gather([paths[0], paths[0]])) == [{}]
 
 
 def test_a_run_that_is_there_twice_leaves_its_other_seeds_only_once(tmp_path):
     first, copy = (write(tmp_path / name, config()) for name in "ab")
     other = write(tmp_path / "c", config(seed=1))
-    assert differences(gather([first, copy, other])) == [
+    assert differing_values(gather([first, copy, other])) == [
         {"run.seed": 0},
         {"run.seed": 0, "run.out": str(copy)},
         {"run.seed": 1},
@@ -584,9 +584,9 @@ def test_runs_on_other_samples_are_other_data_settings(tmp_path):
     assert "**Not compared**: fedprox, data.samples=0b: the baseline has no run of the same seed in the same" in text
     # That sources of several names have other samples goes without saying; version 0.1 did not say what it had.
     other = write(tmp_path / "other", config(source="npz:x"), data="0c")
-    assert differences(gather([folders[0], other])) == [{"data.source": "digits"}, {"data.source": "npz:x"}]
+    assert differing_values(gather([folders[0], other])) == [{"data.source": "digits"}, {"data.source": "npz:x"}]
     old = write(tmp_path / "old", config(seed=2))
-    assert differences(gather([folders[0], old])) == [{"run.seed": 0}, {"run.seed": 2}]
+    assert differing_values(gather([folders[0], old])) == [{"run.seed": 0}, {"run.seed": 2}]
 
 
 def test_a_config_of_another_version_is_named(folder, tmp_path):

@@ -293,6 +293,28 @@ def test_a_directory_left_while_it_is_taken_is_locked_for_others_too(tmp_path, m
     assert not path.exists()
 
 
+def test_a_run_that_failed_leaves_its_directory_even_if_its_error_is_kept(copy):
+    with pytest.raises(KilledError) as kept:
+        simulate(config(copy), resume=copy, progress=killed_after(4))
+    assert kept.traceback
+    assert not (copy / ".lock").exists()
+
+
+def test_a_directory_is_taken_once_in_a_process_too(tmp_path):
+    folder = tmp_path / "run"
+    first, second = RunDirectory(folder), RunDirectory(tmp_path / "elsewhere" / ".." / "run")
+    first.take()
+    with pytest.raises(ConfigError, match=r"run\.out = .* or wait: another run of this process goes on in this one"):
+        second.take()
+    first.leave()
+    second.take()
+    first.leave()
+    del first
+    assert (folder / ".lock").exists(), "only the one who has taken it gives it back"
+    second.leave()
+    assert list(folder.iterdir()) == []
+
+
 class Stops(Callback):
     def on_start(self, run):
         run.stop("enough")

@@ -8,6 +8,7 @@ import pytest
 from fedjax_pfl.engine.scoring import Evaluation, Scored, Scores
 from fedjax_pfl.experiment.summary import (
     figures_of,
+    history_of,
     label_accuracy,
     label_table,
     line_of,
@@ -122,6 +123,17 @@ def test_the_mean_of_lines_is_taken_number_by_number():
     assert mean["pre"]["accuracy"] == pytest.approx((0.55 + 0.7) / 2)
     assert mean_line([{**first, "global": None}, first])["global"] is None
     assert mean_line([first]) == first
+
+
+def test_lines_of_several_metrics_stay_in_their_rounds():
+    found = history_of([{"round": 1, "pre": {"accuracy": 0.5}}, {"round": 2, "pre": {"accuracy": 1.0, "mine": 0.25}}])
+    assert {name: values.tolist()[1:] for name, values in found.items()} == {
+        "round": [2],
+        "pre.accuracy": [1.0],
+        "pre.mine": [0.25],
+    }
+    assert np.isnan(found["pre.mine"][0])
+    assert found["round"].dtype.kind == "i"
 
 
 def test_clients_without_samples_are_left_out():

@@ -9,6 +9,7 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -180,8 +181,9 @@ def test_a_worker_that_dies_is_reported_and_stops_no_other(cluster, compilation_
     deadly = Deadly(data={"source": "digits"}, method={"name": "fedavg"})
     programs = [[deadly], [config(method={"name": "fedcpd"})]]
     outcomes = dict(_run_on_ray(programs, None, lambda program, line: None))
-    assert outcomes[0].startswith("WorkerCrashedError: The worker died")
-    assert "feature maps" in outcomes[1]
+    (died,), (refused,) = outcomes[0], outcomes[1]
+    assert died.startswith("WorkerCrashedError: The worker died")
+    assert "feature maps" in refused
     assert any(compilation_cache.iterdir())  # JAX has the settings there that it has here
 
 
@@ -449,6 +451,7 @@ def test_a_sweep_file(swept, out, tmp_path):
             load_sweep(other, [override])
     for wrong, message in [
         (text.replace("[grid]", "[gird]"), r"sweep\.toml' is not usable: config \(a path\), \[grid\]; .*; it has gird"),
+        ("", r"sweep\.toml' is not usable: .*; it has nothing"),
         (text + "[", "sweep file = .*not valid TOML"),
         (text.replace("base.toml", "none.toml"), "config file = .*none.toml' is not usable: cannot be read"),
     ]:
@@ -521,6 +524,32 @@ def test_no_seed_of_a_program_may_be_one_in_which_nobody_trains():
     for refused in (runs[1:], runs):
         with pytest.raises(ConfigError, match=r"training\.batch_size = 400 .* at most 356 .* nobody has a whole batch"):
             lay_out(refused, load("digits"))
+
+
+@pytest.mark.parametrize("seeds", [(0, 1), (1, 0)])
+def test_a_seed_in_which_nobody_trains_stops_no_other(seeds, monkeypatch):
+    def drive(configs, dataset, places, **_):
+        lay_out(configs, dataset)
+        return [SimpleNamespace(summary={"seed": config.run.seed}, history={}, clients={}) for config in configs]
+
+    monkeypatch.setattr("fedjax_pfl.experiment.worker.drive", drive)
+    asked = config(training={"batch_size": 400, "drop_last": True})
+    cells = {cell.seed: cell for cell in sweep(asked, {"run.seed": seeds}).cells}
+    assert (cells[0].error, cells[0].summary) == (None, {"seed": 0})
+    assert "at most 356" in cells[1].error
+    with pytest.raises(ConfigError, match="at most 356"):
+        sweep(asked, {"run.seed": [1]})
+
+
+def test_a_folder_for_many_runs_is_none_of_a_single_run(tmp_path):
+    given = config(run={"out": str(tmp_path)})
+    for run in (lambda **to: sweep(given, {"run.seed": [0]}, **to), lambda **to: compare(given, ["local"], **to)):
+        with pytest.raises(ConfigError, match=r"run\.out = '.*' is not usable: leave it out, and give out=\"\.\.\.\""):
+            run()
+        for name in ("config.toml", "metrics.jsonl"):
+            (tmp_path / name).write_text("")
+        with pytest.raises(ConfigError, match=r"out = '.*' is not usable: a folder for many runs: this is the run dir"):
+            run(out=tmp_path)
 
 
 def test_runs_that_are_added_do_not_throw_back_those_that_have_begun(tmp_path):

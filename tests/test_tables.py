@@ -173,7 +173,7 @@ def each_by(simulate):
             try:
                 yield [place], [simulate(config)]
             except ConfigError as error:
-                yield [place], str(error)
+                yield [place], [str(error)]
 
     return run_configs
 

@@ -433,6 +433,7 @@ def test_a_file_says_what_is_drawn_from_what(file):
     [
         ("[space]\ntraining.lr = [0.1]", "tune file = .* config (a path), [space]; optional: overrides; it has space"),
         ('config = "base.toml"\n[grid]\n', "tune file = .*; it has grid"),
+        ("", "tune file = .*; it has nothing"),
         ('config = "base.toml"\n[space]\ntraining.lr = 0.1', "space.training.lr = 0.1 .* a list of values, or"),
         (
             'config = "base.toml"\n[space]\ntraining.lr = {low = 0.1}',

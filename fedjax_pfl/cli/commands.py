@@ -4,14 +4,15 @@ Heavy modules are imported inside the commands, so that ``--help`` answers at on
 """
 
 import importlib.metadata
+import itertools
 import json
 import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +29,7 @@ app = typer.Typer(
 )
 ConfigFile = Annotated[Path, typer.Argument(help="A TOML config.", metavar="CONFIG.toml", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Fields to change, e.g. training.lr=0.01", metavar="[SECTION.KEY=VALUE]...")
+    list[str] | None, typer.Argument(help="Fields to change, e.g. training.lr=0.01", metavar="SECTION.KEY=VALUE")
 ]
 Point = Annotated[str, typer.Option(help="Where all are compared: pre or post, before or after local training.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run's files in the directory.")]
@@ -106,9 +107,6 @@ def run(
     if config is None:
         raise ConfigError("CONFIG.toml", "(missing)", "a config file, or --resume with a run directory")
     loaded = _load(config, overrides, out)
-    if loaded.run.out is None:
-        name = f"{config.stem}-{loaded.method['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
-        loaded = _with_out(loaded, str(Path("runs") / name))
     from fedjax_pfl.cli.printing import print_summary
     from fedjax_pfl.experiment.distributed import is_first, start
     from fedjax_pfl.experiment.driver import simulate
@@ -117,18 +115,24 @@ def run(
     if distributed:
         start(loaded.run)
         quiet = quiet or not is_first()
-    try:
-        progress: Any = None if quiet else "auto" if sys.stdout.isatty() else lines(loaded)
-        result = simulate(loaded, overwrite=overwrite, resume=resume, progress=progress)
-    except (KeyboardInterrupt, SystemExit) as interrupt:
-        how = "there is no checkpoint to go on from"
-        if any(Path(str(loaded.run.out), "checkpoints").glob("*")):
-            how = f"goes on with fedjax-pfl run --resume {shlex.quote(str(loaded.run.out))}"
-        print(f"interrupted; {how}", file=sys.stderr)
-        sys.exit(interrupt.code if isinstance(interrupt, SystemExit) else _INTERRUPTED)
+    with _folder(loaded.run.out, f"{config.stem}-{loaded.method['name']}", "run.out") as folder:
+        summary = Path(folder, "summary.json")
+        earlier = summary.exists() and summary.stat().st_mtime_ns  # of a run that is replaced
+
+        def how_to_go_on() -> str:
+            if summary.exists() and summary.stat().st_mtime_ns != earlier:
+                return f"the run is complete: written to {folder}"
+            if any(Path(folder, "checkpoints").glob("*")):
+                return f"goes on with fedjax-pfl run --resume {shlex.quote(folder)}"
+            return "there is no checkpoint to go on from"
+
+        with _interruptible(how_to_go_on):
+            loaded = _with_out(loaded, folder)
+            progress: Any = None if quiet else "auto" if sys.stdout.isatty() else lines(loaded)
+            result = simulate(loaded, overwrite=overwrite, resume=resume, progress=progress)
     if not quiet:
         print_summary(result.summary)
-        print(f"written to {loaded.run.out}")
+        print(f"written to {folder}")
 
 
 @app.command()
@@ -164,7 +168,6 @@ def compare(
     """
     _check_in_use(overrides, {"run.seed": "--seeds instead", "run.out": "--out instead"})
     loaded = _load(config, overrides, None)
-    out = out or str(Path("runs") / f"compare-{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         numbers = [int(seed) for seed in seeds.split(",")]
     except ValueError:
@@ -190,7 +193,7 @@ def compare(
         method, key, value = _setting(given, names)
         options[method][key] = value
     report = None if quiet else _say
-    with _interruptible(_goes_on_in(out)):
+    with _folder(out, f"compare-{config.stem}") as folder, _interruptible(lambda: _goes_on_in(folder)):
         if methods == "all":
             # A method with a hyperparameter of its own is meant to run.
             for name, why in refusals(loaded, [name for name in names if not options[name]]).items():
@@ -204,11 +207,11 @@ def compare(
             seeds=numbers,
             baseline=baseline,
             point=point,
-            out=out,
+            out=folder,
             progress=report,
             executor=where,
         )
-    _show_runs(found, out)
+    _show_runs(found, folder)
 
 
 @app.command()
@@ -229,12 +232,11 @@ def sweep(
 
     _check_in_use(overrides, {"run.out": "--out instead"})
     config, grid, baseline = load_sweep(file, overrides or [])
-    out = out or str(Path("runs") / f"sweep-{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     where = _executor(executor, job)
-    with _interruptible(_goes_on_in(out)):
+    with _folder(out, f"sweep-{file.stem}") as folder, _interruptible(lambda: _goes_on_in(folder)):
         report = None if quiet else _say
-        found = sweep(config, grid, baseline=baseline, point=point, out=out, progress=report, executor=where)
-    _show_runs(found, out)
+        found = sweep(config, grid, baseline=baseline, point=point, out=folder, progress=report, executor=where)
+    _show_runs(found, folder)
 
 
 @app.command()
@@ -259,7 +261,8 @@ def tune(
 
     _check_in_use(overrides, {"run.out": "leave it out: trials are recorded in their study, which --storage keeps"})
     config, space = load_tune(file, overrides or [])
-    with _interruptible("the same command goes on" if storage else "the study is lost: --storage keeps one"):
+    how = "the same command goes on" if storage else "the study is lost: --storage keeps one"
+    with _interruptible(lambda: how):
         study = tune(
             config,
             space,
@@ -318,7 +321,7 @@ def plot(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Run directories, or folders of comparisons and sweeps.", metavar="RUN...", show_default=False
+            help="Run directories, or folders of comparisons and sweeps.", metavar="RUN", show_default=False
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file: a .pdf, .png or .svg.", show_default=False)],
@@ -326,15 +329,21 @@ def plot(
         str, typer.Option(help="curves, clients (how they fare) or partition (who holds what).")
     ] = "curves",
     metric: Annotated[
-        str, typer.Option(help="A metric as in metrics.jsonl, e.g. post.accuracy, global.")
-    ] = "pre.accuracy",
+        str | None,
+        typer.Option(
+            help="A metric as in metrics.jsonl, e.g. post.accuracy, global; by default pre.accuracy. For --kind "
+            "clients, only its point counts."
+        ),
+    ] = None,
     x: Annotated[str, typer.Option(help="What lies across the curves: round, seconds or megabytes.")] = "round",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
     """Draw runs: a line per method or combination, the mean over seeds and a standard deviation around it."""
+    if kind == "partition" and metric is not None:
+        raise ConfigError("--metric", metric, "leave it out for --kind partition: no metric is drawn")
     from fedjax_pfl.experiment.plots.files import write_plot
 
-    for left_out in write_plot(runs, out, kind=kind, metric=metric, x=x, overwrite=overwrite):
+    for left_out in write_plot(runs, out, kind=kind, metric=metric or "pre.accuracy", x=x, overwrite=overwrite):
         print(f"left out, for it has not ended: {left_out}")
     print(f"written to {out}")
 
@@ -393,9 +402,7 @@ def describe(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
 
 @app.command("ls")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look.", metavar="[FOLDER]", show_default=False)] = Path(
-        "runs"
-    ),
+    folder: Annotated[Path, typer.Argument(help="Where to look.", metavar="FOLDER", show_default=False)] = Path("runs"),
 ) -> None:
     """List the runs in a folder, and in those below it: how far they are and what they came to."""
     from fedjax_pfl.cli.printing import print_runs
@@ -406,7 +413,7 @@ def list_runs(
 
 @app.command()
 def init(
-    file: Annotated[Path, typer.Argument(help="The new file.", metavar="[FILE]", show_default=False)] = Path(
+    file: Annotated[Path, typer.Argument(help="The new file.", metavar="FILE", show_default=False)] = Path(
         "config.toml"
     ),
 ) -> None:
@@ -440,7 +447,7 @@ def before_any_command(
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run directories, or folders of comparisons and sweeps.", metavar="RUN...")
+        list[Path], typer.Argument(help="Run directories, or folders of comparisons and sweeps.", metavar="RUN")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file.")] = Path("report.html"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
@@ -469,6 +476,41 @@ def _load(path: Path, overrides: list[str] | None, out: str | None) -> "Config":
 
 def _with_out(config: "Config", out: str) -> "Config":
     return config.replace({"run.out": out})
+
+
+@contextmanager
+def _folder(given: str | None, name: str, field: str = "--out") -> Iterator[str]:
+    """Where a command writes: the given folder, or a new one under runs/, which goes again if it stays empty.
+
+    Args:
+      given: the folder that the user has named, if any.
+      name: how the name of a new one begins; time and, where others start in the same second, a number follow.
+      field: the field of errors.
+
+    Raises:
+      ConfigError: the given folder is a file, or a new one cannot be created.
+    """
+    from fedjax_pfl.experiment.distributed import is_first
+    from fedjax_pfl.experiment.record import check_folder, writable
+
+    if given is not None:
+        check_folder(Path(given), field)
+        yield given
+        return
+    folder = wanted = Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    with writable(folder, field):
+        folder.parent.mkdir(exist_ok=True)
+        for number in itertools.count(2):
+            with suppress(FileExistsError):
+                if is_first():  # of the processes of a run, the others write nothing
+                    folder.mkdir()
+                break
+            folder = Path(f"{wanted}-{number}")
+    try:
+        yield str(folder)
+    finally:
+        with suppress(OSError):  # it holds something
+            os.removedirs(folder)
 
 
 def _check_in_use(overrides: list[str] | None, instead: Mapping[str, str]) -> None:
@@ -526,12 +568,12 @@ def _goes_on_in(out: str) -> str:
 
 
 @contextmanager
-def _interruptible(how: str) -> Iterator[None]:
+def _interruptible(how_to_go_on: Callable[[], str]) -> Iterator[None]:
     """Says on an interrupt how to go on."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as interrupt:
-        print(f"interrupted; {how}", file=sys.stderr)
+        print(f"interrupted; {how_to_go_on()}", file=sys.stderr)
         sys.exit(interrupt.code if isinstance(interrupt, SystemExit) else _INTERRUPTED)
 
 

@@ -436,27 +436,34 @@ def even_chunk(clients: int, fitting: int) -> int:
     return math.ceil(clients / chunks)
 
 
-def place_runs(runs: int, memory: Memory, hardware: Hardware) -> tuple[Placement, Placement]:
+def place_runs(config: Config, runs: int, memory: Memory, hardware: Hardware) -> tuple[Placement, Placement]:
     """Spreads several runs of one program over the devices.
+
+    Args:
+      config: the config of the first run.
+      runs: number of runs.
+      memory: the memory that one of them needs, and the number of participants of a round.
+      hardware: the available devices and their memory.
 
     Returns:
       The placement of the runs (on a CPU one by one on each core, on an accelerator side by side), and the placement of
-      the clients within a run.
+      the clients within a run: as in `place`, but fewer side by side than the config asks for if more do not fit.
 
     Raises:
       ConfigError: the runs do not fit into memory.
     """
-    devices = min(len(hardware.devices), runs)
+    on_cpu, devices = hardware.backend == "cpu", min(len(hardware.devices), runs)
     on_each, limit = math.ceil(runs / devices), hardware.bytes
     need = memory.samples + on_each * memory.of_run(1)
     if need > limit:
         allowed = f"fewer at once: they need about {need * devices / 1e9:.2f} GB, there are {limit * devices / 1e9:.2f}"
         raise ConfigError("grid", f"{runs} runs", f"{allowed} GB")
     mesh = _mesh(hardware.devices[:devices]) if devices > 1 else None
-    if hardware.backend == "cpu":
-        return Placement(mesh), Placement()
     of_each = (round(_FILLED * limit) - memory.samples) // on_each + memory.samples
-    return Placement(mesh, on_each), Placement(chunk=even_chunk(memory.participants, memory.fitting(1, of_each)))
+    fitting = even_chunk(memory.participants, memory.fitting(1, of_each))
+    one_by_one = config.run.placement == "map" or (config.run.placement == "auto" and on_cpu)
+    chunk = min(config.run.chunk, fitting) if config.run.chunk else 1 if one_by_one else fitting
+    return Placement(mesh, 1 if on_cpu else on_each), Placement(chunk=chunk)
 
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:

@@ -12,10 +12,10 @@ from jaxtyping import PyTree
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import prepare
-from fedjax_pfl.experiment.config import Run
+from fedjax_pfl.experiment.config import Run as RunSection
 
 
-def start(run: Run) -> None:
+def start(run: RunSection) -> None:
     """Joins the other processes of the job, which JAX detects (SLURM, Open MPI, Kubernetes, TPU pods).
 
     Args:

@@ -90,8 +90,9 @@ def simulate(
       to rounding, on placement and hardware.
 
     Raises:
-      ConfigError: config, data and method do not fit together, the run directory is not empty, another process runs in
-        it, or there is no matching checkpoint to resume from; raised before anything is compiled or written.
+      ConfigError: config, data and method do not fit together; the run directory is not empty, holds no run that
+        `overwrite` could replace, or is that of a run that goes on elsewhere; or there is no matching checkpoint to
+        resume from. Raised before anything is compiled or written.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after the checkpoint is written.
     """
     began = time.perf_counter()
@@ -155,32 +156,23 @@ def drive(
         own: State = jax.tree.map(np.array, program.each(states)[run].state)
         return own
 
-    with ExitStack() as given_back:
-        done, held = _read(program, places, given_back)
+    with ExitStack() as at_end:
+        for place in places:  # before they are read, which removes files that another process may be writing
+            place.take()
+            at_end.callback(place.leave)
+        saved, restored = _read(program, places)
         courses = [
-            Course(run, program, place, saved, callbacks, functools.partial(state_of, run))
-            for run, (place, saved) in enumerate(zip(places, done, strict=True))
+            Course(run, program, place, start, callbacks, functools.partial(state_of, run))
+            for run, (place, start) in enumerate(zip(places, saved, strict=True))
         ]
-        for course in courses:
-            course.check()
-        at_start = Progress(done[0].round, rounds, math.nan, None, math.nan, program.bytes(), runs)
-        report(at_start._replace(compiled=False))
-        program.compile()
-        report(at_start)
-        # Not before: an error up to here leaves everything as it was.
-        for place, saved, manifest, holdings in zip(places, done, program.manifests, program.holdings, strict=True):
-            if held is None:
-                place.begin(manifest, holdings)
-            else:
-                place.go_back(saved)
-        given_back.pop_all()  # the runs begin, and keep their locks
-    states = program.init() if held is None else program.put(held)
-    t, round_seconds = done[0].round, done[0].round_seconds
-    began -= runs * done[0].seconds
-    one_by_one = any(type(callback).on_round is not Callback.on_round for callback in callbacks)
-    catches = returns or any(place.checkpoints for place in places)
-    block, started_running, left_behind = 1, time.perf_counter(), False
-    with stop_on_signals() if catches else nullcontext(Stop()) as stopping:
+        _begin(program, places, courses, saved, restored, report)
+        states = program.init() if restored is None else program.put(restored)
+        t, round_seconds = saved[0].round, saved[0].round_seconds
+        began -= runs * saved[0].seconds
+        one_by_one = any(type(callback).on_round is not Callback.on_round for callback in callbacks)
+        catches = returns or any(place.checkpoints for place in places)
+        block, started_running, checkpointed = 1, time.perf_counter(), False
+        stopping = at_end.enter_context(stop_on_signals() if catches else nullcontext(Stop()))
         for course in courses:
             course.tell("on_start")
         if any(course.live.stopped for course in courses):
@@ -191,12 +183,12 @@ def drive(
             stop, evaluated = _next_block(t, 1 if one_by_one else block, ends, first.run.eval_every, every)
             started = time.perf_counter()
             states = program.rounds(states, t, stop, evaluate=evaluated)
-            losses = [float(loss) for loss in program.each([state.loss for state in states])]  # waits for the devices
+            # Waits for the devices.
+            losses = [float(loss) for loss in program.each([state.loss for state in states])]
             round_seconds += (time.perf_counter() - started) / runs
             t = stop
-            block = max(
-                1, int(_SECONDS_PER_BLOCK * (t - done[0].round) / (runs * (round_seconds - done[0].round_seconds)))
-            )
+            seconds_per_round = runs * (round_seconds - saved[0].round_seconds) / (t - saved[0].round)
+            block = max(1, int(_SECONDS_PER_BLOCK / seconds_per_round))
             for course in going:
                 course.live.round, course.live.loss = t, losses[course.run]
                 course.tell("on_round")
@@ -207,8 +199,8 @@ def drive(
                     course.record(scores[course.run], sent[course.run], seconds)
             stopped = any(course.live.stopped for course in courses)
             block, stopping.signal, stopped = agree(block, stopping.signal, stopped)
-            back = returns and stopping.signal == signal.SIGINT
-            if back:
+            returning = returns and stopping.signal == signal.SIGINT
+            if returning:
                 stopped = True
                 for course in courses:
                     course.live.stop(INTERRUPTED)
@@ -218,23 +210,55 @@ def drive(
                     program.end(course.run, course.end)
             end = max(course.end for course in courses)
             due = first.run.checkpoint_every and (t % every == 0 or t == end)
-            interrupted = stopping.signal and (back or t < end)
+            interrupted = stopping.signal and (returning or t < end)
             # The returned result has one more round, which is evaluated only for it. A checkpoint after that round
             # would differ from the checkpoint of an uninterrupted run.
-            if (due or interrupted) and not (back and left_behind):
+            if (due or interrupted) and not (returning and checkpointed):
                 seconds = (time.perf_counter() - began) / runs
                 for course, state in zip(courses, program.each(states), strict=True):
                     course.save(state, t, seconds, round_seconds)
-                left_behind = back
-            if interrupted and not back:
+                checkpointed = returning
+            if interrupted and not returning:
                 stopping.leave()
-            left = (time.perf_counter() - started_running) / (t - done[0].round) * (end - t)
+            left = (time.perf_counter() - started_running) / (t - saved[0].round) * (end - t)
             last = mean_line([course.lines[-1] for course in courses]) if courses[0].lines else None
             report(Progress(t, rounds, float(np.mean(losses)), last, left, program.bytes(), runs))
-    results = _results(program, courses, states, t, began, round_seconds, dataset.name, data)
+        results = _results(program, courses, states, t, began, round_seconds, dataset.name, data)
     if stopping.signal and not (returns and stopping.signal == signal.SIGINT):
         stopping.leave()  # the signal came when these runs were done, and is meant for the whole process
     return results
+
+
+def _begin(
+    program: Program,
+    places: Sequence[RunPlace],
+    courses: Sequence[Course],
+    saved: Sequence[Saved],
+    restored: Sequence[Run] | None,
+    report: Callable[[Progress], None],
+) -> None:
+    """Checks callbacks, compiles, and only then writes to the directories: an error leaves them as they were.
+
+    Args:
+      program: the program, laid out.
+      places: where each run is recorded.
+      courses: the runs.
+      saved: the checkpoint from which each run continues, or the beginning.
+      restored: the states in these checkpoints; None at the beginning.
+      report: called before and after compilation.
+    """
+    for course in courses:
+        course.check()
+    rounds = program.configs[0].training.rounds
+    at_start = Progress(saved[0].round, rounds, math.nan, None, math.nan, program.bytes(), len(courses))
+    report(at_start._replace(compiled=False))
+    program.compile()
+    report(at_start)
+    for place, start, manifest, holdings in zip(places, saved, program.manifests, program.holdings, strict=True):
+        if restored is None:
+            place.begin(manifest, holdings)
+        else:
+            place.go_back(start)
 
 
 def _next_block(t: int, most: int, ends: Sequence[int], eval_every: int, checkpoint_every: int) -> tuple[int, bool]:
@@ -286,20 +310,14 @@ def _results(
     return results
 
 
-def _read(program: Program, places: Sequence[RunPlace], given_back: ExitStack) -> tuple[list[Saved], list[Run] | None]:
-    """The state from which each run starts: the newest checkpoint that all runs have, or the beginning.
-
-    Locks all directories; ``given_back`` gives them back. Nothing is written.
-    """
-    for place in places:  # first: reading checkpoints removes files that another process may be writing
-        place.take()
-        given_back.callback(place.leave)
+def _read(program: Program, places: Sequence[RunPlace]) -> tuple[list[Saved], list[Run] | None]:
+    """The state from which each run starts: the newest checkpoint that all runs have, or the beginning."""
     common = set.intersection(*(set(place.found()) for place in places))
     if common:
         like, pairs = program.one_run(), zip(places, program.manifests, strict=True)
         found = [place.read(max(common), manifest, like) for place, manifest in pairs]
-        done, states = zip(*found, strict=True)
-        return list(done), list(states)
+        saved, states = zip(*found, strict=True)
+        return list(saved), list(states)
     hashes = [
         (config.model_dump(mode="json"), manifest["hash"])
         for config, manifest in zip(program.configs, program.manifests, strict=True)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.build import dataset_of
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.jobs import check_jobs, run_as_jobs
 from fedjax_pfl.experiment.progress import duration
-from fedjax_pfl.experiment.worker import Outcome, Report, run_elsewhere, run_program, surroundings
+from fedjax_pfl.experiment.worker import Outcome, Report, in_short, run_elsewhere, run_program, surroundings
 
 Executor = str | Mapping[str, Any]
 """A name, or a table with a name and options: ``{"name": "submitit", "slurm_partition": "gpu"}``."""
@@ -69,8 +69,8 @@ def _run_on_ray(programs: Sequence[Sequence[Config]], data: Any, report: Report)
                 outcome = ray.get(ended)
             except ray.exceptions.RayError as error:
                 cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-                outcome = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
-            report(number, f"failed: {outcome}" if isinstance(outcome, str) else "done")
+                outcome = [f"{type(cause).__name__}: {' '.join(str(cause).split())}"] * len(programs[number])
+            report(number, in_short(outcome))
             yield number, outcome
     finally:
         for future in running:
@@ -116,7 +116,7 @@ def check_executor(executor: Executor, out: str | os.PathLike[str] | None) -> No
     """
     name, options = name_and_options(executor)
     if name not in EXECUTORS:
-        raise ConfigError("executor", name, f"allowed: {', '.join(EXECUTORS)}")
+        raise ConfigError("executor", name, one_of(name, EXECUTORS))
     if name == "submitit":
         check_jobs(options, out)
     elif options:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import SELECTORS, Config
-from fedjax_pfl.experiment.grid import as_entry, entries_of
+from fedjax_pfl.experiment.markdown_table import as_entry, entries_of
 from fedjax_pfl.experiment.record import FREE, Begun, read_begun, run_directories
 from fedjax_pfl.experiment.summary import flat
 from fedjax_pfl.experiment.tables import Cell, show, without_seed
@@ -121,7 +121,7 @@ def is_current(table: Table, runs: Sequence[Begun]) -> bool:
 
     A later call may have written the table for some of the runs only, and a run may have been continued since. Only the
     first table of the text counts: somebody may have appended another one. It is not current if a row has no number of
-    seeds in its place: bars in names have once been written as they are, and a name is then several entries.
+    seeds in its place.
     """
     heading_and_rule = 2
     below = itertools.dropwhile(lambda line: not line.startswith("| "), table.text.splitlines())
@@ -140,7 +140,7 @@ def compared(runs: Sequence[Begun], table: Table | None) -> tuple[dict[str, Any]
     return None if table is None or _called(runs, table) is None else (table.baseline, table.point)
 
 
-def named(runs: Sequence[Begun], table: Table | None = None) -> list[tuple[dict[str, Any], int]]:
+def names_of(runs: Sequence[Begun], table: Table | None = None) -> list[tuple[dict[str, Any], int]]:
     """The values that name each run, and a number by which to sort the runs.
 
     Args:
@@ -155,7 +155,7 @@ def named(runs: Sequence[Begun], table: Table | None = None) -> list[tuple[dict[
     text = "" if table is None else table.text
     found = [
         values or {"method.name": run.config.method["name"]}
-        for values, run in zip(differences(runs), runs, strict=True)
+        for values, run in zip(differing_values(runs), runs, strict=True)
     ]
     # Runs that are not in the table yet come last.
     return [(values, text.find(f"\n| {as_entry(show(without_seed(values)))} ") % (len(text) + 1)) for values in found]
@@ -174,7 +174,7 @@ def _identity(config: Config) -> str:
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def differences(runs: Sequence[Begun]) -> list[dict[str, Any]]:
+def differing_values(runs: Sequence[Begun]) -> list[dict[str, Any]]:
     """For each run, its values of the fields in which the runs differ.
 
     Options of a method are included if they differ between runs of that method; the same holds for models and
@@ -203,7 +203,7 @@ def differences(runs: Sequence[Begun]) -> list[dict[str, Any]]:
 
 
 def cells_of(runs: Sequence[Begun], table: Table | None = None) -> list[Cell]:
-    """The runs that have ended, with their names among all of these runs, in order; see `named`.
+    """The runs that have ended, with their names among all of these runs, in order; see `names_of`.
 
     Args:
       runs: all runs, including those that have not ended.
@@ -211,7 +211,7 @@ def cells_of(runs: Sequence[Begun], table: Table | None = None) -> list[Cell]:
     """
     cells = [
         (place, Cell(values, run.config, run.summary, run.clients, run.history))
-        for (values, place), run in zip(named(runs, table), runs, strict=True)
+        for (values, place), run in zip(names_of(runs, table), runs, strict=True)
         if run.summary is not None
     ]
     return [cell for _, cell in sorted(cells, key=lambda of: of[0])]

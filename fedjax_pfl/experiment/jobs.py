@@ -4,6 +4,7 @@ A job that must stop (its time is up, or another job takes its place) writes che
 continues from them. Jobs go on after the process that submitted them has ended: the same call finds them again.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -16,11 +17,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.checkpoint import Stop
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.record import write_atomically
-from fedjax_pfl.experiment.worker import Outcome, Report, Surroundings, run_elsewhere, surroundings
+from fedjax_pfl.experiment.worker import (
+    Outcome,
+    Report,
+    Surroundings,
+    in_short,
+    run_elsewhere,
+    settled,
+    surroundings,
+)
 
 _FOLDER = "jobs"
 _CLUSTERS = ("slurm", "local")
@@ -62,14 +71,16 @@ class Job:
             try:
                 outcome = run_elsewhere(self._configs, self._data, self._around, say=_print)
             except SystemExit:
+                outcome = [ended for config in self._configs if (ended := settled(config)) is not None]
+                if len(outcome) == len(self._configs):  # the signal came when there was nothing left to run
+                    return outcome
                 if stop.signal == preempted or (stop.signal == signal.SIGTERM and not _is_ended(environment)):
                     queue_again(preempted, None)
                 raise
         except Exception as error:  # whatever a program does
             traceback.print_exc()
-            outcome = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if isinstance(outcome, str):
-            _print(f"failed: {outcome}")
+            outcome = [f"{type(error).__name__}: {' '.join(str(error).split())}"] * len(self._configs)
+        _print(in_short(outcome))
         return outcome
 
     def checkpoint(self) -> Any:
@@ -95,22 +106,24 @@ def run_as_jobs(
     """
     folder = Path(str(programs[0][0].run.out)).parent / _FOLDER
     executor, around = _executor(folder, options), surroundings(programs)
-    directories = [[Path(str(config.run.out)).name for config in configs] for configs in programs]
+    runs = [{Path(str(config.run.out)).name: _hash(config) for config in configs} for configs in programs]
     outlive = executor.cluster == "slurm"
     at_work = _jobs_at_work(folder) if outlive else []
     waiting, new = {}, []
-    for number, mine in enumerate(directories):
-        taken = [(job, theirs) for job, theirs in at_work if set(mine) & set(theirs)]
+    for number, mine in enumerate(runs):
+        taken = [(job, theirs) for job, theirs in at_work if mine.keys() & theirs.keys()]
         if not taken:
             new.append(number)
-        elif taken[0][1] == mine:
+        elif list(taken[0][1].items()) == list(mine.items()):  # in this order come the results
             waiting[number] = taken[0][0]
         else:
             ids = ", ".join(job.job_id for job, _ in taken)
-            yield number, f"job {ids} is at work on some of these runs: wait for its end, or cancel it"
+            same = all(theirs.get(name, mine[name]) == mine[name] for _, theirs in taken for name in mine)
+            these = "some of these runs" if same else "these runs under another config"
+            yield number, [f"job {ids} is at work on {these}: wait for its end, or cancel it"] * len(mine)
     waiting |= dict(zip(new, _submit(executor, [Job(programs[number], data, around) for number in new]), strict=True))
     for number in new if outlive else ():
-        write_atomically(_record(folder, waiting[number].job_id), json.dumps(directories[number]))
+        write_atomically(_record(folder, waiting[number].job_id), json.dumps(runs[number]))
     states: dict[int, str] = {}
     try:
         for number, job in waiting.items():
@@ -118,8 +131,8 @@ def run_as_jobs(
         while waiting:
             for number, job in list(waiting.items()):
                 if job.done():
-                    outcome = _outcome_of(waiting.pop(number))
-                    report(number, f"failed: {outcome}" if isinstance(outcome, str) else "done")
+                    outcome = _outcome_of(waiting.pop(number), len(runs[number]))
+                    report(number, in_short(outcome))
                     yield number, outcome
                 elif (state := job.state) not in (states.get(number), "UNKNOWN"):
                     states[number] = state
@@ -162,7 +175,7 @@ def _executor(folder: Path, options: Mapping[str, Any]) -> Any:
     parameters: dict[str, Any] = _DEFAULTS | dict(options)
     cluster, timeouts = parameters.pop("cluster"), parameters.pop("max_num_timeout")
     if cluster not in _CLUSTERS:
-        raise ConfigError("executor.cluster", cluster, f"allowed: {', '.join(_CLUSTERS)}")
+        raise ConfigError("executor.cluster", cluster, one_of(cluster, _CLUSTERS))
     if not isinstance(timeouts, int) or timeouts < 0:
         raise ConfigError("executor.max_num_timeout", timeouts, "a whole number, 0 or more")
     for name, value in parameters.items():
@@ -201,25 +214,29 @@ def _submit(executor: Any, jobs: list[Job]) -> list[Any]:
         raise ConfigError("executor", executor.parameters, allowed) from None
 
 
-def _outcome_of(job: Any) -> Outcome:
-    """The outcome of a job that has ended."""
+def _outcome_of(job: Any, runs: int) -> Outcome:
+    """The outcome of a job that has ended, of so many runs."""
     if job.exception() is None:
         outcome: Outcome = job.result()
-        why = outcome
     else:
         said = (job.stdout() or "nothing").split("\n")
         last = next((line for line in reversed(said) if line.strip()), "nothing")
-        why = f"the job ended without a result ({job.state}); the last that it said: {last}"
-    return f"{why} (log: {job.paths.stdout})" if isinstance(why, str) else why
+        outcome = [f"the job ended without a result ({job.state}); the last that it said: {last}"] * runs
+    return [f"{of_run} (log: {job.paths.stdout})" if isinstance(of_run, str) else of_run for of_run in outcome]
+
+
+def _hash(config: Config) -> str:
+    """A short hash of a config, wherever its run is recorded."""
+    return hashlib.sha256(config.replace("run.out", None).to_toml().encode()).hexdigest()[:12]
 
 
 def _record(folder: Path, job_id: str) -> Path:
-    """The file that lists the run directories on which a job works."""
+    """The file that lists the run directories on which a job works, each with the `_hash` of its config."""
     return folder / f"{job_id}_runs.json"
 
 
-def _jobs_at_work(folder: Path) -> list[tuple[Any, list[str]]]:
-    """The SLURM jobs of earlier calls that are still in the queue, each with its run directories."""
+def _jobs_at_work(folder: Path) -> list[tuple[Any, dict[str, str]]]:
+    """The SLURM jobs of earlier calls that are still in the queue, each with what its `_record` lists."""
     import submitit
 
     found = []

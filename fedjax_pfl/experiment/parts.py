@@ -39,6 +39,8 @@ def with_parts(
     if model is not None:
         changes["model.name"] = _own_name(model)
         register_model(changes["model.name"], features=features)(model)
+    if method is not None and not callable(method):
+        raise ConfigError("method", method, "a factory; a name goes into the config: method.name")
     if method is not None:
         changes["method.name"] = _own_name(method)
         register_method(changes["method.name"])(method)

@@ -32,7 +32,7 @@ from fedjax_pfl.engine.participation import rounds_participated
 from fedjax_pfl.engine.placement import Placement, map_clients
 from fedjax_pfl.engine.round import UPDATE_COSINE, Engine
 from fedjax_pfl.engine.run import Run
-from fedjax_pfl.engine.scoring import Answers, Evaluation
+from fedjax_pfl.engine.scoring import Evaluation, Outputs
 from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import (
@@ -253,12 +253,12 @@ class Program:
         if not what:
             return [{} for _ in self.configs]
 
-        def answers(row: Row, server: PyTree, clients: PyTree, x: Samples, y: Array) -> Answers:
+        def outputs(row: Row, server: PyTree, clients: PyTree, x: Samples, y: Array) -> Outputs:
             engine, key, federation = self._one(row, x, y)
-            return engine.answers(key, jnp.int32(t), server, who, clients, federation)
+            return engine.outputs(key, jnp.int32(t), server, who, clients, federation)
 
         # One run after the other on one device: it is a single pass over some clients' samples.
-        program, (x, y), rows = jax.jit(answers), to_host(self.samples), to_host(self.rows)
+        program, (x, y), rows = jax.jit(outputs), to_host(self.samples), to_host(self.rows)
         if self.over == "runs":
             rows = [jax.tree.map(lambda leaf, at=at: leaf[at], rows[0]) for at in self._at]
         with jax.default_matmul_precision(self.precision):
@@ -267,8 +267,8 @@ class Program:
             found = [program(*of_run, x, y) for of_run in zip(rows, servers, exported, strict=True)]
         return [
             # Each process has computed all of them.
-            export_of(jax.device_get(answers), row.federation(x, y).test, y, who, what)
-            for answers, row in zip(found, rows, strict=True)
+            export_of(jax.device_get(outputs), row.federation(x, y).test, y, who, what)
+            for outputs, row in zip(found, rows, strict=True)
         ]
 
     def _calibrated(self, rows: Sequence[Row], states: Sequence[Run], t: int) -> list[PyTree]:
@@ -375,7 +375,8 @@ def lay_out(
     names = exchange.diagnostics
     if first.run.diagnostics and exchange.comes_back:
         names += (UPDATE_COSINE,)
-    # One by one, a client without samples would otherwise take the steps of the others.
+    # Not on a CPU, where clients run one by one: with a known number of steps, an absent row would cost as much as a
+    # client.
     tables = [federation.train for federation in federations]
     full = len({table.index.shape for table in tables}) == 1 and all(map(_is_full, tables))
     engine = replace(engine, diagnostics=names, equal=full and hardware.backend != "cpu")
@@ -493,7 +494,7 @@ def _place(
     if runs == 1 or together or idle > 0.3:
         placement = place(config, memory, hardware, movable=engine.method.setup is None)
         return "clients", Placement(), replace(engine, placement=placement)
-    runs_on, clients_on = place_runs(runs, memory, hardware)
+    runs_on, clients_on = place_runs(config, runs, memory, hardware)
     return "runs", runs_on, replace(engine, placement=clients_on)
 
 

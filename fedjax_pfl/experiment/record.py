@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import functools
 import json
 import os
 import shlex
@@ -18,7 +19,7 @@ import numpy as np
 from fedjax_pfl.data.rows import Holdings, save
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import SELECTORS, Config, load_config, read_toml
-from fedjax_pfl.experiment.config import Run as RunConfig
+from fedjax_pfl.experiment.config import Run as RunSection
 from fedjax_pfl.experiment.kept import STATE, Kept, write_state
 from fedjax_pfl.experiment.summary import POINTS, Line, flat, history_of, without_nan
 
@@ -47,6 +48,9 @@ _CHECKPOINTS = "checkpoints"
 _EVENTS = "tensorboard"
 _LOCK = ".lock"
 _ATTEMPTS = 10
+# The folders that this process has taken, each with a token of the one who took it. A lock is the whole process's, and
+# would let its second run in.
+_taken: dict[str, object] = {}
 
 
 class RunDirectory:
@@ -64,25 +68,25 @@ class RunDirectory:
         Args:
           path: the directory; it may exist if it is empty.
           overwrite: replace an earlier run's files; other files stay.
-          resume: the directory is that of a run that goes on.
+          resume: the directory is that of this run, which goes on or has been begun by another process.
 
         Raises:
-          ConfigError: the path is a file, or a directory that holds something or cannot be read.
+          ConfigError: the path is a file, or a directory that holds something or cannot be read; or, with
+            ``overwrite``, one without a run whose files would be lost.
         """
         self.path = Path(path)
         self.checkpoints = self.path / _CHECKPOINTS
         self.events = self.path / _EVENTS
         self._may_hold_something = overwrite or resume
+        self._replaces = overwrite and not resume
         self._leave: Callable[[], object] | None = None
         self._check()
 
     def _check(self) -> None:
         """Checks that the run may write here."""
+        check_folder(self.path, "run.out")
         with writable(self.path):
-            is_file = any(at.is_file() for at in (self.path, *self.path.parents))
             holds_something = self.path.is_dir() and any(not _is_left_over(entry) for entry in self.path.iterdir())
-        if is_file:
-            raise ConfigError("run.out", str(self.path), "it is a file, or inside one; name a directory")
         if holds_something and not self._may_hold_something:
             begun = any(self.checkpoints.glob("*")) and not self.complete
             go_on = "go on with the run that has begun there: resume=, --resume; " if begun else ""
@@ -91,6 +95,10 @@ class RunDirectory:
         with writable(self.path):
             if any((self.path / name).is_dir() for name in _FILES):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            there = [name for name in (*_FILES, _CHECKPOINTS, _EVENTS) if (self.path / name).exists()]
+        if self._replaces and there and not _is_run(self.path):
+            allowed = f"name another directory: there is no run in this one, and {', '.join(there)} would be lost"
+            raise ConfigError("run.out", str(self.path), allowed)
 
     @property
     def complete(self) -> bool:
@@ -108,14 +116,13 @@ class RunDirectory:
         return (self.path / "metrics.jsonl").exists() or any(self.checkpoints.glob("*"))
 
     def take(self) -> None:
-        """Keeps other processes from running here until this one has finished the run, or ends in any way.
+        """Keeps other runs, of this process or another, out until `leave`, or until this one is finished.
 
         Raises:
-          ConfigError: another process runs here, or has done so since the directory was checked, or the directory
+          ConfigError: another run goes on here, or has done so since the directory was checked, or the directory
             cannot be created.
         """
-        lock = _lock(self.path, "run.out")
-        self._leave = None if lock is None else weakref.finalize(self, _unlock, self.path, lock)
+        self._leave = weakref.finalize(self, _take(self.path, "run.out"))
         try:
             self._check()
         except ConfigError:
@@ -123,7 +130,7 @@ class RunDirectory:
             raise
 
     def leave(self) -> None:
-        """Lets other processes in again."""
+        """Lets others in again."""
         if self._leave is not None:
             self._leave()
 
@@ -237,31 +244,52 @@ def _is_left_over(entry: Path) -> bool:
 
 @contextmanager
 def alone_in(folder: Path | None) -> Iterator[None]:
-    """Keeps other processes from running many runs in a folder meanwhile: each would write the table of its own.
+    """Keeps others from running many runs in a folder meanwhile: each would write the table of its own.
 
     Args:
       folder: None for none.
 
     Raises:
-      ConfigError: another process is at work there, or the folder cannot be created.
+      ConfigError: somebody is at work there, or the folder cannot be created.
     """
     if folder is None:
         yield
         return
     new = not folder.exists()
-    lock = _lock(folder, "out")
+    give_back = _take(folder, "out")
     try:
         yield
     finally:
-        if lock is not None:
-            _unlock(folder, lock)
+        give_back()
         if new:
             with suppress(OSError):  # it holds something
                 folder.rmdir()
 
 
+def _take(folder: Path, field: str) -> Callable[[], None]:
+    """Takes a folder, at the latest until this process ends; returns what gives it back, to be called once."""
+    path, me = os.path.realpath(folder), object()
+    if _taken.setdefault(path, me) is not me:
+        allowed = "another directory, or wait: another run of this process goes on in this one"
+        raise ConfigError(field, str(folder), allowed)
+    try:
+        lock = _lock(folder, field)
+    except BaseException:
+        del _taken[path]
+        raise
+    return functools.partial(_give_back, path, lock)
+
+
+def _give_back(path: str, lock: int | None) -> None:
+    if lock is not None:
+        with suppress(OSError):
+            os.unlink(os.path.join(path, _LOCK))
+        os.close(lock)
+    del _taken[path]
+
+
 def _lock(folder: Path, field: str) -> int | None:
-    """Takes a folder until `_unlock`, or until this process ends in any way."""
+    """The lock that keeps other processes out of a folder while it is open; None for Windows, which has no such."""
     if sys.platform == "win32":
         return None
     import fcntl
@@ -288,10 +316,16 @@ def _lock(folder: Path, field: str) -> int | None:
     return lock
 
 
-def _unlock(folder: Path, lock: int) -> None:
-    with suppress(OSError):
-        (folder / _LOCK).unlink()
-    os.close(lock)
+def check_folder(path: Path, field: str) -> None:
+    """Checks that a path is a folder, or can become one.
+
+    Raises:
+      ConfigError: of this field: it is a file or inside one, or cannot be read.
+    """
+    with writable(path, field):
+        is_file = any(at.is_file() for at in (path, *path.parents))
+    if is_file:
+        raise ConfigError(field, str(path), "it is a file, or inside one; name a directory")
 
 
 @contextmanager
@@ -368,7 +402,7 @@ def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray],
     return summary, history, clients
 
 
-def _not_kept(had: RunConfig, asked: RunConfig) -> Iterator[str]:
+def _not_kept(had: RunSection, asked: RunSection) -> Iterator[str]:
     """What is asked for, but not in the directory of a run that has ended without it."""
     if asked.keep not in ("none", had.keep):
         yield "keep"
@@ -406,8 +440,9 @@ def read_run(folder: Path) -> tuple[Config, dict[str, Any]]:
         raise ConfigError("directory", str(folder), "a run directory: there is no config.toml in this one")
     config = _config_in(folder)
     if not (folder / "summary.json").exists():
-        allowed = f"a run that has ended; this one goes on with simulate(config, resume={str(folder)!r})"
-        raise ConfigError("directory", str(folder), allowed)
+        begun = RunDirectory(folder, resume=True).begun
+        how = f"this one goes on with simulate(config, resume={str(folder)!r})" if begun else "this one has not begun"
+        raise ConfigError("directory", str(folder), f"a run that has ended; {how}")
     exported: dict[str, np.ndarray] = {}
     if (folder / "export.npz").exists():
         with np.load(folder / "export.npz") as columns:
@@ -492,6 +527,7 @@ class Listed(NamedTuple):
       round: of the newest evaluation; 0 before the first.
       ended: whether the run has ended.
       accuracy: point -> mean accuracy after that round; empty before the first.
+      begun: whether the run is at work, or has left scores or a checkpoint.
     """
 
     path: Path
@@ -499,12 +535,18 @@ class Listed(NamedTuple):
     round: int
     ended: bool
     accuracy: dict[str, float]
+    begun: bool
 
 
 def run_directories(folder: Path) -> list[Path]:
     """The folder itself, if a run has begun there, and all run directories in it, at any depth, by path."""
     found = sorted(config.parent for config in folder.rglob("config.toml"))
-    return [path for path in found if (path / "partition.json").exists()]
+    return [path for path in found if _is_run(path)]
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a run has written its config and partition here."""
+    return (folder / "config.toml").exists() and (folder / "partition.json").exists()
 
 
 def runs_in(folder: Path) -> list[Listed]:
@@ -520,8 +562,9 @@ def runs_in(folder: Path) -> list[Listed]:
         lines = path / "metrics.jsonl"
         last: Line = _read("metrics", lines, _newest) if lines.exists() else {"round": 0}
         accuracy = {point: last[point]["accuracy"] for point in POINTS if point in last}
-        ended = (path / "summary.json").exists()
-        found.append(Listed(path, read_toml(path / "config.toml", "config file"), last["round"], ended, accuracy))
+        run, config = RunDirectory(path, resume=True), read_toml(path / "config.toml", "config file")
+        begun = run.begun or (path / _LOCK).exists()
+        found.append(Listed(path, config, last["round"], run.complete, accuracy, begun))
     return found
 
 

@@ -25,11 +25,11 @@ from fedjax_pfl.experiment.gathered import (
     Table,
     cells_of,
     compared,
-    differences,
+    differing_values,
     folders_of,
     gather,
     is_current,
-    named,
+    names_of,
     table_in,
 )
 from fedjax_pfl.experiment.html import cells_html, details_html, notes_html, partition_html, runs_html, table_html
@@ -153,11 +153,11 @@ def _anchor(title: str) -> str:
 
 
 def _together(begun: list[Begun], table: Table | None) -> _Runs:
-    found, members = named(begun, table), dict[str, list[int]]()
+    found, members = names_of(begun, table), dict[str, list[int]]()
     for number in sorted(range(len(begun)), key=lambda at: found[at][1]):
         members.setdefault(show(without_seed(found[number][0])), []).append(number)
     together = [_Combination(name or begun[at[0]].config.method["name"], at) for name, at in members.items()]
-    return _Runs(begun, differences(begun), [show(values) for values, _ in found], together, table)
+    return _Runs(begun, differing_values(begun), [show(values) for values, _ in found], together, table)
 
 
 def _title(runs: _Runs) -> str:
@@ -214,8 +214,9 @@ def _state(run: Begun) -> str:
     """How far a run is."""
     rounds = run.config.training.rounds
     if run.summary is None:
-        done = int(run.history["round"][-1]) if run.history else 0
-        return f"not ended: round {done} of {rounds}"
+        if not run.history:
+            return "not ended: no round evaluated yet"
+        return f"not ended: round {int(run.history['round'][-1])} of {rounds}"
     said = f"ended after {run.summary['rounds']} rounds"
     if "stopped" in run.summary:
         said += f" of {rounds}: {run.summary['stopped']}"

@@ -46,10 +46,11 @@ class RunPlace:
           config: the run.
           resume: the directory of an interrupted run that is to go on, or else an error.
           go_on: whether to go on with what is found in ``run.out``, if it can, or to begin anew.
-          overwrite: replace what is found there.
+          overwrite: replace the run that is found there.
 
         Raises:
-          ConfigError: the directory holds something, or cannot be used.
+          ConfigError: the directory holds something, or cannot be used; `overwrite` and it holds no run, but files that
+            one would replace.
         """
         self._config, self._resume, self._go_on = config, resume, go_on
         self._record: RunDirectory | None = None
@@ -67,11 +68,9 @@ class RunPlace:
         if resume is not None and not Path(folder).is_dir():
             raise ConfigError("resume", str(Path(folder).absolute()), "a run directory that holds a checkpoint")
         begun = go_on and (Path(folder) / "config.toml").exists()
-        self._record = RunDirectory(
-            folder,
-            overwrite=overwrite or begun or not is_first(),  # the first process has looked, and may have begun
-            resume=resume is not None,
-        )
+        # The first process of several has looked, and may have begun.
+        goes_on = resume is not None or begun or not is_first()
+        self._record = RunDirectory(folder, overwrite=overwrite, resume=goes_on)
         self.checkpoints = Checkpoints(self._record.checkpoints)
 
     def found(self) -> list[int]:
@@ -118,7 +117,7 @@ class RunPlace:
         return saved, self.checkpoints.run(round, like)
 
     def take(self) -> None:
-        """Keeps other processes out of the directory."""
+        """Keeps other runs, of this process or another, out of the directory."""
         if self._record is not None and is_first():
             self._record.take()
 

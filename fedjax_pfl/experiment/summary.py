@@ -5,6 +5,7 @@ all of these. A summary gives each metric for the last round, the best round, an
 samples. `figures_of` selects the figures that tables show.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -31,9 +32,11 @@ MEASURES = (
     "correct",
 )
 """The built-in metrics at each evaluation point; a user's own metric cannot have one of these names."""
-# For these metrics the largest value is the best. Other metrics are better when small, or do not score a model.
+FALLING = ("loss", "std_clients", "train_loss")
+"""The metrics, without their evaluation point, that are better when small."""
+# For these metrics the largest value is the best. Those that are neither here nor above do not score a model.
 _GLOBAL = ("global", "global_macro_f1", "global_macro_f1_union")
-_RISING = tuple(name for name in MEASURES if name not in ("loss", "std_clients"))
+_RISING = tuple(name for name in MEASURES if name not in FALLING)
 _SUMS = tuple(name for name in MEASURES if name not in ("hm", "correct"))  # computed by `summarize`, over clients
 _DIAGNOSTICS = "diagnostics"
 _LAST_ROUNDS = 10
@@ -162,12 +165,10 @@ def metrics_of(
 
 
 def history_of(lines: Sequence[Line]) -> dict[str, Float[np.ndarray, " rounds"]]:
-    """Dotted name -> array over the evaluated rounds; NaN where a run does not have the metric."""
-    columns: dict[str, list[float]] = {}
-    for line in lines:
-        for name, value in flat(line).items():
-            columns.setdefault(name, []).append(np.nan if value is None else value)
-    return {name: np.array(column) for name, column in columns.items()}
+    """Dotted name -> array over the evaluated rounds; NaN where a line does not have the metric."""
+    tables = [flat(line) for line in lines]
+    columns = {name: [table.get(name) for table in tables] for name in dict.fromkeys(itertools.chain(*tables))}
+    return {name: np.array([np.nan if value is None else value for value in of]) for name, of in columns.items()}
 
 
 def mean_line(lines: Sequence[Line]) -> Line:
@@ -183,12 +184,13 @@ def mean_line(lines: Sequence[Line]) -> Line:
     return mean
 
 
-def first_reached(values: Sequence[float | None] | np.ndarray, target: float) -> int | None:
-    """The first index at which a metric reaches the target; None if it never does.
+def first_reached(values: Sequence[float | None] | np.ndarray, target: float, *, falling: bool = False) -> int | None:
+    """The first index at which a metric is as large as the target, or as small if it is `falling`; None if it never is.
 
     Values are rounded to six digits, because 4200 of 10,000 is a little less than 0.42 in float32, but is 42 %.
     """
-    reached = np.flatnonzero(np.asarray(values, np.float64).round(6) >= round(target, 6))
+    sign = -1 if falling else 1
+    reached = np.flatnonzero(sign * np.asarray(values, np.float64).round(6) >= sign * round(target, 6))
     return int(reached[0]) if len(reached) else None
 
 
@@ -259,7 +261,7 @@ def _headline(
     chosen: Mapping[str, int | None],
     point: str,
 ) -> dict[str, float | None]:
-    """The main numbers of an evaluation point, under the names of version 0.1.
+    """The main numbers of an evaluation point, as ``summary.json`` names them.
 
     ``best`` is the round of the highest accuracy on the scored samples, ``by_validation`` that on validation samples.
     """

@@ -275,9 +275,9 @@ def sweep(
       The runs; a failed run is reported among them and does not stop the others.
 
     Raises:
-      ConfigError: a field or value is not allowed in a config, a run directory holds another run, another process is
-        running in ``out``, or the executor is unknown, not installed, has no such option or cannot be reached; raised
-        before anything is run.
+      ConfigError: a field or value is not allowed in a config, a run directory holds another run, ``out`` is that of a
+        single run, another process is running in ``out``, or the executor is unknown, not installed, has no such option
+        or cannot be reached; raised before anything is run.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
     """
     out = folder_of(config, out, executor)
@@ -343,12 +343,9 @@ def run_cells(
     elif not done and name_and_options(executor)[0] == "local":
         _check_not_all_are_refused([cell.config for cell in cells], data)
     for places, outcome in run_configs([cells[number].config for number in missing], data, progress, executor):
-        for at, place in enumerate(places):
-            cell = cells[missing[place]]
-            if isinstance(outcome, str):
-                done[missing[place]] = cell._replace(error=outcome)
-            else:
-                done[missing[place]] = cell._replace(**outcome[at]._asdict())
+        for place, ended in zip(places, outcome, strict=True):
+            found = {"error": ended} if isinstance(ended, str) else ended._asdict()
+            done[missing[place]] = cells[missing[place]]._replace(**found)
         write(in_order())
     return in_order()
 
@@ -365,7 +362,7 @@ def _check_done_have_this_data(configs: Sequence[Config], data: Any) -> None:
 def _check_not_all_are_refused(configs: Sequence[Config], data: Any) -> None:
     """Raises an error that concerns all of these configs, such as missing data, before any is run."""
     refused: dict[str, ConfigError] = {}
-    for config in {alike(config): config for config in configs}.values():
+    for config in configs:
         try:
             prepare(config.run)
             dataset = dataset_of(config, data)
@@ -434,10 +431,23 @@ def check_point(point: str) -> str:
     return point
 
 
+def check_listed(field: str, values: Any) -> None:
+    """Checks the values that a field is to take.
+
+    Raises:
+      ConfigError: they are no list, or one of them is there twice.
+    """
+    listed = isinstance(values, Sequence) and not isinstance(values, str)
+    if not listed or not values or any(value in values[:at] for at, value in enumerate(values)):
+        raise ConfigError(field, values, "a list of one value or more, each of them once")
+
+
 def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Executor) -> Path | None:
     """The folder of a sweep's or comparison's runs, with the checks that are possible before any run."""
     check_config(config)
     check_executor(executor, out)
+    if out is None and config.run.out is not None:
+        raise ConfigError("run.out", config.run.out, 'leave it out, and give out="...", a folder for all runs')
     if config.run.tensorboard:
         check_tensorboard(out)
     if out is None:
@@ -445,7 +455,9 @@ def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Exec
             if asked:
                 raise ConfigError(f"run.{field}", asked, "nothing without out, a folder for what each run leaves")
         return None
-    RunDirectory(out, overwrite=True)  # raises where it is a file
+    of_one = RunDirectory(out, resume=True)  # raises where it is a file
+    if of_one.started and of_one.begun:
+        raise ConfigError("out", str(out), "a folder for many runs: this is the run directory of a single one")
     # Elsewhere, the working directory may be another one.
     return Path(out) if name_and_options(executor)[0] == "local" else Path(out).absolute()
 
@@ -469,7 +481,8 @@ def load_sweep(
     tables = read_toml(path, "sweep file")
     unknown = sorted(tables.keys() - {"config", "overrides", "grid", "baseline"})
     if unknown or [type(tables.get(key, {})) for key in ("config", "grid", "baseline")] != [str, dict, dict]:
-        allowed = f"config (a path), [grid]; optional: overrides, [baseline]; it has {', '.join(unknown or tables)}"
+        has = ", ".join(unknown or tables) or "nothing"
+        allowed = f"config (a path), [grid]; optional: overrides, [baseline]; it has {has}"
         raise ConfigError("sweep file", str(path), allowed)
     config = load_config(Path(path).parent / tables["config"], tables.get("overrides", []), overrides)
     grid, chosen = flat(tables.get("grid", {})), tables.get("baseline")
@@ -498,9 +511,7 @@ def _combinations(config: Config, grid: Mapping[str, Sequence[Any]]) -> list[dic
     for field, values in grid.items():
         if not isinstance(field, str):
             raise ConfigError("grid", field, "dotted fields such as training.lr")
-        listed = isinstance(values, Sequence) and not isinstance(values, str)
-        if not listed or not values or any(value in values[:at] for at, value in enumerate(values)):
-            raise ConfigError(f"grid.{field}", values, "a list of one value or more, each of them once")
+        check_listed(f"grid.{field}", values)
         if field.startswith("run.") and field != SEED:
             raise ConfigError(f"grid.{field}", values, f"another field: of [run], a grid may vary only {SEED}")
     methods = grid.get("method.name", [config.method["name"]])

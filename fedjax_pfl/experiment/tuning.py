@@ -28,7 +28,7 @@ from fedjax_pfl.experiment.programs import alike, lay_out
 from fedjax_pfl.experiment.progress import SECONDS_PER_LINE, Progress
 from fedjax_pfl.experiment.resume import RunPlace
 from fedjax_pfl.experiment.summary import Line, flat
-from fedjax_pfl.experiment.sweep import check_point
+from fedjax_pfl.experiment.sweep import check_listed, check_point
 
 if TYPE_CHECKING:
     import optuna
@@ -224,7 +224,7 @@ def load_tune(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tu
     tables = read_toml(path, "tune file")
     unknown = sorted(tables.keys() - {"config", "overrides", "space"})
     if unknown or [type(tables.get(key)) for key in ("config", "space")] != [str, dict]:
-        allowed = f"config (a path), [space]; optional: overrides; it has {', '.join(unknown or tables)}"
+        allowed = f"config (a path), [space]; optional: overrides; it has {', '.join(unknown or tables) or 'nothing'}"
         raise ConfigError("tune file", str(path), allowed)
     config = load_config(Path(path).parent / tables["config"], tables.get("overrides", []), overrides)
     space = dict(_fields(tables["space"]))
@@ -355,9 +355,7 @@ def _distributions(space: Space) -> dict[str, "BaseDistribution"]:
 
 def _check_values(name: str, values: Any) -> None:
     """Checks the values of a `Choice`."""
-    listed = isinstance(values, Sequence) and not isinstance(values, str)
-    if not listed or not values or any(value in values[:at] for at, value in enumerate(values)):
-        raise ConfigError(name, values, "a list of one value or more, each of them once")
+    check_listed(name, values)
     if not all(value is None or isinstance(value, bool | int | float | str) for value in values):
         raise ConfigError(name, values, "numbers, strings, true or false, or None: what a study can store")
 
@@ -429,7 +427,6 @@ def _go_on(
             raise ConfigError("study_name", study.study_name, allowed)
         study.set_user_attr(_SEARCH, of)
         return
-    known = {"samples": samples, **known}  # which older studies do not say
     if differing := [name for name in sorted(known.keys() | of.keys()) if known.get(name) != of.get(name)]:
         given, wanted = (", ".join(f"{name}={found.get(name)}" for name in differing) for found in (of, known))
         allowed = f"what the study in the storage was begun with: {wanted}; or another study_name"

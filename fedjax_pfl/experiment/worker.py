@@ -15,6 +15,7 @@ from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.driver import drive
 from fedjax_pfl.experiment.parts import parts_of
 from fedjax_pfl.experiment.progress import SECONDS_PER_LINE, Progress, duration
+from fedjax_pfl.experiment.record import complete_run
 from fedjax_pfl.experiment.registry import OwnParts, add_parts
 from fedjax_pfl.experiment.resume import RunPlace
 
@@ -33,8 +34,8 @@ class Finished(NamedTuple):
     clients: dict[str, np.ndarray]
 
 
-# The results of a program's runs, or the reason why it failed.
-Outcome = list[Finished] | str
+# The results of a program's runs; of a run that failed, the reason why.
+Outcome = list[Finished | str]
 Report = Callable[[int, str], None]
 """(number of the program, line of text) -> None."""
 
@@ -60,9 +61,10 @@ def surroundings(programs: Sequence[Sequence[Config]]) -> Surroundings:
 
 
 def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: Callable[[str], None]) -> Outcome:
-    """Runs a program in this process. An error is returned, so that other programs can go on.
+    """Runs what is not complete of a program, in this process. Errors are returned, so that others can go on.
 
-    An unforeseen error is also logged with its traceback.
+    Runs that are refused together are tried in halves: a run that is refused stops no other, and has its own reason. An
+    unforeseen error is also logged with its traceback.
 
     Args:
       configs: the configs of its runs.
@@ -72,6 +74,8 @@ def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: 
     """
     raised: list[Exception] = []
     began = last = time.perf_counter()
+    loaded: Dataset | None = None
+    divisible = False
 
     def tell(line: str) -> None:
         try:
@@ -81,7 +85,8 @@ def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: 
             raise
 
     def report(now: Progress) -> None:
-        nonlocal last
+        nonlocal last, divisible
+        divisible = False  # it compiles: what fails from here on has cost time, and concerns the program
         if np.isnan(now.seconds_left):
             tell("compiled" if now.compiled else f"about {now.memory / 1e9:.2g} GB of memory; compiling")
         elif now.round == now.rounds or time.perf_counter() - last > SECONDS_PER_LINE:
@@ -94,18 +99,50 @@ def run_program(configs: Sequence[Config], dataset: Callable[[], Dataset], say: 
                 said.append(f"{duration(now.seconds_left)} left")
             tell(", ".join(said))
 
+    def run(some: Sequence[Config]) -> Outcome:
+        nonlocal began, loaded, divisible
+        began = time.perf_counter()
+        try:
+            if loaded is None:
+                prepare(some[0].run)
+                loaded = dataset()
+            divisible = len(some) > 1
+            places = [RunPlace(config, go_on=True) for config in some]
+            results = drive(some, loaded, places, began=began, progress=report)
+            return [Finished(result.summary, result.history, result.clients) for result in results]
+        except ConfigError as error:
+            if not divisible:
+                return [_in_one_line(error)] * len(some)
+        except Exception as error:
+            if error in raised:
+                raise
+            _log.exception("%s failed", some[0].method["name"])
+            return [f"{type(error).__name__}: {error}".splitlines()[0]] * len(some)
+        # Not in the handler, where the error still holds the arrays of the program.
+        middle = len(some) // 2
+        return run(some[:middle]) + run(some[middle:])
+
+    known = [settled(config) for config in configs]
+    left = [config for config, outcome in zip(configs, known, strict=True) if outcome is None]
+    ran = iter(run(left) if left else [])
+    return [next(ran) if outcome is None else outcome for outcome in known]
+
+
+def settled(config: Config) -> Finished | str | None:
+    """The outcome of a run whose directory holds it, or why it cannot go there; None if there is something to run."""
     try:
-        prepare(configs[0].run)
-        places = [RunPlace(config, go_on=True) for config in configs]
-        results = drive(configs, dataset(), places, began=began, progress=report)
+        complete = complete_run(config)
     except ConfigError as error:
-        return " ".join(str(error).split())  # one line, as all that is said of a failed run
-    except Exception as error:
-        if error in raised:
-            raise
-        _log.exception("%s failed", configs[0].method["name"])
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return [Finished(result.summary, result.history, result.clients) for result in results]
+        return None if error.field == "training.rounds" else _in_one_line(error)  # it may go on to more rounds
+    return None if complete is None else Finished(*complete)
+
+
+def in_short(outcome: Outcome) -> str:
+    """How a program has ended, in a line."""
+    failed = [reason for reason in outcome if isinstance(reason, str)]
+    if not failed:
+        return "done"
+    return f"failed: {failed[0]}" if len(failed) == len(outcome) else f"{len(failed)} runs failed: {failed[0]}"
 
 
 def run_elsewhere(
@@ -117,3 +154,8 @@ def run_elsewhere(
             jax.config.update(name, value)
     add_parts(around.parts)
     return run_program(configs, lambda: dataset_of(configs[0], data), say)
+
+
+def _in_one_line(error: ConfigError) -> str:
+    """Its message in one line, as all that is said of a failed run."""
+    return " ".join(str(error).split())
