@@ -18,7 +18,7 @@ from fedjax_pfl.models import MODELS
         ("fedprox.mu", "fedprox.mu = 0.01\n  strength of the proximal term; the paper's grid is"),
         ("data.partition.beta", "dirichlet.beta = 0.1\n  concentration; small means few clients per class."),
         ("indices.file", "indices.file (must be given)\n"),
-        ("mlp.hidden", "mlp.hidden = 100\n  see fedjax-pfl describe mlp"),
+        ("mlp.hidden", "mlp.hidden = 100\n  number of units, which is the feature dimension."),
         (
             "data.partition.kind",
             "data.partition.kind: one of the following, each with options of its own.\n\niid, path",
