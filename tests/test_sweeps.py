@@ -629,6 +629,21 @@ def test_the_first_process_alone_writes_tables(first, tmp_path, monkeypatch):
     assert first or not (tmp_path / "sweep.parquet").exists()
 
 
+def test_all_tables_of_an_interrupted_sweep_have_the_same_runs(tmp_path, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+
+    def interrupted(cells, data, write, progress, executor):
+        write([cells[0]._replace(error="not run")])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedjax_pfl.experiment.sweep.run_cells", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(config(), {"training.lr": [0.1, 0.2]}, out=tmp_path)
+    tables = pandas.read_csv(tmp_path / "sweep.csv"), pandas.read_parquet(tmp_path / "sweep.parquet")
+    assert [table["training.lr"].tolist() for table in tables] == [[0.1], [0.1]]
+
+
 def test_a_run_directory_is_of_one_combination():
     folders = [
         _folder(values)

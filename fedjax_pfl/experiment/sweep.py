@@ -296,12 +296,10 @@ def sweep(
                 write_atomically(out / "sweep.csv", found.csv())
                 write_atomically(out / "sweep.md", found.markdown())
                 write_atomically(out / "sweep.json", record)
+            _write_parquet(out / "sweep.parquet", found.rows())
 
     with alone_in(out if is_first() else None):
-        found = Sweep(run_cells(cells, data, write, progress, executor), chosen, point)
-        if out is not None and is_first():
-            _write_parquet(out / "sweep.parquet", found.rows())
-    return found
+        return Sweep(run_cells(cells, data, write, progress, executor), chosen, point)
 
 
 def run_cells(
@@ -555,7 +553,7 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes the tidy table as Parquet, if pyarrow is installed.
 
     A column whose values have no common type, such as a share and a range, is written as JSON. If the file cannot be
-    written, this is only a warning, because all runs have already ended.
+    written, this is only a warning, because the runs have already ended.
     """
     try:
         import pyarrow
