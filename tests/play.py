@@ -96,5 +96,5 @@ class Floats(NamedTuple):
 
 def exchanged(method, federation: Federation) -> Floats:
     """From the shapes, as the accounting has it; a `PerClass` part counts as though all classes were sent."""
-    _, shapes = survey(Engine(method, N), KEY, federation)
+    _, shapes = survey(Engine(method, N), federation)
     return Floats(count(shapes.down), count(shapes.up), count(shapes.client))

@@ -645,7 +645,7 @@ def chatter(classes):
 def test_traffic_counts_the_rows_of_the_classes_held_and_what_is_sent_sometimes(federation):
     engine = Engine(chatter(3), 7, Participation(0.1, 0.4, 0.4))
     run, step = jax.jit(engine.init)(KEY, federation), jax.jit(engine.round)
-    _, shapes = survey(engine, KEY, federation)
+    _, shapes = survey(engine, federation)
     held_classes = np.asarray(federation.train.class_counts) > 0
     known, down, up, rows_down, rows_up, sent_if_down, sent_if_up = np.zeros(3, bool), 0, 0, 0, 0, 0, 0
     for t, (ids, selected) in enumerate(zip(*drawn(engine, KEY, federation.train.count, 8), strict=True)):

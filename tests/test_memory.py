@@ -131,8 +131,8 @@ def test_a_cpu_adds_to_what_the_process_holds_all_but_the_samples(devices, chunk
 
 
 def test_only_where_devices_share_the_hosts_memory_does_the_process_count(model, trainer, federation):
-    engine, key = Engine(METHODS["fedrep"](model, trainer), 7), jax.random.key(0)
-    on_cpu, on_gpu = (survey(engine, key, federation, backend)[0] for backend in ("cpu", "gpu"))
+    engine = Engine(METHODS["fedrep"](model, trainer), 7)
+    on_cpu, on_gpu = (survey(engine, federation, backend)[0] for backend in ("cpu", "gpu"))
     assert on_gpu.resident == on_cpu.resident
     assert (on_gpu.process, on_gpu.compiler) == (0, 0) != (on_cpu.process, on_cpu.compiler)
     assert on_gpu.total(chunk=5) == on_gpu.resident + 5 * on_gpu.per_client + on_gpu.exchanged
@@ -141,7 +141,7 @@ def test_only_where_devices_share_the_hosts_memory_does_the_process_count(model,
 def test_what_clients_upload_for_a_calibration_is_announced(model, trainer, federation):
     """Of each class a mean, a covariance and a count, twice of each of seven clients."""
     engines = (Engine(METHODS[name](model, trainer), 7) for name in ("fedavg", "ccvr"))
-    plain, calibrated = (survey(engine, jax.random.key(0), federation, "gpu")[0] for engine in engines)
+    plain, calibrated = (survey(engine, federation, "gpu")[0] for engine in engines)
     numbers = CLASSES * (model.dim + model.dim * (model.dim + 1) // 2 + 1)
     assert plain.scored == 0
     assert calibrated.scored == 2 * 7 * 4 * numbers
@@ -158,7 +158,7 @@ def test_what_the_server_makes_of_a_calibration_is_announced(model, trainer, fed
     plain = METHODS["fedavg"](model, trainer)
     calibrated = plain._replace(calibrate=Calibration(lambda now, view, client, data: jnp.ones(10), squared))
     without, on_device, on_host = (
-        survey(Engine(method, 7), KEY, federation, "gpu", on_host=offloaded)[0]
+        survey(Engine(method, 7), federation, "gpu", on_host=offloaded)[0]
         for method, offloaded in ((plain, False), (calibrated, False), (calibrated, True))
     )
     uploads, square, parameters = 4 * 7 * 10, 4 * (7 * 10) ** 2, size(jax.eval_shape(model.init, KEY))
@@ -172,11 +172,11 @@ def test_what_the_server_makes_of_a_calibration_is_announced(model, trainer, fed
 def test_what_all_clients_exchange_before_the_first_round_is_announced(model, trainer, federation, participants):
     """Of FedFCD: new states, and of each class a count and a sum; all at once where all take part in every round."""
     engine = Engine(METHODS["fedfcd"](model, trainer), 7, Participation(participants / 7, participants / 7))
-    memory = survey(engine, KEY, federation, "gpu")[0]
+    memory = survey(engine, federation, "gpu")[0]
     needed = 2 * 7 * (size(jax.eval_shape(model.init, KEY)) + 4 * CLASSES * (model.dim + 1))
     assert memory.exchanged == needed * participants // 7
     assert memory.scored == (needed if participants == 1 else 0)
-    one_by_one = survey(engine, KEY, federation, "cpu")[0]
+    one_by_one = survey(engine, federation, "cpu")[0]
     assert one_by_one.scored == (needed - 7 * size(jax.eval_shape(model.init, KEY)) if participants == 1 else 0)
 
 
@@ -185,9 +185,7 @@ def test_a_client_needs_what_its_part_before_the_first_round_takes(model, traine
         return client, jnp.linalg.inv(jnp.eye(500) + client["head"]["bias"][0])
 
     method = METHODS["fedfcd"](model, trainer)
-    plain, prepared = (
-        survey(Engine(of, 7), KEY, federation, "gpu")[0] for of in (method, method._replace(setup=setup))
-    )
+    plain, prepared = (survey(Engine(of, 7), federation, "gpu")[0] for of in (method, method._replace(setup=setup)))
     assert prepared.per_client > 4 * 500**2 > plain.per_client
     assert prepared.exchanged == 2 * 7 * (size(jax.eval_shape(model.init, KEY)) + 4 * 500**2)
 
@@ -199,16 +197,16 @@ def test_the_state_before_the_first_round_takes_what_is_announced(model, trainer
     tables = pack([np.arange(2 * client, 2 * client + 2) for client in range(300)], y, CLASSES)
     data = Federation(x, y, tables, None, tables, tables)
     engine = Engine(METHODS["fedfcd"](model, trainer), 300, Participation(0.01, 0.01), Placement(chunk=chunk))
-    announced = survey(engine, KEY, data, backend)[0]._replace(process=0, compiler=0).total(chunk=chunk)
+    announced = survey(engine, data, backend)[0]._replace(process=0, compiler=0).total(chunk=chunk)
     planned = jax.jit(engine.init).lower(KEY, data).compile().memory_analysis()
     taken = planned.argument_size_in_bytes + planned.output_size_in_bytes + planned.temp_size_in_bytes
     assert announced / 1.5 < taken < 1.25 * announced
 
 
 def test_patches_for_several_columns_are_announced_smaller(model, trainer, federation):
-    engine, key = Engine(METHODS["fedrep"](model, trainer), 7), jax.random.key(0)
+    engine = Engine(METHODS["fedrep"](model, trainer), 7)
     exact, fast = (
-        survey(engine, key, federation, "gpu", precision=precision)[0] for precision in ("float32", "tensorfloat32")
+        survey(engine, federation, "gpu", precision=precision)[0] for precision in ("float32", "tensorfloat32")
     )
     assert fast.per_client == pytest.approx(0.75 * exact.per_client, rel=1e-3)
     assert fast._replace(per_client=exact.per_client) == exact
@@ -218,7 +216,7 @@ def test_blocks_of_features_are_half_as_large_where_clients_run_side_by_side(mod
     x, y = np.zeros((600, 4, 4, 1), np.uint8), np.zeros(600, np.int32)
     tables = pack([np.arange(300), np.arange(300, 600)], y, 3)
     data, engine = Federation(x, y, tables, None, tables, tables), Engine(METHODS["fedrep"](model, trainer), 2)
-    on_cpu, on_gpu = (survey(engine, jax.random.key(0), data, backend)[0] for backend in ("cpu", "gpu"))
+    on_cpu, on_gpu = (survey(engine, data, backend)[0] for backend in ("cpu", "gpu"))
     half_a_block = 64 * 16 * 4  # pixels as floats
     assert 0 < on_gpu.per_client < on_cpu.per_client - half_a_block
 

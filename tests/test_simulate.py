@@ -568,8 +568,8 @@ def test_a_full_directory_is_kept_unless_overwritten(reference, tmp_path):
 
 
 def test_memory_estimate_counts_what_can_be_counted_by_hand():
-    engine, data, key = _tiny()
-    memory, shapes = survey(engine, key, data)
+    engine, data = _tiny()
+    memory, shapes = survey(engine, data)
     parameters = 64 * 8 + 8 + 8 * 10 + 10
     assert (count(shapes.up), count(shapes.down), count(shapes.client)) == (0, 0, parameters)
     # All six clients' models; and the cohort's old and new rows.
@@ -610,7 +610,7 @@ def _tiny():
     wanted = config("local")
     dataset = load("digits")
     data, _ = divide(wanted, dataset)
-    return make_engine(wanted, shape_of(dataset)), data, jax.random.key(0)
+    return make_engine(wanted, shape_of(dataset)), data
 
 
 needs_data = pytest.mark.skipif(

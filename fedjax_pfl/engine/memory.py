@@ -138,7 +138,6 @@ class Memory(NamedTuple):
 
 def survey(
     engine: Engine,
-    key: Key[Array, ""],
     data: Federation,
     backend: str | None = None,
     *,
@@ -149,7 +148,6 @@ def survey(
 
     Args:
       engine: the method, and who takes part.
-      key: any.
       data: the federation.
       backend: what the run is for; this process's own unless given.
       precision: of its products.
@@ -160,6 +158,7 @@ def survey(
         hold its state.
     """
     method = engine.method
+    key = jax.random.key(0)
     begun = jax.eval_shape(lambda key: method.init(key, engine.clients), key)
     server, client = pair_of("init", begun, "server", "state of a client")
     check_storable(State(server, client))

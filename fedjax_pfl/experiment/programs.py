@@ -369,9 +369,7 @@ def lay_out(
         _check_validated(config, manifest, engine.new)
     precision = precision_of(first, hardware.backend)
     on_host = first.run.client_state == "host"
-    memory, exchange = survey(
-        engine, jax.random.key(0), federations[0], hardware.backend, precision=precision, on_host=on_host
-    )
+    memory, exchange = survey(engine, federations[0], hardware.backend, precision=precision, on_host=on_host)
     names = exchange.diagnostics
     if first.run.diagnostics and exchange.comes_back:
         names += (UPDATE_COSINE,)
@@ -419,7 +417,7 @@ def _check(configs: Sequence[Config], data: DataShape, engine: Engine, federatio
         check_accountant(config)
     if first.privacy.clip is not None:
         plain = make_engine(without_privacy(first), data)
-        check_privacy(first, plain.method, survey(plain, jax.random.key(0), federations[0])[1])
+        check_privacy(first, plain.method, survey(plain, federations[0])[1])
     if first.run.client_state == "host":
         _check_offloaded(engine)
 

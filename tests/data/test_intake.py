@@ -2,7 +2,6 @@
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -361,7 +360,7 @@ def test_the_memory_of_floats_is_four_bytes_each():
     for name, made in (("pixels", digits), ("floats", floats)):
         wanted = config()
         federation = divide(made, clients=5, partition={"kind": "iid"}, seed=0)[0]
-        found[name] = survey(make_engine(wanted, shape_of(made)), jax.random.key(0), federation)[0]
+        found[name] = survey(make_engine(wanted, shape_of(made)), federation)[0]
     assert found["floats"].samples - found["pixels"].samples == 3 * digits.images.size
     assert found["floats"].resident - found["pixels"].resident == 3 * digits.images.size
 

@@ -180,7 +180,7 @@ def test_what_its_own_server_says_is_recorded(model, trainer, data):
 
 def test_nothing_is_exchanged(apart, model, trainer, federation):
     for name in ("fedecouple", "pgfedsplit"):
-        shapes = survey(Engine(alone(METHODS[name](model, trainer)), N), KEY, federation)[1]
+        shapes = survey(Engine(alone(METHODS[name](model, trainer)), N), federation)[1]
         assert jax.tree.leaves((shapes.down, shapes.up)) == []
     run, _ = apart("fedpac")
     assert shapes.sent_bytes(run.traffic) == 0

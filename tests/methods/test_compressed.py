@@ -137,7 +137,7 @@ def test_a_warm_up_of_lg_fedavg_is_fedavg_also_compressed(model, trainer, federa
 
 def test_what_would_not_become_smaller_is_sent_as_it_is(model, trainer, federation):
     plain, half, less = (
-        survey(Engine(method, N), KEY, federation)[1].upload
+        survey(Engine(method, N), federation)[1].upload
         for method in (fedavg(model, trainer), *(compressed(fedavg(model, trainer), top_k(s)) for s in (0.5, 0.4)))
     )
     assert half == plain
@@ -229,7 +229,7 @@ def after_a_round(federation):
 @pytest.mark.parametrize(("kind", "norm", "row", "forty"), [("top_k", 8 * 3, 8, 8 * 4), ("int8", 34, 14, 44)])
 def test_traffic_is_that_of_what_is_sent(kind, norm, row, forty, after_a_round, federation):
     engine, run = after_a_round(kind)
-    _, shapes = survey(engine, KEY, federation)
+    _, shapes = survey(engine, federation)
     classes = np.asarray(federation.train.class_counts) > 0
     even = sum(n % 2 == 0 for n in TRAIN_SIZES)
     assert 0 < even < N

@@ -207,7 +207,7 @@ def test_the_mixing_sees_the_images_that_are_drawn_for_the_round(federation):
 def test_the_model_goes_down_and_comes_back_and_the_mixed_layers_stay(model, trainer, federation):
     params = jax.eval_shape(model.init, KEY)
     for layers, kept in ((1, params["head"]), (2, params)):
-        _, shapes = survey(Engine(fedala(model, trainer, mixed_layers=layers), N), KEY, federation)
+        _, shapes = survey(Engine(fedala(model, trainer, mixed_layers=layers), N), federation)
         assert count(shapes.down) == count(shapes.up) == count(params)
         assert count(shapes.client) == 2 * count(kept) + 1
     with pytest.raises(ValueError, match="3 layers are more than the 2 of the model"):

@@ -315,7 +315,7 @@ def test_every_switch_is_numpys(changed, start, model, trainer, federation):
 
 @pytest.fixture(scope="module")
 def shapes(some, federation):
-    return survey(some.engine, KEY, federation)[1]
+    return survey(some.engine, federation)[1]
 
 
 def check_bytes(shapes, run, expected, model, federation):
@@ -346,7 +346,7 @@ def test_bytes_are_a_hand_count_of_the_classes_held(some, shapes, model, federat
 def test_what_a_variant_does_not_use_is_not_sent_down(changed, heads, classes, model, trainer, federation, start):
     """By hand: the head, and for the classes a flag each and K floats for each that is known."""
     method = fedfcd(model, trainer, **changed)
-    shapes = survey(Engine(method, N), KEY, federation)[1]
+    shapes = survey(Engine(method, N), federation)[1]
     head = CLASSES * (model.dim + 1)
     down = 4 * heads * head + classes * (4 * CLASSES * model.dim + CLASSES)
     traffic = traffic_of(at(5), method.broadcast(start.state.server), at(0), ())

@@ -172,7 +172,7 @@ def test_fedper_and_fedrep_without_head_epochs_differ_only_in_the_head(two_round
 def test_only_the_shared_part_is_exchanged(name, parts, model, trainer, federation):
     engine = Engine(METHODS[name](model, trainer), N)
     params = jax.eval_shape(model.init, KEY)
-    shapes = survey(engine, KEY, federation)[1]
+    shapes = survey(engine, federation)[1]
     assert count(shapes.up) == count(shapes.down) == sum(count(params[part]) for part in parts)
 
 
@@ -191,7 +191,7 @@ def test_lg_fedavg_exchanges_its_last_layers_alone(layers, model_with_maps, trai
     params = jax.eval_shape(model_with_maps.init, KEY)
     upper = [params["head"], *(params["extractor"][name] for name in ("dense", "conv2", "conv1"))][:layers]
     engine = Engine(METHODS["lg_fedavg"](model_with_maps, trainer, shared_layers=layers), N)
-    _, shapes = survey(engine, KEY, federation)
+    _, shapes = survey(engine, federation)
     assert count(shapes.up) == count(shapes.down) == count(upper)
     assert count(shapes.client) == count(params) - count(upper)
     with pytest.raises(ValueError, match="5 layers are more than the 4"):
@@ -254,7 +254,7 @@ def test_lg_fedavg_starts_from_the_model_of_the_warm_up(model, trainer, federati
     # The lower layers are sent in the warm-up, and once more to those who go on from it.
     head, theta = 4 * count(w["head"]), 4 * count(w["extractor"])
     sent = sum(n * (head + 1 + theta * whole) for n, whole in down + up)
-    _, shapes = survey(engine, KEY, federation)
+    _, shapes = survey(engine, federation)
     assert shapes.sent_bytes(end.traffic) == sent < shapes.dense_bytes(end.traffic)
 
 

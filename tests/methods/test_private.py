@@ -271,7 +271,7 @@ def checked(model, trainer, federation):
 
     def check(name):
         method = METHODS[name](model, trainer)
-        _, exchange = survey(Engine(method, N), KEY, federation)
+        _, exchange = survey(Engine(method, N), federation)
         try:
             check_privacy(Config(**{**TABLES, "method": {"name": name}}, privacy=CLIPPED), method, exchange)
         except ConfigError as error:
@@ -316,7 +316,7 @@ def test_two_clients_are_enough(model, trainer, federation):
         return weighted_mean(uploads, jnp.where(cohort.ids < cohort.total, cohort.weight, 0.0)), clients
 
     method = fedavg(model, trainer)._replace(aggregate=of_present)
-    _, exchange = survey(Engine(method, N), KEY, federation)
+    _, exchange = survey(Engine(method, N), federation)
     check_privacy(Config(**TABLES, privacy=CLIPPED).replace("data.clients", 2), method, exchange)
 
 

@@ -110,7 +110,7 @@ def test_without_its_terms_it_is_its_base_bit_for_bit(base, model, trainer, fede
     assert not np.allclose(*(tree.params["extractor"]["hidden_layer"]["bias"] for tree in (view, upload)))
     if base == "fedavg":
         same(*logits)
-    sent = [survey(Engine(method, N), KEY, federation)[1] for method in methods]
+    sent = [survey(Engine(method, N), federation)[1] for method in methods]
     ours, theirs = ([size(each.down), size(each.up), size(each.client)] for each in sent)
     assert ours == theirs
 
@@ -260,7 +260,7 @@ def test_some_rounds_lack_clients_and_classes(both, federation):
 
 
 def test_bytes_are_a_hand_count_without_the_classes_not_held(both, model, federation):
-    shapes = survey(both.engine, KEY, federation)[1]
+    shapes = survey(both.engine, federation)[1]
     params = jax.eval_shape(model.init, KEY)
     parameters = count(params if both.case.base == "fedavg" else params["extractor"])
     assert count(shapes.up) == count(shapes.down) == parameters + CLASSES * model.dim + CLASSES
@@ -277,7 +277,7 @@ def test_bytes_are_a_hand_count_without_the_classes_not_held(both, model, federa
 )
 def test_prototypes_are_sent_for_a_term_that_needs_them(alpha, beta, sends, model, trainer, federation):
     method = fedcpd(model, trainer, alpha=alpha, beta=beta, gamma=0.0)
-    shapes = survey(Engine(method, N), KEY, federation)[1]
+    shapes = survey(Engine(method, N), federation)[1]
     assert (shapes.view.per_class is not None) == (shapes.upload.per_class is not None) == sends
 
 
@@ -583,7 +583,7 @@ def test_the_terms_are_measured_beside_the_cross_entropy(gradients, model_with_m
 @pytest.mark.parametrize("base", ["fedrep", "fedavg"])
 def test_neither_teacher_nor_distiller_is_ever_exchanged(base, model_with_maps, trainer, federation):
     with_teacher, without = (
-        survey(Engine(fedcpd(model_with_maps, trainer, gamma=gamma, base=base), N), KEY, federation)[1]
+        survey(Engine(fedcpd(model_with_maps, trainer, gamma=gamma, base=base), N), federation)[1]
         for gamma in (GAMMA, 0.0)
     )
     assert (with_teacher.view, with_teacher.upload) == (without.view, without.upload)

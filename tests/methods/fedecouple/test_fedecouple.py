@@ -539,7 +539,7 @@ def test_traffic_is_the_papers():
     shape = jax.ShapeDtypeStruct
     rows = Clients(shape((20, 600), jnp.int32), shape((20,), jnp.int32), shape((20, classes), jnp.float32))
     pool = shape((12000, 32, 32, 3), jnp.uint8), shape((12000,), jnp.int32)
-    shapes = survey(Engine(fedecouple(model, Untrained()), 20), KEY, Federation(*pool, rows, None, rows, rows))[1]
+    shapes = survey(Engine(fedecouple(model, Untrained()), 20), Federation(*pool, rows, None, rows, rows))[1]
     assert [count(shapes.up), count(shapes.down)] == [count(params)] * 2
     assert [size(shapes.up), size(shapes.down)] == [size(params)] * 2
     assert round(29 * kilobytes / 1000, 1) == 24.4

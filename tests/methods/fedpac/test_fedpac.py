@@ -205,7 +205,7 @@ def test_some_rounds_lack_clients_and_classes(both, federation):
 
 
 def test_bytes_are_a_hand_count_without_the_classes_not_held(both, model, federation):
-    shapes = survey(both.engine, KEY, federation)[1]
+    shapes = survey(both.engine, federation)[1]
     parameters, row = count(jax.eval_shape(model.init, KEY)), 4 * model.dim
     assert count(shapes.up) == parameters + 2 * CLASSES * model.dim + CLASSES + 1
     assert count(shapes.down) == parameters + CLASSES * model.dim + CLASSES

@@ -121,7 +121,7 @@ def test_without_its_modules_it_is_fedavg_bit_for_bit(play, model, trainer, fede
         plain.predict(plain.personal(expected.state.server, ()), federation.x),
     )
     assert not jax.tree.leaves((found.state.server[1:], found.state.clients))
-    bytes_of = [survey(e, KEY, federation)[1].sent_bytes(found.traffic) for e in (engine, other)]
+    bytes_of = [survey(e, federation)[1].sent_bytes(found.traffic) for e in (engine, other)]
     assert bytes_of[0] == bytes_of[1]
     tuned = Engine(fedavg_ft(model, SameBatches(**vars(trainer)), finetune_epochs=trainer.epochs), N)
     jax.tree.map(same, found.post, jax.jit(tuned.pre)(KEY, at(ROUNDS - 1), last.state, federation))
@@ -148,7 +148,7 @@ def test_without_its_modules_a_client_does_what_it_does_in_the_base_bit_for_bit(
         jax.tree.map(same, *map(jax.tree.leaves, updates))
         states = [(server, own) for (server, _), (own, *_) in zip(states, updates, strict=True)]
     assert not jax.tree.leaves(states[0][0][1:])
-    sent = [survey(Engine(method, N), KEY, federation)[1] for method in methods]
+    sent = [survey(Engine(method, N), federation)[1] for method in methods]
     ours, theirs = ([size(each.down), size(each.up), size(each.client)] for each in sent)
     assert ours == theirs
 
@@ -749,7 +749,7 @@ def test_it_records_how_strongly_each_term_pulls(both):
 
 def test_bytes_are_a_hand_count(both, federation):
     """One encoder goes down, the client's own or the global one; class rows count where there is a prototype."""
-    hyper, shapes = both.case.hyper, survey(both.engine, KEY, federation)[1]
+    hyper, shapes = both.case.hyper, survey(both.engine, federation)[1]
     encoder, projection, head, dim = 16 * 8 + 8, 8 * 8 + 8 + 8 * 6 + 6, 6 * 3 + 3, 8
     parameters = encoder + projection + head + (8 * 3 + 3 if hyper.encoder_ce else 0)
     assert count(shapes.down) == parameters + CLASSES * (dim + 1)
@@ -779,7 +779,7 @@ def test_bytes_are_a_hand_count(both, federation):
     ids=["none", "PTA", "CA", "KP", "PMI", "PMI for evaluation"],
 )
 def test_prototypes_go_up_for_any_module_and_down_for_the_alignment_alone(module, up, down, model, trainer, federation):
-    shapes = survey(Engine(pfedcspc(model, trainer, **{**OFF, **module}), N), KEY, federation)[1]
+    shapes = survey(Engine(pfedcspc(model, trainer, **{**OFF, **module}), N), federation)[1]
     assert (shapes.upload.prototypes is not None, shapes.view.prototypes is not None) == (up, down)
 
 

@@ -354,7 +354,7 @@ def test_some_rounds_lack_heads_clients_and_classes(both, federation):
 
 
 def test_bytes_are_a_hand_count_with_heads_and_coefficients_in_some_rounds_only(both, model, federation):
-    shapes = survey(both.engine, KEY, federation)[1]
+    shapes = survey(both.engine, federation)[1]
     theta, phi = (4 * count(part) for part in jax.eval_shape(model.init, KEY).values())
     spread = {"diagonal": 1, "full": model.dim}[both.hyper.covariance]
     row = 4 * model.dim
