@@ -25,6 +25,7 @@ from fedjax_pfl import (
 )
 from fedjax_pfl.experiment.callbacks import Running, check_run
 from fedjax_pfl.experiment.programs import Program
+from fedjax_pfl.experiment.progress import lines
 
 ROUNDS = 6
 
@@ -107,6 +108,24 @@ def test_a_stopped_run_ends_like_a_shorter_one(plain, tmp_path, asked, last):
     assert result.summary["personal"] == shorter.summary["personal"]
     assert json.loads((out / "summary.json").read_text())["stopped"] == "enough"
     assert "stopped" not in plain.summary
+
+
+@pytest.mark.parametrize(("reason", "said"), [("interrupted", "interrupted"), ("", "no reason given")])
+def test_a_stopped_run_is_complete_whatever_the_reason_is(reason, said, tmp_path):
+    class Stops(Callback):
+        def on_evaluate(self, run, line):
+            run.stop(reason)
+
+    result = simulate(config(out=str(tmp_path / "run")), callbacks=[Stops()])
+    assert (result.summary["rounds"], result.summary["stopped"]) == (2, said)
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert_same(Result.load(tmp_path / "run").state, result.state)
+
+
+def test_a_log_has_a_last_line_of_a_run_that_ends_early(capsys):
+    given = config()
+    simulate(given, progress=lines(given), callbacks=[EveryRound(stop_after=4)])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("round 4/4 ")
 
 
 def run_with(values, metric="train_loss"):

@@ -401,6 +401,14 @@ def test_without_a_state_the_tables_can_be_read(fedavg, tmp_path):
             ask()
 
 
+def test_results_may_be_in_the_home_directory(fedavg, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fedavg[0].save("~/saved")
+    assert_tables_equal(Result.load("~/saved").clients, Result.load(tmp_path / "saved").clients)
+    fedavg[0].save_params("~/model.safetensors")
+    assert (tmp_path / "model.safetensors").exists()
+
+
 # --- The data of the run ----------------------------------------------------------------------------------------------
 
 
@@ -482,9 +490,9 @@ def without_summary(out):
     (out / "summary.json").unlink()
 
 
-def half_a_state(out):
-    content = (out / "state.safetensors").read_bytes()
-    (out / "state.safetensors").write_bytes(content[: len(content) // 2])
+def half(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
 
 
 @pytest.mark.parametrize(
@@ -492,7 +500,14 @@ def half_a_state(out):
     [
         (shutil.rmtree, r"directory = .* a run directory: there is no config\.toml in this one"),
         (without_summary, r"directory = .* a run that has ended; this one goes on with simulate\(config, resume="),
-        (half_a_state, r"state = '.*state\.safetensors' is not usable: a state that a run has written \("),
+        (
+            lambda out: half(out / "export.npz"),
+            r"export = '.*export\.npz' is not usable: a table that a run has exported \(.*; without this file",
+        ),
+        (
+            lambda out: half(out / "state.safetensors"),
+            r"state = '.*state\.safetensors' is not usable: a state that a run has written \(",
+        ),
         (lambda out: changed(out, "summary.json", "{", "["), r"summary = '.*summary\.json' is not usable"),
         (
             lambda out: changed(out, "config.toml", "hidden = 8", "hidden = 9"),

@@ -17,6 +17,7 @@ from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.checkpoint import Checkpoints
 from fedjax_pfl.experiment.record import RunDirectory, complete_run
+from fedjax_pfl.experiment.resume import versions
 
 
 def config(out, **tables):
@@ -250,6 +251,36 @@ def test_a_checkpoint_of_another_version_is_named(copy):
         r"resume = '.*copy' is not usable: a checkpoint of this version; its config has method\.name = 'of_long_ago'"
     )
     fails_untouched(copy, match, config(copy))
+
+
+def test_a_checkpoint_has_config_and_versions_of_the_process_that_wrote_it(copy):
+    progress = copy / "checkpoints" / "2" / "progress" / "metadata"
+    saved = json.loads(progress.read_text())
+    saved["versions"]["jax"] = "0.0.1"
+    progress.write_text(json.dumps(saved))
+    with pytest.warns(UserWarning, match=r"was run with .*'jax': '0\.0\.1'.*: the last bits may differ"):
+        simulate(config(copy, run={"checkpoint_every": 3}), resume=copy)
+    newest = Checkpoints(copy / "checkpoints").read(6)
+    assert (newest.versions, newest.config["run"]["checkpoint_every"]) == (versions(), 3)
+
+
+def test_a_run_that_goes_on_is_not_overwritten(copy):
+    match = r"overwrite = True is not usable: false with resume, which goes on"
+    fails_untouched(copy, match, config(copy), overwrite=True)
+
+
+def test_a_run_directory_may_be_in_the_home_directory(copy, monkeypatch):
+    monkeypatch.setenv("HOME", str(copy.parent))
+    assert simulate(config(copy), resume=f"~/{copy.name}").config.run.out == str(copy)
+
+
+def test_a_history_of_clients_that_is_not_wanted_any_more_goes(tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(KilledError):
+        simulate(config(out, run={"client_history": True}), progress=killed_after(4))
+    assert (out / "client_history.csv").exists()
+    assert simulate(config(out), resume=out).client_history == {}
+    assert not (out / "client_history.csv").exists()
 
 
 def test_a_directory_that_cannot_be_written_is_named(copy):

@@ -552,6 +552,18 @@ def test_a_folder_for_many_runs_is_none_of_a_single_run(tmp_path):
             run(out=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"checkpoint_every": 2}, r"run\.checkpoint_every = 2 is not usable: nothing without out, a folder"),
+        ({"tensorboard": True}, r"run\.tensorboard = True is not usable: false without a run directory: give out$"),
+    ],
+)
+def test_what_needs_a_folder_for_all_runs_says_so(run, message):
+    with pytest.raises(ConfigError, match=message):
+        sweep(config(run=run), {"run.seed": [0, 1]})
+
+
 def test_runs_that_are_added_do_not_throw_back_those_that_have_begun(tmp_path):
     base, said = config(run={"checkpoint_every": 1}), []
     whole = sweep(base, {"run.seed": [0, 1]}, out=tmp_path).cells
@@ -627,6 +639,13 @@ def test_the_first_process_alone_writes_tables(first, tmp_path, monkeypatch):
     written = {f"{name}.{kind}" for name in ("sweep", "comparison") for kind in ("md", "csv", "json")}
     assert {path.name for path in tmp_path.iterdir()} - {"sweep.parquet"} == (written if first else set())
     assert first or not (tmp_path / "sweep.parquet").exists()
+
+
+def test_the_folder_may_be_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("fedjax_pfl.experiment.sweep.run_cells", lambda cells, *_: list(cells))
+    (cell,) = sweep(config(), {"run.seed": [0]}, out="~/grid").cells
+    assert cell.config.run.out == str(tmp_path / "grid" / "run.seed=0")
 
 
 def test_all_tables_of_an_interrupted_sweep_have_the_same_runs(tmp_path, monkeypatch):

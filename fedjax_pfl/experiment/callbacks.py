@@ -52,7 +52,7 @@ class Running:
 
     def stop(self, reason: str = "a callback asked for it") -> None:
         """Ends the run after this block of rounds; it is evaluated and recorded like a complete run."""
-        self.stopped = reason
+        self.stopped = reason or "no reason given"
 
     def values(self, metric: str | None) -> list[float]:
         """The values of a metric in the evaluated rounds so far.
@@ -301,17 +301,18 @@ class MLflowLogger(Callback):
         self._client.set_terminated(self._id)
 
 
-def check_tensorboard(out: Any) -> None:
+def check_tensorboard(out: Any, field: str = "run.out") -> None:
     """Checks that ``run.tensorboard = true`` is possible.
 
     Args:
       out: the run directory, or the folder of several run directories.
+      field: what gives it.
 
     Raises:
       ConfigError: no directory is given, or the package tensorboard is not installed.
     """
     if not out:
-        raise ConfigError("run.tensorboard", True, "false without a run directory: give run.out")
+        raise ConfigError("run.tensorboard", True, f"false without a run directory: give {field}")
     try:
         import tensorboard.compat.proto.event_pb2
         import tensorboard.summary.writer.record_writer  # noqa: F401  # only whether they can be

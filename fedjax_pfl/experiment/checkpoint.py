@@ -32,9 +32,9 @@ class Saved(NamedTuple):
       lines: the evaluated rounds so far, as in ``metrics.jsonl``.
       seconds: time spent on the run so far.
       round_seconds: the part of it that rounds took.
-      config: the resolved config.
+      config: the resolved config of the process that wrote it.
       partition: hash of the partition.
-      versions: package -> version that the run was written with.
+      versions: package -> version that this process used.
     """
 
     round: int

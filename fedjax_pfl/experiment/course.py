@@ -35,9 +35,6 @@ from fedjax_pfl.experiment.summary import (
 from fedjax_pfl.method import State
 from fedjax_pfl.ops.tree import count
 
-INTERRUPTED = "interrupted"
-"""The reason given for a stopped run that can be resumed."""
-
 
 class Course:
     """One run in progress, from its beginning or from a checkpoint.
@@ -86,12 +83,18 @@ class Course:
         self._manifest = program.manifests[run]
         self._client_rows = [place.client_history]
         self._best = place.best
+        self._interrupted = False
 
     def end_soon(self) -> None:
         """Ends the run: after the newest round if that was evaluated, else after the next one, which will be."""
         t = self.live.round
         evaluated = bool(self.lines) and self.lines[-1]["round"] == t
         self.end = min(self.end, t if evaluated else t + 1)
+
+    def interrupt(self) -> None:
+        """Has it end early because of a signal: it is not recorded as complete, so that it can be resumed."""
+        self._interrupted = True
+        self.live.stop("interrupted")
 
     def check(self) -> None:
         """Checks that the run has what its callbacks look at, as `check_run`."""
@@ -127,7 +130,15 @@ class Course:
 
     def save(self, state: Run, t: int, seconds: float, round_seconds: float) -> None:
         """Writes a checkpoint after round t."""
-        now = self._saved._replace(round=t, lines=self.lines, seconds=seconds, round_seconds=round_seconds)
+        now = self._saved._replace(
+            round=t,
+            lines=self.lines,
+            seconds=seconds,
+            round_seconds=round_seconds,
+            # Of this process: that of the checkpoint from which it has gone on may have had others.
+            config=self._config.model_dump(mode="json"),
+            versions=versions(),
+        )
         self._place.save(state, now, self._best)
 
     def result(
@@ -160,7 +171,7 @@ class Course:
 
     def finish(self, result: Result) -> None:
         """Records the end of the run, unless it was interrupted before its last round."""
-        if self.live.stopped != INTERRUPTED or self.end == self._config.training.rounds:
+        if not self._interrupted or self.end == self._config.training.rounds:
             self._place.finish(result)
 
 

@@ -30,7 +30,7 @@ from fedjax_pfl.experiment.build import dataset_of, of_data, prepare
 from fedjax_pfl.experiment.callbacks import Callback, check_callbacks
 from fedjax_pfl.experiment.checkpoint import Saved, Stop, stop_on_signals
 from fedjax_pfl.experiment.config import Config, check_config
-from fedjax_pfl.experiment.course import INTERRUPTED, Course
+from fedjax_pfl.experiment.course import Course
 from fedjax_pfl.experiment.distributed import agree
 from fedjax_pfl.experiment.parts import with_parts
 from fedjax_pfl.experiment.programs import Program, lay_out
@@ -74,11 +74,14 @@ def simulate(
       method: a factory of a method instead of the config's, as for `register_method`.
       metrics: name -> JAX function, measured in addition to the config's; see :mod:`fedjax_pfl.engine.metrics`.
       callbacks: called during the run; see :class:`fedjax_pfl.Callback`.
-      overwrite: whether to replace the files of an earlier run in ``run.out``.
+      overwrite: whether to replace the files of an earlier run in ``run.out``; not together with ``resume``. They are
+        removed after compilation, before any callback is called.
       resume: the run directory of an interrupted run, which is continued from its newest checkpoint. On the same
         machine, with the same packages and placement, the result is the same, bit for bit, as without the interruption.
-        The config must be the same, except that clients may be placed differently, and ``training.rounds`` may be
-        larger. Output goes to this directory.
+        The config must be the same, except that clients may be placed differently, ``training.rounds`` may be larger,
+        and these fields of ``run``, which decide what is written, may change: ``checkpoint_every``, ``tensorboard``,
+        ``compilation_cache``, ``export``, ``export_clients``, ``client_history`` and ``keep`` (but it cannot become
+        ``"best"``). Output goes to this directory.
       progress: called before and after compilation, and after each block of rounds, with the rounds done so far;
         ``"auto"`` shows a bar on a terminal and a line in a notebook; None shows nothing.
       interrupt: what the first SIGINT does. ``"return"`` evaluates the next round at the latest, ends the run there and
@@ -91,8 +94,8 @@ def simulate(
 
     Raises:
       ConfigError: config, data and method do not fit together; the run directory is not empty, holds no run that
-        `overwrite` could replace, or is that of a run that goes on elsewhere; or there is no matching checkpoint to
-        resume from. Raised before anything is compiled or written.
+        `overwrite` could replace, or is that of a run that goes on elsewhere; there is no matching checkpoint to resume
+        from; or `overwrite` and `resume` are both given. Raised before anything is compiled or written.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after the checkpoint is written.
     """
     began = time.perf_counter()
@@ -100,9 +103,12 @@ def simulate(
     check_callbacks(callbacks)
     if interrupt not in ("auto", "raise", "return"):
         raise ConfigError("interrupt", interrupt, '"auto", "raise" or "return"')
+    if overwrite and resume is not None:
+        raise ConfigError("overwrite", True, "false with resume, which goes on with the run instead of replacing it")
     config = with_parts(of_data(config, data), model=model, features=features, method=method, metrics=metrics)
     if resume is not None:
-        config = config.replace({"run.out": os.fspath(resume)})
+        resume = os.path.expanduser(resume)
+        config = config.replace({"run.out": resume})
     prepare(config.run)
     dataset = dataset_of(config, data)
     place = RunPlace(config, resume=resume, overwrite=overwrite)
@@ -148,7 +154,7 @@ def drive(
       The results of the runs.
     """
     first, runs, report = configs[0], len(configs), progress or (lambda now: None)
-    rounds, every = first.training.rounds, first.run.checkpoint_every or first.training.rounds
+    every = first.run.checkpoint_every or first.training.rounds
     program = lay_out(configs, dataset, room=room)
 
     def state_of(run: int) -> State:
@@ -203,7 +209,7 @@ def drive(
             if returning:
                 stopped = True
                 for course in courses:
-                    course.live.stop(INTERRUPTED)
+                    course.interrupt()
             for course in going:
                 if stopped if room is None else course.live.stopped:
                     course.end_soon()
@@ -222,7 +228,7 @@ def drive(
                 stopping.leave()
             left = (time.perf_counter() - started_running) / (t - saved[0].round) * (end - t)
             last = mean_line([course.lines[-1] for course in courses]) if courses[0].lines else None
-            report(Progress(t, rounds, float(np.mean(losses)), last, left, program.bytes(), runs))
+            report(Progress(t, end, float(np.mean(losses)), last, left, program.bytes(), runs))
         results = _results(program, courses, states, t, began, round_seconds, dataset.name, data)
     if stopping.signal and not (returns and stopping.signal == signal.SIGINT):
         stopping.leave()  # the signal came when these runs were done, and is meant for the whole process

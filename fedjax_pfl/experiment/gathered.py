@@ -52,7 +52,7 @@ def folders_of(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     if not listed or not all(isinstance(path, str | os.PathLike) for path in paths):
         allowed = 'directories, one by one: Sweep.load("runs/a", "runs/b"), report(["runs/a", "runs/b"])'
         raise ConfigError("paths", paths, allowed)
-    return [Path(path) for path in paths]
+    return [Path(os.path.expanduser(path)) for path in paths]
 
 
 def gather(paths: Sequence[Path]) -> list[Begun]:

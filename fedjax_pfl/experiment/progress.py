@@ -22,7 +22,7 @@ class Progress(NamedTuple):
 
     Attributes:
       round: number of rounds done.
-      rounds: total number of rounds.
+      rounds: number of the last round: ``training.rounds``, or fewer once the run is to end early.
       loss: mean training loss of the last round's participants, mean over the runs of a program; NaN before the first.
       last: the newest line of ``metrics.jsonl``, mean over the runs of a program; None before the first evaluation.
       seconds_left: estimated time to the end, in seconds; NaN before the first round.
@@ -89,7 +89,7 @@ def _bar(config: Config) -> Iterator[Report]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}")
     with Bar(*columns) as bar:
         task = bar.add_task(config.method["name"], total=config.training.rounds, numbers="")
-        yield lambda now: bar.update(task, completed=now.round, numbers=_numbers(now))
+        yield lambda now: bar.update(task, completed=now.round, total=now.rounds, numbers=_numbers(now))
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import shlex
 import shutil
 import sys
 import weakref
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -74,7 +76,7 @@ class RunDirectory:
           ConfigError: the path is a file, or a directory that holds something or cannot be read; or, with
             ``overwrite``, one without a run whose files would be lost.
         """
-        self.path = Path(path)
+        self.path = Path(os.path.expanduser(path))
         self.checkpoints = self.path / _CHECKPOINTS
         self.events = self.path / _EVENTS
         self._may_hold_something = overwrite or resume
@@ -155,8 +157,13 @@ class RunDirectory:
             write_atomically(self.path / "partition.json", json.dumps(partition) + "\n")
             save(self.path / _PARTITION, holdings)
 
-    def resume(self, config: str, lines: Sequence[Line]) -> None:
+    def resume(self, config: str, lines: Sequence[Line], *, client_history: bool) -> None:
         """Takes the directory back to a checkpoint: metrics and client history up to it, and no summary.
+
+        Args:
+          config: as TOML.
+          lines: the evaluated rounds up to the checkpoint.
+          client_history: whether the rows of these rounds stay; else the file goes.
 
         Raises:
           ConfigError: the directory cannot be written.
@@ -167,7 +174,7 @@ class RunDirectory:
                 (self.path / name).unlink(missing_ok=True)
             write_atomically(self.path / "config.toml", config)
             write_atomically(self.path / "metrics.jsonl", metrics)
-            history = self._client_rows(lines[-1]["round"] if lines else 0)
+            history = self._client_rows(lines[-1]["round"] if lines else 0) if client_history else ""
             if history:
                 write_atomically(self.path / _CLIENT_HISTORY, history)
             else:
@@ -443,10 +450,6 @@ def read_run(folder: Path) -> tuple[Config, dict[str, Any]]:
         begun = RunDirectory(folder, resume=True).begun
         how = f"this one goes on with simulate(config, resume={str(folder)!r})" if begun else "this one has not begun"
         raise ConfigError("directory", str(folder), f"a run that has ended; {how}")
-    exported: dict[str, np.ndarray] = {}
-    if (folder / "export.npz").exists():
-        with np.load(folder / "export.npz") as columns:
-            exported = dict(columns)
     history = _read("metrics", folder / "metrics.jsonl", _history)
     found = {
         "summary": _read("summary", folder / "summary.json", json.loads),
@@ -454,7 +457,7 @@ def read_run(folder: Path) -> tuple[Config, dict[str, Any]]:
         "clients": _read("clients", folder / "clients.csv", read_table),
         "labels": _read("labels", folder / "labels.csv", read_table),
         "partition": _partition_in(folder),
-        "exported": exported,
+        "exported": _exported_in(folder),
         "client_history": RunDirectory(folder, resume=True).client_history(int(history["round"][-1])),
     }
     return config, found
@@ -498,6 +501,23 @@ def read_begun(folder: Path) -> Begun:
     rows = RunDirectory(folder, resume=True).client_history(newest)
     last = {name: column[rows["round"] == newest] for name, column in rows.items() if name != "round"}
     return Begun(folder, config, partition, history, last, None)
+
+
+def _exported_in(folder: Path) -> dict[str, np.ndarray]:
+    """The columns of ``export.npz``; none where a run exported nothing.
+
+    Raises:
+      ConfigError: the file is damaged.
+    """
+    path = folder / "export.npz"
+    if not path.exists():
+        return {}
+    try:
+        with path.open("rb") as file, np.load(file) as columns:  # of a damaged file, NumPy leaves its own open
+            return dict(columns)
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        allowed = f"a table that a run has exported ({error}); without this file, the rest of the run can be read"
+        raise ConfigError("export", str(path), allowed) from None
 
 
 def _config_in(folder: Path) -> Config:
@@ -562,10 +582,23 @@ def runs_in(folder: Path) -> list[Listed]:
         lines = path / "metrics.jsonl"
         last: Line = _read("metrics", lines, _newest) if lines.exists() else {"round": 0}
         accuracy = {point: last[point]["accuracy"] for point in POINTS if point in last}
-        run, config = RunDirectory(path, resume=True), read_toml(path / "config.toml", "config file")
+        run, config = RunDirectory(path, resume=True), _tables_in(path)
         begun = run.begun or (path / _LOCK).exists()
         found.append(Listed(path, config, last["round"], run.complete, accuracy, begun))
     return found
+
+
+def _tables_in(folder: Path) -> dict[str, Any]:
+    """What the config of a run says, whose parts need not be registered here.
+
+    Raises:
+      ConfigError: the file is damaged.
+    """
+    path = folder / "config.toml"
+    tables = read_toml(path, "config file")
+    if missing := {"data.source", "method.name", "training.rounds", "run.seed"} - flat(tables).keys():
+        raise ConfigError("config file", str(path), f"the config of a run: it has no {', '.join(sorted(missing))}")
+    return tables
 
 
 def _newest(text: str) -> Line:

@@ -155,7 +155,7 @@ class Result:
           ConfigError: the directory holds no complete run, a file is damaged, its method, model or partition is not
             registered in this process, or its state does not fit its config.
         """
-        folder = Path(directory)
+        folder = Path(os.path.expanduser(directory))
         config, read = read_run(folder)
         prepare(config.run)
         kept = None
@@ -275,12 +275,13 @@ class Result:
         Raises:
           ConfigError: the file exists, cannot be written, or has another suffix; as in `params`.
         """
-        if Path(path).suffix not in ("", ".safetensors"):
+        path = Path(os.path.expanduser(path))
+        if path.suffix not in ("", ".safetensors"):
             raise ConfigError("path", str(path), "a file that ends with .safetensors, which is what is written")
-        if Path(path).exists() and not overwrite:
+        if path.exists() and not overwrite:
             raise ConfigError("path", str(path), "it exists; name another file, or replace it: overwrite=True")
         try:
-            write_arrays(Path(path), named(self.params(client)))
+            write_arrays(path, named(self.params(client)))
         except OSError as error:
             raise ConfigError("path", str(path), f"a file that can be written ({error.strerror})") from None
 

@@ -111,7 +111,8 @@ class RunPlace:
         if saved.versions != versions():
             message = f"{directory} was run with {saved.versions}, here are {versions()}: the last bits may differ"
             warnings.warn(message, stacklevel=5)
-        self.client_history = self._record.client_history(round)
+        if self._config.run.client_history:
+            self.client_history = self._record.client_history(round)
         if self._config.run.keep == "best" and saved.lines:
             self.best = self.checkpoints.best(round, like.state)
         return saved, self.checkpoints.run(round, like)
@@ -135,7 +136,7 @@ class RunPlace:
     def go_back(self, saved: Saved) -> None:
         """Takes the directory back to a checkpoint."""
         if self._record is not None and self.checkpoints is not None and is_first():
-            self._record.resume(self._config.to_toml(), saved.lines)
+            self._record.resume(self._config.to_toml(), saved.lines, client_history=self._config.run.client_history)
             self.checkpoints.forget_after(saved.round)
 
     def callbacks(self) -> list[Callback]:

@@ -443,14 +443,15 @@ def check_listed(field: str, values: Any) -> None:
 def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Executor) -> Path | None:
     """The folder of a sweep's or comparison's runs, with the checks that are possible before any run."""
     check_config(config)
+    out = None if out is None else os.path.expanduser(out)
     check_executor(executor, out)
     if out is None and config.run.out is not None:
         raise ConfigError("run.out", config.run.out, 'leave it out, and give out="...", a folder for all runs')
     if config.run.tensorboard:
-        check_tensorboard(out)
+        check_tensorboard(out, "out")
     if out is None:
-        for field, asked in (("export", config.run.export), ("client_history", config.run.client_history)):
-            if asked:
+        for field in ("checkpoint_every", "export", "client_history"):
+            if asked := getattr(config.run, field):
                 raise ConfigError(f"run.{field}", asked, "nothing without out, a folder for what each run leaves")
         return None
     of_one = RunDirectory(out, resume=True)  # raises where it is a file
@@ -482,7 +483,8 @@ def load_sweep(
         has = ", ".join(unknown or tables) or "nothing"
         allowed = f"config (a path), [grid]; optional: overrides, [baseline]; it has {has}"
         raise ConfigError("sweep file", str(path), allowed)
-    config = load_config(Path(path).parent / tables["config"], tables.get("overrides", []), overrides)
+    shared = Path(path).parent / os.path.expanduser(tables["config"])
+    config = load_config(shared, tables.get("overrides", []), overrides)
     grid, chosen = flat(tables.get("grid", {})), tables.get("baseline")
     name = config.method["name"]  # what a grid says of this method alone decides for it, too
     decided = [*grid, *(f"method.{field.partition('.')[2]}" for field in grid if _owner(field, [name]) == name)]

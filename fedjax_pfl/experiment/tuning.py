@@ -226,7 +226,8 @@ def load_tune(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> tu
     if unknown or [type(tables.get(key)) for key in ("config", "space")] != [str, dict]:
         allowed = f"config (a path), [space]; optional: overrides; it has {', '.join(unknown or tables) or 'nothing'}"
         raise ConfigError("tune file", str(path), allowed)
-    config = load_config(Path(path).parent / tables["config"], tables.get("overrides", []), overrides)
+    shared = Path(path).parent / os.path.expanduser(tables["config"])
+    config = load_config(shared, tables.get("overrides", []), overrides)
     space = dict(_fields(tables["space"]))
     for override in overrides:
         if (field := override.partition("=")[0].strip()) in space:
