@@ -237,6 +237,29 @@ def test_a_config_is_not_replaced_by_the_run_that_reads_it(name, quick, tmp_path
 def test_what_a_plot_would_not_use_is_refused(tmp_path):
     refused = invoke("plot", tmp_path, "-o", "k.png", "--kind", "partition", "--metric", "global").exception
     assert str(refused).startswith("--metric = 'global' is not usable: leave it out")
+    for kind in ("clients", "partition"):
+        refused = invoke("plot", tmp_path, "-o", "k.png", "--kind", kind, "--x", "seconds").exception
+        assert str(refused) == f"--x = 'seconds' is not usable: leave it out for --kind {kind}: no curves are drawn"
+
+
+def test_a_tilde_that_the_shell_leaves_is_the_home_folder(quick, tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    (home / "folder").mkdir(parents=True)
+    (home / "file.png").touch()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    (home / "config.toml").write_text(QUICK)
+    invoke("partition", "~/config.toml", "--pfllib=~/made", "--out=~/written")
+    assert (home / "made" / "config.json").exists()
+    assert (home / "written" / "partition.json").exists()
+    for refused, message in (
+        (("compare", quick, "--out=~/file.png"), "it is a file"),
+        (("plot", home, "--out=~/file.png"), "it exists"),
+        (("report", home, "--out=~/folder"), "this is a folder"),
+    ):
+        assert message in str(invoke(*refused).exception)
+    assert str(invoke("run", "--resume=~/folder").exception).startswith(f"--resume = '{home / 'folder'}' ")
+    assert not (tmp_path / "~").exists()
 
 
 def test_arguments_that_may_be_left_out_are_in_brackets_once():
@@ -459,12 +482,14 @@ def test_init_writes_a_config_with_every_field(tmp_path):
     for section, schema in Config.model_fields.items():
         _, _, below = text.partition(f"\n[{section}]\n")
         for field in getattr(schema.annotation, "model_fields", {"name": None}):
-            assert re.search(rf"^(# )?{field} =", below.partition("\n[")[0], re.M), f"{section}.{field}"
+            assert re.search(rf"^#?{field} =", below.partition("\n[")[0], re.M), f"{section}.{field}"
     assert max(map(len, text.splitlines())) <= 102  # the width of the comments
     path.write_text("mine")
     again = invoke("init", path)
     assert (path.read_text(), again.exit_code) == ("mine", 1)
     assert str(again.exception) == f"FILE = '{path}' is not usable: a file that does not exist: nothing is overwritten"
+    spaced = invoke("init", tmp_path / "my config.toml").output.splitlines()
+    assert spaced[-1].endswith(f"; fedjax-pfl run '{tmp_path / 'my config.toml'}'")
 
 
 def test_ls_shows_how_far_runs_are(tmp_path):
@@ -509,6 +534,16 @@ def test_ls_shows_how_far_runs_are(tmp_path):
     )
     absent = invoke("ls", tmp_path / "absent").exception
     assert str(absent) == f"FOLDER = '{tmp_path / 'absent'}' is not usable: a folder that holds runs"
+
+
+def test_ls_names_a_config_that_is_none_of_a_run(tmp_path):
+    (tmp_path / "config.toml").write_text("[run]\nseed = 7\n[training]\n")
+    (tmp_path / "partition.json").write_text("{}")
+    damaged = invoke("ls", tmp_path).exception
+    assert str(damaged) == (
+        f"config file = '{tmp_path / 'config.toml'}' is not usable: "
+        "the config of a run: it has no data.source, method.name, training.rounds"
+    )
 
 
 def test_version_and_completion():

@@ -1,3 +1,5 @@
+import copy
+import pickle
 import tomllib
 from typing import NamedTuple
 
@@ -5,6 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Config, ConfigError, compare, load_config, load_sweep, load_tune, simulate, sweep
+from fedjax_pfl.experiment.gathered import folders_of
 
 DATA = {"source": "digits"}
 METHOD = {"name": "fedavg"}
@@ -100,8 +103,23 @@ def test_what_version_0_1_called_augmentation_is_now_copies(kind):
 
 
 def test_a_config_cannot_be_changed():
-    with pytest.raises(ValueError, match="frozen"):
-        Config(data=DATA, method=METHOD).training.lr = 1.0
+    config = Config(data=DATA, method={"name": "fedprox"})
+    changes = {
+        "training.lr": lambda: setattr(config.training, "lr", 1.0),
+        "method.mu": lambda: config.method.__setitem__("mu", -5.0),
+        "method.KEY": lambda: config.method.update(mu=-5.0),
+        "data.partition.beta": lambda: config.data.partition.__setitem__("beta", 0.0),
+        "model.KEY": lambda: config.model.pop("hidden"),
+    }
+    for field, change in changes.items():
+        with pytest.raises(TypeError, match=rf'Config\.replace, which checks: config\.replace\("{field}", '):
+            change()
+    assert config == Config(data=DATA, method={"name": "fedprox"})
+    for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert copied == config
+        with pytest.raises(TypeError, match=r"Config\.replace"):
+            copied.method["mu"] = 1.0
+    assert type(config.model_dump()["method"]) is dict
 
 
 @pytest.mark.parametrize(
@@ -321,6 +339,63 @@ def test_numbers_of_numpy_and_paths_are_taken(tmp_path):
     assert taken == plain.replace({"run.seed": 3, "participation.ratio": (0.5, 1.0)})
     with pytest.raises(ConfigError, match=r"training\.rounds = 2\.5 "):
         plain.replace("training.rounds", np.float64(2.5))
+
+
+def test_tuples_and_ranges_are_lists():
+    run = {"export": ("features",), "metrics": ("auc",), "export_clients": range(3)}
+    config = Config(data={**DATA, "mean": (0.5, 0.4, 0.3)}, method=METHOD, run=run)
+    assert (config.data.mean, config.run.export_clients) == ([0.5, 0.4, 0.3], [0, 1, 2])
+    assert (config.run.export, config.run.metrics) == (["features"], ["auc"])
+    with pytest.raises(ConfigError, match=r"data\.std = 0\.0 is not usable: input should be greater than 0"):
+        config.replace("data.std", (0.5, 0.0, 0.5))
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "config.toml"
+    path.write_text('data.source = "digits"\nmethod.name = "fedavg"\nrun.out = "~/runs/a"\n', encoding="utf-8")
+    run = load_config("~/config.toml", ["run.compilation_cache=~/cache"]).run
+    assert (run.out, run.compilation_cache) == (f"{tmp_path}/runs/a", f"{tmp_path}/cache")
+    assert load_config(path, ["run.compilation_cache=off"]).run.compilation_cache == "off"
+    for load, table in ((load_sweep, "[grid]\nrun.seed = [0]"), (load_tune, "[space]\ntraining.lr = [0.1, 0.2]")):
+        (tmp_path / "of_it.toml").write_text(f'config = "~/config.toml"\n{table}\n', encoding="utf-8")
+        assert load("~/of_it.toml")[0].run.out == f"{tmp_path}/runs/a"
+    assert folders_of(["~/runs"]) == [tmp_path / "runs"]
+
+
+@pytest.mark.parametrize("text", ["2024", "2026-11-27", "12:30:00", "true", "1.5", "[a] b", "{a}"])
+def test_text_that_looks_like_another_type_is_text_where_a_field_holds_text(text, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('data.source = "digits"\nmethod.name = "fedavg"\n', encoding="utf-8")
+    rows = ["data.partition.kind=indices", f"data.partition.file={text}"]
+    config = load_config(path, [f"run.out={text}", f"run.compilation_cache={text}", f"data.source={text}", *rows])
+    found = config.run.out, config.run.compilation_cache, config.data.source, config.data.partition["file"]
+    assert found == (text,) * 4
+    assert load_config(path, ['run.out="a b"']).run.out == "a b"
+    assert load_config(path, ["run.out=none"]).run.out is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.export=[features]", "not TOML; a shell takes quotes away, .*: 'run.export=\\[\"features\"\\]'$"),
+        ("data.partition={kind = iid}", "it is not TOML; a shell takes quotes away"),
+        ("training.lr=2026-11-27", "'2026-11-27' is not usable: input should be a valid number"),
+    ],
+)
+def test_what_an_override_cannot_mean_is_named_as_it_is_given(override, message, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('data.source = "digits"\nmethod.name = "fedavg"\n', encoding="utf-8")
+    field, _, value = override.partition("=")
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(path, [override])
+    assert (caught.value.field, caught.value.value) == (field, value)
+
+
+@pytest.mark.parametrize("path", [None, 3])
+def test_what_is_no_path_of_a_config_is_refused(path):
+    with pytest.raises(ConfigError, match=f"config file = {path} is not usable: the path of a file"):
+        load_config(path)
 
 
 @pytest.mark.parametrize("given", ["config.toml", {"data": {"source": "digits"}}, None])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fedjax_pfl import ConfigError
-from fedjax_pfl.cli.describing import described
+from fedjax_pfl import ConfigError, load_config
+from fedjax_pfl.cli.describing import described, template
 from fedjax_pfl.cli.printing import print_runs, print_table
 from fedjax_pfl.experiment.config import Config, hyperparameters
 from fedjax_pfl.experiment.protocols import PROTOCOLS
@@ -41,6 +41,16 @@ def test_every_field_of_a_config_is_described():
     fields = [f"{section}.{field}" for section, table in config.items() for field in table]
     assert [field for field in fields if not described(field)] == []
     assert described("protocol").endswith(", ".join(PROTOCOLS))
+
+
+def test_a_protocol_gives_what_a_template_leaves_in_comments(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(template().replace('#protocol = "pfllib"', 'protocol = "pfllib"'))
+    given = {"data": {"source": "digits"}, "method": {"name": "fedavg"}}
+    assert load_config(path) == Config(protocol="pfllib", **given)
+    without = [line[1:] if line[:1] == "#" != line[1:2] != " " else line for line in template().splitlines()]
+    path.write_text("\n".join(line for line in without if not line.endswith("=") and "protocol" not in line))
+    assert load_config(path) == Config(**given)
 
 
 @pytest.mark.parametrize(

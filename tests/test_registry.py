@@ -267,15 +267,27 @@ def test_a_partition_that_gives_no_rows_is_named(rows, message, monkeypatch):
         simulate(config({"data.partition.kind": "mine_rows"}))
 
 
-def test_another_package_offers_a_method(monkeypatch):
+def offered(part, group, monkeypatch):
+    """Another package offers this part, as mine_theirs."""
     module = type(sys)("their_package")
-    module.theirs = mine
+    module.theirs = part
     monkeypatch.setitem(sys.modules, "their_package", module)
-    point = EntryPoint("mine_theirs", "their_package:theirs", "fedjax_pfl.methods")
+    point = EntryPoint("mine_theirs", "their_package:theirs", group)
     monkeypatch.setattr(
         registry.importlib.metadata, "entry_points", lambda group: [point] if group == point.group else []
     )
     registry.load_entry_points.cache_clear()
+
+
+def test_another_package_offers_a_data_set(monkeypatch):
+    offered(digits, "fedjax_pfl.datasets", monkeypatch)
+    given = config({"data.source": "mine_theirs:3"})  # the first to name it
+    assert load(given.data.source).classes == 3
+    registry.load_entry_points.cache_clear()
+
+
+def test_another_package_offers_a_method(monkeypatch):
+    offered(mine, "fedjax_pfl.methods", monkeypatch)
     with pytest.raises(ConfigError, match="baseline = 'none' is not usable: one of the methods compared: mine_theirs"):
         compare(config(), ["mine_theirs"], baseline="none")  # the first to name it
     assert config({"method.name": "mine_theirs"}).method == {"name": "mine_theirs", "mu": 0.5}
@@ -336,6 +348,10 @@ def called_kind(labels, clients, seed, size, *, kind: str = "iid"):
     return np.array_split(np.arange(len(labels)), clients)
 
 
+def positional_option(model, train, beta: float = 0.5):
+    return fedprox(model, train, mu=beta)
+
+
 def hidden_option(model, train, *, _mu: float = 0.1):
     return fedprox(model, train, mu=_mu)
 
@@ -360,6 +376,14 @@ MISTAKES = {
     "option called as the partition is": (
         lambda: register_partition("mine4")(called_kind),
         r"register_partition = 'mine4' .*: another name for its option kind",
+    ),
+    "option without a star": (
+        lambda: register_method("mine4")(positional_option),
+        r"register_method = 'mine4' .*: put a \* before beta: options are keyword-only$",
+    ),
+    "option of a partition without a star": (
+        lambda: register_partition("mine4")(lambda labels, clients, seed, size, share=0.5: []),
+        r"register_partition = 'mine4' .*: put a \* before share",
     ),
     "option with an underscore": (lambda: register_method("mine4")(hidden_option), r"another name for its option _mu"),
     "option of pydantic's": (

@@ -97,6 +97,7 @@ def run(
 ) -> None:
     """Run an experiment and write its run directory, or go on with one (CONFIG.toml is then that of the directory)."""
     if resume is not None:
+        resume = Path(os.path.expanduser(resume))  # which a shell leaves as it is in --resume=~/a
         if out is not None:
             raise ConfigError("--out", out, f"leave it out: the run in {resume} goes on there")
         if config is not None and "=" in str(config) and not os.path.exists(config):  # no config, but an override
@@ -335,15 +336,21 @@ def plot(
             "clients, only its point counts."
         ),
     ] = None,
-    x: Annotated[str, typer.Option(help="What lies across the curves: round, seconds or megabytes.")] = "round",
+    x: Annotated[
+        str | None, typer.Option(help="What lies across the curves: round, which is the default, seconds or megabytes.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
     """Draw runs: a line per method or combination, the mean over seeds and a standard deviation around it."""
     if kind == "partition" and metric is not None:
         raise ConfigError("--metric", metric, "leave it out for --kind partition: no metric is drawn")
+    if kind in ("clients", "partition") and x is not None:
+        raise ConfigError("--x", x, f"leave it out for --kind {kind}: no curves are drawn")
     from fedjax_pfl.experiment.plots.files import write_plot
 
-    for left_out in write_plot(runs, out, kind=kind, metric=metric or "pre.accuracy", x=x, overwrite=overwrite):
+    out = Path(os.path.expanduser(out))
+    drawn = {"kind": kind, "metric": metric or "pre.accuracy", "x": x or "round"}
+    for left_out in write_plot(runs, out, **drawn, overwrite=overwrite):
         print(f"left out, for it has not ended: {left_out}")
     print(f"written to {out}")
 
@@ -417,7 +424,7 @@ def init(
         "config.toml"
     ),
 ) -> None:
-    """Write a config with every field, its description and its default."""
+    """Write a config with every field, its description and, in a comment, its default."""
     from fedjax_pfl.cli.describing import template
 
     if file.exists():
@@ -426,7 +433,7 @@ def init(
         file.write_text(template(), encoding="utf-8")
     except OSError as error:
         raise ConfigError("FILE", str(file), f"a file that can be written ({error.strerror})") from None
-    print(f"written to {file}; fedjax-pfl run {file}")
+    print(f"written to {file}; fedjax-pfl run {shlex.quote(str(file))}")
 
 
 def _say_version(asked: bool) -> None:
@@ -494,6 +501,7 @@ def _folder(given: str | None, name: str, field: str = "--out") -> Iterator[str]
     from fedjax_pfl.experiment.record import check_folder, writable
 
     if given is not None:
+        given = os.path.expanduser(given)  # which a shell leaves as it is in --out=~/a
         check_folder(Path(given), field)
         yield given
         return
@@ -530,7 +538,7 @@ def _check_in_use(overrides: list[str] | None, instead: Mapping[str, str]) -> No
 
 def _setting(given: str, methods: list[str]) -> tuple[str, str, Any]:
     """Method, hyperparameter and value of ``method.key=value``."""
-    from fedjax_pfl.experiment.config import parse_value
+    from fedjax_pfl.experiment.config import parse_field
 
     field, equals, text = given.partition("=")
     field = field.strip()
@@ -541,7 +549,7 @@ def _setting(given: str, methods: list[str]) -> tuple[str, str, Any]:
         raise ConfigError("--set", given, "expected method.key=value, e.g. fedprox.mu=0.1")
     if method is None:
         raise ConfigError("--set", given, f"one of the methods compared: {', '.join(methods)}")
-    return method, key, parse_value(text)
+    return method, key, parse_field(field, text)
 
 
 def _executor(name: str, job: list[str] | None) -> dict[str, Any]:

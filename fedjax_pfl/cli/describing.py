@@ -87,27 +87,29 @@ def _names() -> Iterator[str]:
 def template() -> str:
     """A config with every field, its description and its default: what ``init`` writes.
 
-    A field whose default is to be left out stands in a comment.
+    Defaults stand in comments: else a protocol, which gives what is not given, would give nothing.
     """
     lines = [
-        "# A config of fedjax_pfl: every field with its default. Only data.source and method.name are needed.",
+        "# A config of fedjax_pfl: every field below what it means. Only data.source and method.name are",
+        "# needed; the others stand with their defaults behind a #, to be taken away for another value.",
         "# fedjax-pfl describe NAME says more of methods, models, partitions and sources.",
         "",
-        "# protocol = \"pfllib\"   # a benchmark's or paper's values for what is not given below",
+        "#protocol = \"pfllib\"   # a benchmark's or paper's values for what is not given below",
     ]
-    given: dict[str, Any] = {"data.source": "digits", "method": {"name": "fedavg"}, "model": {"name": "mlp"}}
+    needed = {"data.source": 'source = "digits"', "method.name": 'name = "fedavg"'}
     for section in Config.model_fields:
         lines += ["", f"[{section}]"]
         if section in _TABLES:
             lines += [f"# {line}" for line in _wrapped(f"name, and options of its own: {', '.join(_TABLES[section])}")]
-            lines += tomli_w.dumps(given[section]).splitlines()
+            lines.append(needed.get(f"{section}.name", '#name = "mlp"'))
             continue
         schema = _section(section)
         texts = descriptions(schema)
         for field, info in schema.model_fields.items():
             lines += [f"# {line}" for line in _wrapped(texts[field])]
-            value = given.get(f"{section}.{field}", _default(info))
-            lines.append(f"# {field} =" if value is None else f"{field} = {_shown(value)}")
+            value = None if info.is_required() else _default(info)
+            usual = f"#{field} =" if value is None else f"#{field} = {_shown(value)}"
+            lines.append(needed.get(f"{section}.{field}", usual))
     return "\n".join(lines) + "\n"
 
 

@@ -291,7 +291,7 @@ def _with_test_samples(training: int | None, test_share: float, clients: int, sa
         return None
     size = math.ceil(training / (1 - test_share) - 1e-9)
     if size * clients > samples:
-        most = math.floor(samples // clients * (1 - test_share))
+        most = math.floor((samples // clients + 1e-9) * (1 - test_share))
         allowed = f"up to {most}: {samples} samples, {clients} clients, test_share = {test_share}"
         raise ConfigError("data.samples_per_client", training, allowed)
     return size

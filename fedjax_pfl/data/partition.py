@@ -633,6 +633,8 @@ def _check_holdings(given: Holdings, samples: int, clients: int, file: str) -> N
     """Checks the rows of a run; its clients may share training rows, or test rows."""
     field = "data.partition.file"
     _check_clients(len(given.splits), clients, file)
+    if not len(given.pooled):
+        raise ConfigError(field, file, "pooled needs a row or more; without pooled, it is all test rows")
     _check_range(given.pooled, samples, "the pooled test set", field, file)
     for client, split in enumerate(given.splits):
         _check_range(np.concatenate(split), samples, f"client {client}", field, file)

@@ -53,7 +53,7 @@ def export(
     if dataset.images.dtype == np.uint8:
         for field, given in (("data.mean", mean), ("data.std", std)):
             check_channels(field, given, dataset.images.shape[-1])
-    target = Path(folder)
+    target = Path(os.path.expanduser(folder))
     if os.path.isfile(target) or (os.path.isdir(target) and any(target.iterdir())):
         raise ConfigError(_FIELD, folder, "a folder that is new or empty")
     try:

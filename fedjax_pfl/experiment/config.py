@@ -10,8 +10,9 @@ import re
 import tomllib
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import date, time
 from pathlib import Path
-from typing import Annotated, Any, Literal, Required, Self, TypedDict, Unpack, overload
+from typing import Annotated, Any, Literal, NoReturn, Required, Self, TypedDict, Unpack, overload
 
 import numpy as np
 import tomli_w
@@ -23,6 +24,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     ValidationError,
     ValidationInfo,
+    WrapValidator,
     create_model,
     field_validator,
     model_validator,
@@ -32,6 +34,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from fedjax_pfl.data.augment import Augment, Copies
 from fedjax_pfl.data.partition import PARTITIONS
+from fedjax_pfl.data.sources import SOURCES
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.html import config_html
 from fedjax_pfl.experiment.protocols import tables_of, with_defaults_of
@@ -94,11 +97,34 @@ def summary_line(documented: Any) -> str:
     return (inspect.getdoc(documented) or "").partition("\n")[0]
 
 
-def _choose(section: str, key: str, table: Mapping[str, Callable]) -> BeforeValidator:
+def _by_replace(field: str = "training.lr", value: str = "0.1") -> TypeError:
+    return TypeError(f'a config is copied by Config.replace, which checks: config.replace("{field}", {value})')
+
+
+class _Part(dict[str, Any]):
+    """A table {key: name, **options} of a config, which refuses changes: nothing would check them."""
+
+    def __init__(self, section: str, table: Mapping[str, Any]):
+        super().__init__(table)
+        self._section = section
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a dict's own would set one item after the other
+        return type(self), (self._section, dict(self))
+
+    def __setitem__(self, key: str, value: Any) -> NoReturn:
+        raise _by_replace(f"{self._section}.{key}", repr(value))
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise _by_replace(f"{self._section}.KEY", "...")
+
+    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def _choose(section: str, key: str, table: Mapping[str, Callable]) -> WrapValidator:
     """Checks a table {key: name, **options} against the signature of table[name], and fills in the defaults."""
     field = f"{section}.{key}"
 
-    def check(given: Any) -> dict[str, Any]:
+    def check(given: Any, _: Any) -> _Part:
         if not isinstance(given, Mapping):
             raise ConfigError(section, given, f'expected a table such as {{{key} = "{next(iter(table))}"}}')
         options = {key: _USUAL.get(field, "(missing)"), **given}
@@ -108,13 +134,13 @@ def _choose(section: str, key: str, table: Mapping[str, Callable]) -> BeforeVali
         if not isinstance(name, str) or name not in table:
             raise ConfigError(field, name, one_of(name, table))
         schema = options_model(name, table[name])
-        options = _with_tuples(_unset(options, schema), schema)
+        options = _sequences_as(tuple, list, _unset(options, schema), schema)
         try:
-            return {key: name, **schema(**options).model_dump()}
+            return _Part(section, {key: name, **schema(**options).model_dump()})
         except ValidationError as error:
             raise _config_error(error, section, list(schema.model_fields), f" of {name}") from None
 
-    return BeforeValidator(check)
+    return WrapValidator(check)
 
 
 def _unset(given: Mapping[str, Any], table: type[BaseModel]) -> dict[str, Any]:
@@ -130,16 +156,15 @@ def _unset(given: Mapping[str, Any], table: type[BaseModel]) -> dict[str, Any]:
     return {field: None if is_none(field, value) else value for field, value in given.items()}
 
 
-def _with_tuples(given: Mapping[str, Any], table: type[BaseModel]) -> dict[str, Any]:
-    """The given values, with a list replaced by a tuple if the option is one: TOML and JSON have lists only."""
+def _sequences_as(kind: type, others: Any, given: Mapping[str, Any], table: type[BaseModel]) -> dict[str, Any]:
+    """The given values, with what is one of the others replaced by ``kind``, list or tuple, if the field is one."""
 
-    def is_tuple(option: str) -> bool:
-        hint = table.model_fields[option].annotation if option in table.model_fields else None
-        return any(typing.get_origin(kind) is tuple for kind in (hint, *typing.get_args(hint)))
+    def is_kind(field: str) -> bool:
+        hint = table.model_fields[field].annotation if field in table.model_fields else None
+        return any(typing.get_origin(of) is kind for of in (hint, *typing.get_args(hint)))
 
     return {
-        option: tuple(value) if isinstance(value, list) and is_tuple(option) else value
-        for option, value in given.items()
+        field: kind(value) if isinstance(value, others) and is_kind(field) else value for field, value in given.items()
     }
 
 
@@ -163,8 +188,14 @@ class _Section(_Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_none(cls, given: Any) -> Any:
-        return _unset(given, cls) if isinstance(given, Mapping) else given
+    def _in_the_types_of_the_fields(cls, given: Any) -> Any:
+        return _sequences_as(list, tuple | range, _unset(given, cls), cls) if isinstance(given, Mapping) else given
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise _by_replace()
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise _by_replace()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Refused, because pydantic's copy accepts any name and value without a check.
@@ -173,7 +204,7 @@ class _Section(_Table):
           TypeError: always; use `Config.replace`.
         """
         del update, deep
-        raise TypeError('a config is copied by Config.replace, which checks: config.replace("training.lr", 0.1)')
+        raise _by_replace()
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -232,6 +263,13 @@ class Data(_Section):
     seed: int | None = Field(None, ge=0, lt=2**32)
     mean: float | list[float] = 0.5
     std: Annotated[float, Field(gt=0)] | list[Annotated[float, Field(gt=0)]] = 0.5
+
+    @field_validator("source")
+    @classmethod
+    def _packages_offer_sources(cls, source: str) -> str:
+        if source.partition(":")[0] not in {*SOURCES, "arrays"}:
+            load_entry_points()
+        return source
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> "Data":
@@ -518,10 +556,11 @@ class Run(_Section):
         others are faster where the hardware has them; ``auto`` is tensorfloat32 on a GPU and bfloat16 on a TPU. On a
         CPU it changes nothing.
       out: the run directory; nothing is written unless it is given.
-      diagnostics: record how strong each loss term of a method is compared with the cross-entropy, as a ratio of
-        gradient norms (``diagnostics.gradient_ratio_...``), mostly from one mini-batch per client and round; and the
-        mean cosine of two clients' updates (``diagnostics.update_cosine``) for methods that send back what they got.
-        Costs compilation time, and may change the last bits of the numbers.
+      diagnostics: record how strong the loss terms of FedProx, MOON, FedNTD, FedeCouple, FedFCD, PGFedSplit, FedCPD and
+        pFedCSPC are compared with the cross-entropy, as ratios of gradient norms (``diagnostics.gradient_ratio_...``),
+        mostly from one mini-batch per client and round; and the mean cosine of two clients' updates
+        (``diagnostics.update_cosine``) for methods that send back what they got. Costs compilation time, and may change
+        the last bits of the numbers.
       export: what to save to ``export.npz`` and ``Result.exported``: ``features``, the input of the last layer, and
         ``predictions``, with the logits; of the models that PRE scores after the last round, for every sample that
         they are scored on.
@@ -552,6 +591,11 @@ class Run(_Section):
     metrics: list[str] = Field(default_factory=list)
     tensorboard: bool = False
     compilation_cache: str | None = None
+
+    @field_validator("out", "compilation_cache")
+    @classmethod
+    def _of_the_home_folder(cls, path: str | None) -> str | None:
+        return None if path is None else os.path.expanduser(path)
 
     @model_validator(mode="after")
     def _map_is_one_by_one(self) -> "Run":
@@ -777,11 +821,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), ove
 
     Args:
       path: the config file.
-      overrides: ``section.key=value`` strings, or ``protocol=name``; a value that is not TOML is taken as a string.
+      overrides: ``section.key=value`` strings, or ``protocol=name``. The value is TOML, and otherwise a string; so are
+        dates, and whatever a field gets that holds text (``run.out=2024``). A list needs the quotes of TOML, which a
+        shell takes away unless the whole argument is in quotes: ``'run.export=["features"]'``.
       over_these: likewise, applied after ``overrides``; another method here drops the method's options given there.
 
     Raises:
-      ConfigError: the file is missing or not TOML, or one of its values cannot be used.
+      ConfigError: the file is missing or not TOML, one of its values cannot be used, or a list or table in an override
+        is not TOML.
     """
     tables = read_toml(path, "config file")
     for table, command in (("grid", "sweep"), ("space", "tune")):
@@ -803,10 +850,12 @@ def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     """The tables of a TOML file.
 
     Raises:
-      ConfigError: the file, called ``what`` in the message, is missing or not TOML.
+      ConfigError: the file, called ``what`` in the message, is missing or not TOML, or this is no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(what, path, "the path of a file")
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return tomllib.loads(Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(what, str(path), f"cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -814,11 +863,35 @@ def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The value of a text as TOML, or the text itself if it is not TOML."""
+    """The value of a text as TOML, or the text itself if it is not TOML, or a date."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return text if isinstance(value, date | time) else value
+
+
+def parse_field(field: str, text: str) -> Any:
+    """The value of a field of the config, given as a text; where the field holds text, only quotes are TOML.
+
+    Raises:
+      ConfigError: it begins as a list or table does, and is not TOML.
+    """
+    value = parse_value(text)
+    if _holds_text(field):
+        return value if isinstance(value, str) else text
+    if isinstance(value, str) and text.lstrip()[:1] in ("[", "{"):
+        hint = "a shell takes quotes away, unless the whole argument is in quotes"
+        raise ConfigError(field, text, f"it is not TOML; {hint}: 'run.export=[\"features\"]'")
+    return value
+
+
+def _holds_text(field: str) -> bool:
+    """Whether a field holds any text, such as a path, which may look like a number."""
+    section, _, key = field.partition(".")
+    table = _section([section])
+    hint = table.model_fields[key].annotation if table and key in table.model_fields else None
+    return hint in (str, str | None) or field == "data.partition.file"
 
 
 def _override(tables: dict[str, Any], override: str) -> None:
@@ -832,7 +905,7 @@ def _override(tables: dict[str, Any], override: str) -> None:
         table, under = table.setdefault(section, {}), under.get(section, {})
         if not isinstance(table, dict):
             raise ConfigError("override", override, f"{section} is a value, not a table")
-    value = parse_value(text)
+    value = parse_field(field, text)
     if field in SELECTORS and table.get(key, under.get(key, _USUAL.get(field, value))) != value:
         table.clear()
     table[key] = value

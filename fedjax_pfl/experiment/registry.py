@@ -270,6 +270,9 @@ def _check(kind: str, name: str, part: Any) -> None:
     if not fits or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         raise ConfigError(field, name, f"it has other arguments than {example}")
     key = _KINDS[kind].key
+    beyond = [p.name for p in positional[max(given) :] if (kind, p.name) != ("method", "combine")]
+    if key and beyond:
+        raise ConfigError(field, name, f"put a * before {beyond[0]}: options are keyword-only")
     for option in (p.name for p in parameters if p.kind is p.KEYWORD_ONLY):
         if option not in hints:
             raise ConfigError(field, name, f"the option {option} needs a type, such as {option}: float = 0.1")

@@ -250,6 +250,18 @@ def test_samples_per_client_counts_what_a_client_trains_and_validates_on(samples
     assert manifest["n_test"] == [tested] * CLIENTS
 
 
+@pytest.mark.parametrize("test_share", [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 1 / 3, 0.3, 0.25, 0.2, 0.1])
+@pytest.mark.parametrize("clients", [1, 2, 5, 6, 20])
+def test_the_largest_number_of_samples_per_client_that_is_named_is_accepted(clients, test_share):
+    fields = {"clients": clients, "partition": {"kind": "iid"}, "test_share": test_share, "seed": 3}
+    with pytest.raises(ConfigError, match="up to") as caught:
+        deal(MERGED, **fields, samples_per_client=SAMPLES)
+    most = int(caught.value.allowed.split()[2].rstrip(":"))
+    assert deal(MERGED, **fields, samples_per_client=most)[1]["n_train"] == [most] * clients
+    with pytest.raises(ConfigError, match=f"up to {most}: "):
+        deal(MERGED, **fields, samples_per_client=most + 1)
+
+
 def test_the_global_test_set_is_cut_into_blocks_that_hold_it_once():
     labels = np.tile(TEN, 10)
     federation, _ = divide(

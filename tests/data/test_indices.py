@@ -158,6 +158,7 @@ MISTAKES = {
         r"row 7 is for training \(or validation\) and test$",
     ),
     "trained on twice": (((), {**RUN, "train": [3, 3, 8, 9]}), {"clients": 2}, FIELD, "client 0 has row 3 twice"),
+    "nothing pooled": (((), {**RUN, "pooled": []}), {"clients": 2}, FIELD, "pooled needs a row or more; without"),
     "pooled too far": (((), {**RUN, "pooled": [0, 7, 999]}), {"clients": 2}, FIELD, "pooled test set has row 999"),
     "other labels": (((), {**RUN, "hash": "another"}), {"clients": 2}, FIELD, "the labels of made are others"),
     "no validation": (
