@@ -1,4 +1,4 @@
-"""One communication round of every method, against a PyTorch loop that does the same work, and FedAvg against peers.
+"""One communication round of 16 methods, against a PyTorch loop that does the same work, and FedAvg against peers.
 
     pip install -e ".[bench]"
     python benchmarks/round_time.py --json benchmarks/results/round_time.json

@@ -54,14 +54,17 @@ HEADLINES = {
 }
 # Sections of a config whose fields the paper's figures are of.
 EXPERIMENT = ("data", "model", "training", "participation")
-POINT = "at the point that the paper reports: PRE, after aggregation, or POST, after local training"
+TIMES = {"pre": "PRE, after aggregation", "post": "POST, after local training"}
 SEEDS = "mean over seeds ± sample standard deviation"
 LEGEND = (
     "Columns PRE and POST: {clients}the last round. Passes: a participant's work in a round, in passes over its "
     "samples, forward and backward. MB: all clients, up and down. Behind {reference}: its figure minus "
-    "the row's, mean of the paired differences in points with a 95 % interval over seeds; over clients: 95 % interval, "
-    "after the last round, when clients are drawn anew, each with its figures of all seeds; where the best round "
-    "counts, beside the last round's difference. p: two-sided paired t-test over seeds."
+    "the row's, mean of the paired differences in points with a 95 % interval over seeds{drawn}. p: two-sided paired "
+    "t-test over seeds."
+)
+DRAWN = (
+    "; over clients: 95 % interval, after the last round, when clients are drawn anew, each with its figures of all "
+    "seeds; where the best round counts, beside the last round's difference"
 )
 
 
@@ -78,13 +81,13 @@ COLUMNS = {
         ("accuracy",),
         "mean",
         f"Accuracy in %, unweighted mean over clients, {SEEDS}. Ours, the worst 10 % of clients and, where shown, the "
-        f"standard deviation over clients are {{round}}, {POINT}. By samples: the mean "
+        f"standard deviation over clients are {{round}}, {{point}}. By samples: the mean "
         "that counts every test sample alike, PFLlib's.",
     ),
     "weighted": Columns(
         ("weighted",),
         "sample-weighted mean",
-        f"Accuracy in %, every test sample counted alike (PFLlib's number), {SEEDS}. Ours is {{round}}, {POINT}.",
+        f"Accuracy in %, every test sample counted alike (PFLlib's number), {SEEDS}. Ours is {{round}}, {{point}}.",
     ),
     "global": Columns(
         ("global",),
@@ -95,13 +98,13 @@ COLUMNS = {
         ("local",),
         "local figure",
         f"Harmonic mean in % of a client's accuracy and macro-F1, unweighted mean over clients, {SEEDS}. Ours is "
-        f"{{round}}, {POINT}.",
+        "{round}, {point}.",
     ),
     "global_local_hm": Columns(
         ("global", "local", "hm"),
         "HM",
         f"Figures in %, {SEEDS}. Ours are {{round}}. Global: accuracy of the global model on the pooled test set. "
-        f"Local: harmonic mean of a client's accuracy and macro-F1, unweighted mean over clients, {POINT}. HM: "
+        f"Local: harmonic mean of a client's accuracy and macro-F1, unweighted mean over clients, {{point}}. HM: "
         "harmonic mean of the two; rows are ranked and tested by it. The paper's HM is that of its two columns.",
     ),
 }
@@ -515,9 +518,13 @@ def paper_figures(table: Table, setting: Setting, row: str) -> dict[str, float]:
 def markdown(table: Table, cells: Mapping[Key, Cell], missing: Mapping[Key, str], reference: str) -> str:
     """The table so far, with the paper's figures, and why cells are missing."""
     columns = COLUMNS[table.columns]
-    legend = columns.legend.format(round=HEADLINES[table.headline].format(title=columns.title))
+    points = {row.point for row in table.rows.values()}
+    paper = "" if len(points) == 1 else "the point that the paper reports: "
+    point = f"at {paper}{', or '.join(time for name, time in TIMES.items() if name in points)}"
+    legend = columns.legend.format(round=HEADLINES[table.headline].format(title=columns.title), point=point)
     clients, of = ("", "") if table.columns == "accuracy" else ("mean accuracy over clients, ", f" {columns.title}")
-    common = LEGEND.format(clients=clients, reference=table.rows[reference].label)
+    drawn = DRAWN if table.columns == "accuracy" else ""
+    common = LEGEND.format(clients=clients, reference=table.rows[reference].label, drawn=drawn)
     parts = [f"# {table.paper}, {table.title}", f"{legend} {common}"]
     known = [cell for key, cell in cells.items() if key[0] in table.settings and key[1] in table.rows]
     parts += [f"Machine: {machine}" for machine in dict.fromkeys(cell["machine"] for cell in known)]

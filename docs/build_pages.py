@@ -478,7 +478,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def sortable(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table that a click on a heading sorts (docs/site/sortable.js)."""
+    """A table that a click on a heading sorts (docs/assets/sortable.js)."""
     return f'<div class="sortable" markdown>\n\n{table(head, rows)}\n\n</div>'
 
 

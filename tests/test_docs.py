@@ -1,5 +1,6 @@
 """What the documents say holds: links lead somewhere, Python runs as it stands there, commands are commands."""
 
+import importlib
 import re
 import shlex
 import sys
@@ -12,6 +13,7 @@ from typer.main import get_command
 from fedjax_pfl import load_config, load_sweep, load_tune
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.cli.describing import described
+from fedjax_pfl.method import Method
 
 HOME = Path(__file__).resolve().parent.parent
 DOCS = HOME / "docs"
@@ -135,6 +137,25 @@ def test_the_python_of_a_page_runs(page, capsys, tmp_path, monkeypatch, tables_a
     shown = capsys.readouterr().out
     assert [text for text in SHOWN[page] if text not in shown] == [], shown
     assert [name for name in WRITTEN.get(page, ()) if not (tmp_path / name).exists()] == []
+
+
+def test_what_the_pages_import_is_public_or_said_to_be_stable():
+    promised = text_of(DOCS / "api.md").partition("## In a notebook")[0]
+    stable = set(re.findall(r"`(fedjax_pfl\.[\w.]+)`", promised))
+    for name in stable:
+        module, _, function = name.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), function))
+    used = set()
+    for text in map(text_of, PAGES):
+        for module, names in re.findall(r"^from (fedjax_pfl\.\S+) import (.*)$", text, re.M):
+            used |= {f"{module}.{name}" for name in names.split(", ")}
+        used |= set(re.findall(r"\bfedjax_pfl(?:\.\w+){2,}(?=\()", text))
+    assert {name for name in used if not name.startswith("fedjax_pfl.method.")} == stable
+
+
+def test_all_optional_parts_of_the_contract_are_listed():
+    listed = re.findall(r"^\| `(\w+)` \|", text_of(HOME / "CONTRIBUTING.md"), re.M)
+    assert listed == list(Method._field_defaults)
 
 
 def commands(page):

@@ -156,6 +156,15 @@ def test_what_it_imports_and_links_to_exists(path):
         assert (path.parent / target).exists()
 
 
+def test_pages_link_to_it_and_say_who_owner_is():
+    pages = {
+        name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/tutorial.md", "docs/status.md")
+    }
+    assert [path.name for path in NOTEBOOKS if f"](../notebooks/{path.name})" not in pages["docs/tutorial.md"]] == []
+    assert "](docs/tutorial.md#notebooks)" in pages["README.md"]
+    assert ("`OWNER`" in pages["docs/status.md"]) == REPOSITORY.startswith("OWNER/")
+
+
 def test_a_backend_that_comes_on_with_the_first_picture_stays_on():
     matplotlib = pytest.importorskip("matplotlib", reason="the package matplotlib is not installed")
     from fedjax_pfl.experiment.plots.style import look

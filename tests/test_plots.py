@@ -308,7 +308,10 @@ def test_circles_of_few_clients_keep_to_their_rows(clients, classes):
     assert not ax.collections[0].get_clip_on()
 
 
-@pytest.mark.parametrize(("clients", "classes", "label"), [(100, 10, "client"), (1000, 10, "client, by main class")])
+@pytest.mark.parametrize(
+    ("clients", "classes", "label"),
+    [(150, 10, "client"), (200, 10, "client, by main class"), (20, 100, "client, by main class")],
+)
 def test_circles_too_small_to_tell_apart_are_shades(clients, classes, label):
     counts = np.eye(classes, dtype=int)[np.arange(clients) % classes]
     assert plot_partition({"class_counts": counts.tolist()}).get_xlabel() == label

@@ -74,6 +74,18 @@ def test_the_round_can_be_chosen_on_validation_samples():
     assert figures_of(of_these_alone)["validation"] == figures_of(of_these_alone)["best"] == pytest.approx(0.7)
 
 
+def test_the_round_is_the_same_for_new_clients_and_that_of_the_headline_for_the_global_model():
+    found = lines(CURVE, [0.3, 0.6, 0.5])
+    for at, line in enumerate(found):
+        line["validation_post"] = {**line["validation_post"], "accuracy": [0.6, 0.5, 0.3][at]}
+        line |= {"new_pre": line["pre"], "new_post": line["post"], "global": [0.1, 0.2, 0.3][at]}
+    for headline, at in (("pre", 1), ("post", 0)):
+        of = summary_of(found, {"headline": headline}, COSTS, new=1)
+        assert of["metrics"]["global"]["by_validation"] == history_of(found)["global"][at]
+        assert of["new_clients"]["pre"]["by_validation"] == pytest.approx(0.7)
+        assert of["new_clients"]["post"]["by_validation_round"] == of["personal"]["post"]["by_validation_round"] == 1
+
+
 def test_the_last_ten_rounds_are_rounds_not_evaluations():
     curve = [(x, x) for x in np.linspace(0.1, 0.8, 8)]
     assert summary(curve, every=1)["personal"]["pre"]["mean_last_10"] == pytest.approx(np.mean(curve))

@@ -353,6 +353,16 @@ def test_the_reference_can_be_chosen(paper, fake):
         tables.read_table(paper, "table1")
 
 
+def test_the_legend_says_what_the_table_shows(scores, fake):
+    call(scores, "table1 --settings three")
+    assert "the paper reports: PRE, after aggregation, or POST, after local training. " in markdown()
+    assert "over clients: 95 %" in markdown()
+    call(scores, "table2")  # all of its rows are at PRE
+    assert "of the last round, at PRE, after aggregation. " in markdown("toy_table2")
+    call(scores, "table3")
+    assert "over clients: 95 %" not in markdown("toy_table3")
+
+
 def test_target_is_the_first_evaluated_round_that_reaches_it(paper, fake):
     call(paper, "table1 --settings three --seeds 0,1,2")
     # local: seeds 0 and 1 in round 10, after 10 and 11 s; seed 2 in round 5, after 8 s. 0.60 itself counts.

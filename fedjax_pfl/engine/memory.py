@@ -19,7 +19,7 @@ from fedjax_pfl.engine.contract import check_logits, check_storable, pair_of
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange
-from fedjax_pfl.method import Cohort, Predict, Round, State
+from fedjax_pfl.method import Cohort, Method, Predict, Round, State
 from fedjax_pfl.ops.tree import size
 
 # The most that XLA and LLVM take while they compile for a CPU. Measured with JAX 0.10, two programs at a time, on two
@@ -171,25 +171,7 @@ def survey(
         train, test = train._replace(most=scalar), test._replace(most=scalar)
     shared, row = (key, scalar, view, data.x, data.y), (scalar, client, train, validation)
     traced, update = jax.make_jaxpr(engine.local, return_shape=True)(shared, row)
-    training = peak_bytes(traced.jaxpr)
-
-    def tallied(function: str, predict: Predict, params: PyTree, x: Samples, y: Array, test: Clients) -> Scores:
-        held = client_data(x, y, test)
-
-        def checked(images: Array) -> Array:
-            logits = predict(params, images)
-            check_logits(function, logits, len(images), held.class_counts.shape[-1])
-            return logits
-
-        return scores_of(tally(checked, held), held.class_counts)
-
-    def scores(view: PyTree, client: PyTree, x: Samples, y: Array, test: Clients) -> Scores:
-        return tallied("predict", method.predict, method.personal(view, client), x, y, test)
-
-    scoring = peak_bytes(jax.make_jaxpr(scores)(*update.trained, data.x, data.y, test).jaxpr)
-    if method.global_predict is not None:
-        shared_scores = functools.partial(tallied, "global_predict", method.global_predict)
-        jax.eval_shape(shared_scores, server, data.x, data.y, test)
+    training, scoring = peak_bytes(traced.jaxpr), _of_scoring(method, server, update.trained, data, test)
     exchanged = engine.cohort_size * 2 * (size(client) + size(update.upload))
     states, samples = engine.clients * size(client), size(data)
     # Scoring reads states in place, or copies all where the server dispatches; from the host, it holds two groups.
@@ -231,6 +213,29 @@ def survey(
         memory = memory._replace(process=process, compiler=compiler)
     said = tuple(jax.eval_shape(method.diagnose, server))
     return memory, Exchange(view, client, update.upload, tuple(update.diagnostics or ()), said)
+
+
+def _of_scoring(method: Method, server: PyTree, trained: tuple[PyTree, PyTree], data: Federation, test: Clients) -> int:
+    """What a client with these trained parts needs to be scored; its logits are checked, and those of the server."""
+
+    def tallied(function: str, predict: Predict, params: PyTree, x: Samples, y: Array, test: Clients) -> Scores:
+        held = client_data(x, y, test)
+
+        def checked(images: Array) -> Array:
+            logits = predict(params, images)
+            check_logits(function, logits, len(images), held.class_counts.shape[-1])
+            return logits
+
+        return scores_of(tally(checked, held), held.class_counts)
+
+    def scores(view: PyTree, client: PyTree, x: Samples, y: Array, test: Clients) -> Scores:
+        return tallied("predict", method.predict, method.personal(view, client), x, y, test)
+
+    traced = jax.make_jaxpr(scores)(*trained, data.x, data.y, test)
+    if method.global_predict is not None:
+        shared_scores = functools.partial(tallied, "global_predict", method.global_predict)
+        jax.eval_shape(shared_scores, server, data.x, data.y, test)
+    return peak_bytes(traced.jaxpr)
 
 
 def _of_client(fn: Callable[..., PyTree], shared: tuple, row: tuple) -> tuple[int, PyTree]:

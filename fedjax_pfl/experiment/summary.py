@@ -1,8 +1,8 @@
 """The names and contents of a run's numbers, in ``metrics.jsonl``, ``history``, ``summary.json`` and tables.
 
 A line of ``metrics.jsonl`` holds the scores of an evaluated round; a name such as ``pre.accuracy`` means the same in
-all of these. A summary gives each metric for the last round, the best round, and the round that is best on validation
-samples. `figures_of` selects the figures that tables show.
+all of these. A summary gives each metric for the last round, and those that score a model for their best round and for
+the round that is best on validation samples, too. `figures_of` selects the figures that tables show.
 """
 
 import itertools
@@ -207,7 +207,9 @@ def summary_of(
     """
     history = history_of(lines)
     rounds = history["round"].astype(int)
-    chosen = {point: _round_chosen(history, point) for point in POINTS}
+    by_point = {point: _round_chosen(history, point) for point in POINTS}
+    chosen = {f"{kind}{point}": at for kind in ("", "new_", "validation_") for point, at in by_point.items()}
+    chosen[""] = by_point[identity["headline"]]  # for the global model, which has no points
     metrics = {}
     for name, values in history.items():
         point, _, metric = name.rpartition(".")
@@ -215,7 +217,7 @@ def summary_of(
             metrics[name] = {"last": _known(values[-1])}
             continue
         best = int(np.argmax(np.where(np.isnan(values), -np.inf, values)))
-        at = chosen.get(point)
+        at = chosen[point]
         metrics[name] = {
             "last": _known(values[-1]),
             "best": _known(values[best]),
@@ -266,7 +268,7 @@ def _headline(
     ``best`` is the round of the highest accuracy on the scored samples, ``by_validation`` that on validation samples.
     """
     accuracy, rounds = history[f"{point}.accuracy"], history["round"]
-    at = chosen.get(point)
+    at = chosen[point]
 
     def of(metric: str, which: str = "last") -> Any:
         return metrics[f"{point}.{metric}"][which]
