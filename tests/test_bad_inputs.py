@@ -358,6 +358,11 @@ CASES = {
         "finetune.epochs = 2 is not usable: 0 for fedfcd: it answers by more than an extractor with a head, which is "
         "what fine-tuning trains",
     ),
+    "fine-tuning on top of fine-tuning": (
+        "run config.toml method.name=fedavg_ft method.finetune_epochs=3 finetune.epochs=2",
+        "finetune.epochs = 2 is not usable: 0 for fedavg_ft, which fine-tunes by method.finetune_epochs = 3 already: "
+        "set one of them to 0",
+    ),
     "a rate of no fine-tuning": (
         "run config.toml finetune.lr=0.1",
         "finetune.lr = 0.1 is not usable: leave it out with finetune.epochs = 0",

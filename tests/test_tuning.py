@@ -31,7 +31,7 @@ from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment import programs, tuning
 from fedjax_pfl.experiment.callbacks import Running
 from fedjax_pfl.experiment.programs import lay_out
-from fedjax_pfl.experiment.tuning import _Watch
+from fedjax_pfl.experiment.tuning import _distributions, _Watch
 
 SPACE = {"training.lr": LogUniform(0.01, 0.5), "method.mu": Uniform(0, 1)}
 TRIALS = 4
@@ -500,6 +500,20 @@ def test_mistakes_are_named_before_anything_runs(options, message, monkeypatch):
     with pytest.raises(ConfigError, match=f"^{pattern}") as caught:
         search(**options)
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    given = {
+        "training.lr": LogUniform(np.float32(0.125), np.float64(0.5)),
+        "training.epochs": IntUniform(np.int64(1), np.int32(3)),
+        "training.batch_size": Choice(list(np.arange(8, 11))),
+    }
+    same = {
+        "training.lr": LogUniform(0.125, 0.5),
+        "training.epochs": IntUniform(1, 3),
+        "training.batch_size": Choice([8, 9, 10]),
+    }
+    assert list(map(repr, _distributions(given).values())) == list(map(repr, _distributions(same).values()))
 
 
 def test_a_study_of_something_else_is_left_alone():

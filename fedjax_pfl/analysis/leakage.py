@@ -304,7 +304,7 @@ def _victim(run: Config | Result, config: Config, data: DataShape, client: int) 
     uploaded = jax.eval_shape(upload, *sample)
     if not uploaded:
         raise ConfigError("method.name", name, "a method whose clients upload something")
-    bias = _bias_of_head(uploaded, jax.eval_shape(model_of(config, data).init, key)["head"])
+    bias = _bias_of_head(uploaded, jax.eval_shape(model_of(config, data).init, key)["head"], data.classes)
     init = jax.jit(method.init, static_argnums=1, compiler_options=drawn_once())
     return _Victim(name, data, send, state(*init(key, engine.clients)), tuple(uploaded), bias)
 
@@ -318,23 +318,19 @@ def _visible(node: PyTree) -> PyTree:
     return node
 
 
-def _bias_of_head(upload: Upload, head: PyTree) -> str | None:
-    """Which array of an upload is the bias of the head; None where it is not sent.
+def _bias_of_head(upload: Upload, head: PyTree, classes: int) -> str | None:
+    """Which array of an upload is the bias of the head's last layer; None where it is not sent or cannot be told.
 
     Args:
       upload: shapes of it.
       head: shapes of a model's.
+      classes: number of classes, which is the length of that bias.
     """
-    sizes = {name: leaf.shape for name, leaf in named(head).items() if name.split("/")[-1] == "bias"}
-    return next(
-        (
-            name
-            for end, shape in sizes.items()
-            for name, leaf in upload.items()
-            if leaf.shape == shape and f"/{name}".endswith((f"/head/{end}", *([f"/{end}"] if name == end else [])))
-        ),
-        None,
-    )
+    ends = [name for name, leaf in named(head).items() if name.split("/")[-1] == "bias" and leaf.shape == (classes,)]
+    if len(ends) != 1:
+        return None
+    sent = [name for name, leaf in upload.items() if leaf.shape == (classes,)]
+    return next((name for name in sent if name == ends[0] or f"/{name}".endswith(f"/head/{ends[0]}")), None)
 
 
 def _inferred_label(seen: Upload, nothing: Upload, bias: str | None) -> Int[Array, ""] | None:

@@ -34,7 +34,7 @@ from fedjax_pfl.engine.metrics import METRICS, Metric, check_metrics
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, first_line
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.config import Run as RunSection
 from fedjax_pfl.experiment.registry import load_entry_points
@@ -51,8 +51,9 @@ from fedjax_pfl.models import MODELS, Model, Own, build
 from fedjax_pfl.ops.robust import RULES
 from fedjax_pfl.ops.training import Trainer
 
-# The share of a device's memory that a chunk shall fill at most. A TPU's compiler has planned 1.2 times our estimate,
-# for Ditto (`benchmarks/results/accelerators.json`).
+# The share of a device's memory that a chunk shall fill at most. Of programs of several gigabytes, a compiler has
+# planned up to 1.19 times our estimate (pFedCSPC on an H200); of small ones, up to 1.39 times (FedeCouple in bfloat16
+# on a v5e, 0.78 GB). These are the largest ratios in `benchmarks/results/accelerators.json`.
 _FILLED = 0.85
 # The flag by which XLA is told how many devices a CPU is to be.
 _DEVICES_FLAG = "xla_force_host_platform_device_count"
@@ -285,6 +286,9 @@ def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any
     if not isinstance(method, Method):
         raise ConfigError("method.name", name, f"a factory that returns a Method; it returns {type(method).__name__}")
     if (tuning := config.finetune).epochs > 0:
+        if (own := config.method.get("finetune_epochs", 0)) > 0:
+            allowed = f"0 for {name}, which fine-tunes by method.finetune_epochs = {own} already: set one of them to 0"
+            raise ConfigError("finetune.epochs", tuning.epochs, allowed)
         try:
             method = finetuned(method, model, train, **tuning.model_dump())
         except ValueError as error:
@@ -382,12 +386,14 @@ def model_of(config: Config, data: DataShape) -> Model:
         return extractor.fit(data.sample, data.classes, text=data.vocabulary is not None, **scale)
     try:
         return build(extractor, data.sample, data.classes, init=config.model.get("init", "torch"), **scale)
-    except (ValueError, TypeError, IndexError) as error:
-        shape = "x".join(map(str, data.sample))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a module does
+        shape, why = "x".join(map(str, data.sample)), first_line(error)
         if len(data.sample) != 3 and data.vocabulary is None:
             flat = f"a model for samples of shape [{shape}], such as mlp; this one seems to be for images [h, w, c]"
-            raise ConfigError("model.name", name, flat) from None
-        raise ConfigError("model.name", name, f"it does not fit {shape} images: {error}") from None
+            raise ConfigError("model.name", name, f"{flat}: {why}") from None
+        raise ConfigError("model.name", name, f"it does not fit {shape} images: {why}") from None
 
 
 def place(config: Config, memory: Memory, hardware: Hardware, *, movable: bool = True) -> Placement:

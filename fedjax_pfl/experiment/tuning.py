@@ -22,7 +22,7 @@ from fedjax_pfl.data.dataset import Dataset, fingerprint
 from fedjax_pfl.errors import ConfigError, first_line
 from fedjax_pfl.experiment.build import dataset_of, of_data, prepare
 from fedjax_pfl.experiment.callbacks import Callback, Running
-from fedjax_pfl.experiment.config import Config, check_config, load_config, read_toml
+from fedjax_pfl.experiment.config import Config, check_config, load_config, plain, read_toml
 from fedjax_pfl.experiment.driver import drive
 from fedjax_pfl.experiment.programs import alike, lay_out
 from fedjax_pfl.experiment.progress import SECONDS_PER_LINE, Progress
@@ -163,7 +163,7 @@ def tune(
     if jax.process_count() > 1:
         raise ConfigError("tune", f"{jax.process_count()} processes", "one process with devices of its own")
     dataset = dataset_of(config, data)
-    _check(config, space, dataset)
+    _check(config, distributions, dataset)
     study = _study(storage, study_name, pruner, sampler, _DIRECTIONS[metric])
     _go_on(study, config, distributions, [metric, point], fingerprint(dataset))
     if sampler is None:
@@ -335,21 +335,23 @@ def _distributions(space: Space) -> dict[str, "BaseDistribution"]:
         if field.startswith(("run.", "data.")):
             raise ConfigError(name, given, "another field: run and data, and so the partition, are those of all trials")
         if isinstance(given, Choice):
-            _check_values(name, given.values)
-            found[field] = distributions.CategoricalDistribution(list(given.values))
+            values = plain(given.values)
+            _check_values(name, values)
+            found[field] = distributions.CategoricalDistribution(list(values))
             continue
         if not isinstance(given, Uniform | LogUniform | IntUniform):
             raise ConfigError(name, given, "Uniform, LogUniform or IntUniform, with low and high, or Choice of a list")
         whole, log = isinstance(given, IntUniform), isinstance(given, LogUniform)
         kinds = int if whole else (int, float)
-        numbers = all(isinstance(end, kinds) and not isinstance(end, bool) for end in (given.low, given.high))
-        if not numbers or not -math.inf < given.low < given.high < math.inf or (log and given.low <= 0):
+        low, high = plain((given.low, given.high))
+        numbers = all(isinstance(end, kinds) and not isinstance(end, bool) for end in (low, high))
+        if not numbers or not -math.inf < low < high < math.inf or (log and low <= 0):
             allowed = f"{'whole' if whole else 'finite'} numbers, low below high{', both above 0' if log else ''}"
             raise ConfigError(name, given, allowed)
         found[field] = (
-            distributions.IntDistribution(int(given.low), int(given.high))
+            distributions.IntDistribution(int(low), int(high))
             if whole
-            else distributions.FloatDistribution(float(given.low), float(given.high), log=log)
+            else distributions.FloatDistribution(float(low), float(high), log=log)
         )
     return found
 
@@ -361,18 +363,18 @@ def _check_values(name: str, values: Any) -> None:
         raise ConfigError(name, values, "numbers, strings, true or false, or None: what a study can store")
 
 
-def _check(config: Config, space: Space, dataset: Dataset) -> None:
+def _check(config: Config, distributions: Mapping[str, Any], dataset: Dataset) -> None:
     """Checks the ends of each range and all choices, each combined with the first value of the other fields.
 
     Raises:
       ConfigError: a config has no such field or value, or method, model and data do not fit together.
     """
-    values: dict[str, list[Any]] = {}
-    for field, given in space.items():
-        if isinstance(given, Choice):
-            values[field] = list(given.values)
-        else:
-            values[field] = [end if isinstance(given, IntUniform) else float(end) for end in (given.low, given.high)]
+    from optuna.distributions import CategoricalDistribution
+
+    values: dict[str, Sequence[Any]] = {
+        field: drawn.choices if isinstance(drawn, CategoricalDistribution) else (drawn.low, drawn.high)
+        for field, drawn in distributions.items()
+    }
     first = {field: found[0] for field, found in values.items()}
     tried = [config.replace({**first, field: value}) for field, found in values.items() for value in found]
     for own in {alike(own): own for own in tried}.values():

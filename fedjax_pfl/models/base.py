@@ -7,7 +7,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.errors import InvalidRngError
 from jaxtyping import Array, Float, Key, PyTree, Shaped
+
+from fedjax_pfl.errors import ConfigError
 
 Params: TypeAlias = PyTree[Float[Array, "..."]]
 Mask = Float[Array, " batch"] | None
@@ -129,16 +132,12 @@ def build(
       init: initialisation of the head.
       mean: mean per channel of the pixels scaled to [0, 1]; None for tokens, as ``std``.
       std: standard deviation per channel of the same.
+
+    Raises:
+      ConfigError: the extractor returns something else, or keeps state or draws random numbers.
     """
     example = jax.ShapeDtypeStruct((1, *shape), jnp.uint8 if hasattr(extractor, "vocabulary") else jnp.float32)
-    layers: list[str] = []
-
-    def trace(key: Key[Array, ""], x: Array) -> Any:
-        out, variables = extractor.init_with_output(key, x)
-        layers.extend(variables["params"])  # in the order of their first call, which a tree would sort by name
-        return out
-
-    z, maps = jax.eval_shape(lambda x: trace(jax.random.key(0), x), example)
+    z, maps, layers = _traced(extractor, example)
     dim = z.shape[-1]
     head = dense(classes, init, dim, "head")
 
@@ -168,9 +167,33 @@ def build(
 
     projection = _projection(extractor, example, normalise) if hasattr(extractor, "project") else None
     shapes = tuple(leaf.shape[1:] for leaf in maps)
-    return Model(
-        init_params, features, features_and_maps, classify, apply, dim, classes, shapes, tuple(layers), projection
-    )
+    return Model(init_params, features, features_and_maps, classify, apply, dim, classes, shapes, layers, projection)
+
+
+def _traced(extractor: nn.Module, example: jax.ShapeDtypeStruct) -> tuple[Any, Any, tuple[str, ...]]:
+    """The shapes of z and of the maps in a training pass, and the names of the layers; with all checks."""
+    layers: list[str] = []
+
+    def refused(why: str) -> ConfigError:
+        form = "with an argument mask, it is x, mask -> (z [batch, dim], a tuple of maps [batch, h, w, c])"
+        return ConfigError("model", type(extractor).__name__, f"{form}, and it {why}")
+
+    def trace(key: Key[Array, ""], x: Array, mask: Array) -> Any:
+        variables = extractor.init(key, x)
+        if others := variables.keys() - {"params"}:
+            raise refused(f"keeps {min(others)}: models/norm.py has a BatchNorm for it, which takes the mask")
+        layers.extend(variables["params"])  # in the order of their first call, which a tree would sort by name
+        try:
+            return extractor.apply(variables, x, mask)
+        except InvalidRngError as error:
+            raise refused("draws random numbers, which only classifiers and pairs can do") from error
+
+    mask = jax.ShapeDtypeStruct(example.shape[:1], jnp.float32)
+    out = jax.eval_shape(lambda x, mask: trace(jax.random.key(0), x, mask), example, mask)
+    match out:
+        case (z, tuple() | list() as maps) if [leaf.ndim for leaf in (z, *maps)] == [2] + [4] * len(maps):
+            return z, maps, tuple(layers)
+    raise refused(f"returns the shapes {jax.tree.map(lambda leaf: leaf.shape, out)}")
 
 
 def _projection(extractor: nn.Module, example: jax.ShapeDtypeStruct, normalise: Callable[[Array], Array]) -> Projection:

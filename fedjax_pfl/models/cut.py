@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
+from jax.interpreters import partial_eval
 from jaxtyping import Array, Key, PyTree, Shaped
 
 from fedjax_pfl.errors import ConfigError
@@ -20,7 +20,7 @@ from fedjax_pfl.models.norm import is_statistic
 # Arguments of __call__ that say which kind of pass it is, and what they are in a training pass.
 FLAGS = {
     **dict.fromkeys(("train", "training", "is_train", "is_training"), True),
-    **dict.fromkeys(("deterministic", "eval", "inference"), False),
+    **dict.fromkeys(("deterministic", "eval", "inference", "use_running_average"), False),
 }
 # name, layer, input, go -> output: stands in for each call of a layer that the network makes itself; go(input) is it.
 Hook = Callable[[str, Any, Any, Callable[[Any], Any]], Any]
@@ -149,7 +149,7 @@ def cut(network: Network, x: jax.ShapeDtypeStruct, features: str | None) -> Halv
     def behind(params: Params, x: Array, z: Array, mask: Mask = None, key: Key[Array, ""] | None = None) -> Any:
         return network.run(params, x, mask, key, at_the_cut(lambda value, go: go(z)))
 
-    key, elsewhere = jax.random.key(0), "cut it elsewhere (features=)"
+    key, elsewhere = jax.random.key(0), "cut it elsewhere (features=), or pass a pair (extractor, head)"
     z, (left, *_) = reads(before, shapes, x, None, key)
     if not any(jax.tree.leaves(left)):
         allowed = f"nothing with parameters comes before {layer}, so that there would be no extractor"
@@ -214,24 +214,22 @@ def flags(name: str, call: Callable[..., Any]) -> list[str]:
       call: the function.
 
     Raises:
-      ConfigError: it wants other arguments besides x.
+      ConfigError: it wants other arguments besides x, or has another switch, which would be the same in all passes.
     """
     _, *given = (p for p in inspect.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD)
-    wanted = [p.name for p in given[1:] if p.name not in FLAGS and p.default is p.empty]
+    wanted = [p for p in given[1:] if p.name not in FLAGS and (p.default is p.empty or isinstance(p.default, bool))]
     if not given or given[0].kind is inspect.Parameter.KEYWORD_ONLY or wanted:
         found = ", ".join(p.name for p in given) or "none"
-        raise ConfigError("model", name, f"a __call__ of x and flags among {', '.join(FLAGS)}; its arguments: {found}")
+        allowed = f"a __call__ of x and flags among {', '.join(FLAGS)}; its arguments: {found}"
+        raise ConfigError("model", name, f"{allowed} (what is the same in training and evaluation can be a field)")
     return [p.name for p in given[1:] if p.name in FLAGS]
 
 
 def reads(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     """The shapes that a function returns, and whether these values depend on each leaf of its arguments."""
     traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    needed = {var for var in traced.jaxpr.outvars if isinstance(var, Var)}
-    for eqn in reversed(traced.jaxpr.eqns):
-        if needed.intersection(eqn.outvars):
-            needed.update(var for var in eqn.invars if isinstance(var, Var))
-    return shapes, jax.tree.unflatten(jax.tree.structure(args), [var in needed for var in traced.jaxpr.invars])
+    _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+    return shapes, jax.tree.unflatten(jax.tree.structure(args), used)
 
 
 def check_features(what: str, z: Any) -> None:

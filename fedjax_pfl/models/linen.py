@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Key, Shaped
 
@@ -11,6 +12,9 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.models.base import Mask, Params
 from fedjax_pfl.models.cut import FLAGS, Hook, flags
 from fedjax_pfl.models.norm import FLAX_STATISTICS, batch_norm
+
+# ``nn.jit`` keeps what it has traced. A run in another context is traced anew: with its own mask, and seen by its hook.
+_run = jax.make_user_context()
 
 
 class LinenNetwork:
@@ -61,7 +65,7 @@ class LinenNetwork:
 
         # "params" is where Flax turns for randomness of any name.
         rngs = None if key is None else {"params": key}
-        with nn.intercept_methods(intercept):
+        with nn.intercept_methods(intercept), _run(object()):
             return self._module.apply({"params": params}, x, rngs=rngs, **self._arguments(training=mask is not None))
 
     def linear(self, name: str, layer: Any) -> "LinenNetwork | None":

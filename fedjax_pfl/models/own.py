@@ -91,9 +91,10 @@ def own_model(given: Any, *, features: str | None = None) -> Callable[..., Any]:
     """A factory of a user's own model, in the form of the entries of `MODELS`.
 
     A classifier is cut into extractor and head. In training passes (with a mask) its flags ``train``, ``training``,
-    ``is_train``, ``is_training`` are true and ``deterministic``, ``eval``, ``inference`` false, and dropout draws from
-    the key of the step. In all other passes the flags have the opposite values, and nothing is drawn. The statistics of
-    ``nn.BatchNorm`` are part of the extractor's parameters (``norm.py``). The head does not know which pass it is in.
+    ``is_train``, ``is_training`` are true and ``deterministic``, ``eval``, ``inference``, ``use_running_average``
+    false, and dropout draws from the key of the step. In all other passes the flags have the opposite values, and
+    nothing is drawn. The statistics of ``nn.BatchNorm`` are part of the extractor's parameters (``norm.py``). The head
+    does not know which pass it is in.
 
     Args:
       given: one of the following. A Linen module x -> logits [batch, classes]. A pair of modules, x -> z [batch, dim]
@@ -282,6 +283,10 @@ def _checked(name: str, halves: Halves, x: jax.ShapeDtypeStruct, classes: int) -
     theta, phi = params["extractor"], params["head"]
     if not jax.tree.leaves(phi):
         raise ConfigError("model", name, "its head needs parameters")
+    for leaf in jax.tree.leaves(params):
+        if leaf.dtype != jnp.float32:
+            allowed = f"its parameters must be float32, not {leaf.dtype}: use dtype=, not param_dtype="
+            raise ConfigError("model", name, allowed)
     if has_statistics(phi):
         allowed = "nn.BatchNorm behind the cut: the head is not told which pass it is in; cut behind it (features=)"
         raise ConfigError("model", name, allowed)

@@ -30,8 +30,7 @@ def deal(batch: Batch, parts: int) -> tuple[Batch, ...]:
 def inner_step(loss: Callable[[Params], Float[Array, ""]], params: Params, rate: Scalar) -> Params:
     """w - rate * grad loss(w), one step of plain SGD; running statistics take their full update (``models/norm.py``).
 
-    First-order: derivatives of the result treat the step as a constant. So losses need to be differentiable only once,
-    and this package's convolutions can only be differentiated once.
+    First-order: derivatives of the result treat the step as a constant, so that no loss is differentiated twice.
     """
     gradient = jax.grad(loss)(lax.stop_gradient(params))
 

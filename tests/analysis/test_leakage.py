@@ -1,12 +1,13 @@
 """Gradient inversion: against the closed form of a linear model, and NumPy's gradients of what a method uploads."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from fedjax_pfl import METHODS, Config, ConfigError, Result, leakage, plot_leakage, register_method
+from fedjax_pfl import METHODS, Config, ConfigError, Result, leakage, plot_leakage, register_method, register_model
 from fedjax_pfl.analysis.inversion import distance, invert, psnr, search, total_variation
 from fedjax_pfl.analysis.leakage import _setting, _victim
 from fedjax_pfl.data.sources import load
@@ -199,6 +200,21 @@ def test_fedper_sends_its_extractor_and_keeps_its_head(digits):
         for name, expected in hidden_gradient(extractor, known, image, label).items():
             np.testing.assert_allclose(found[name] / 0.1, expected, atol=1e-5)
             assert np.abs(expected).max() > 0.01
+
+
+@pytest.mark.parametrize(("last", "bias"), [(True, "head/out/bias"), (False, None)])
+def test_the_label_is_read_from_the_bias_of_the_last_layer(last, bias, tables_as_before):
+    class Deep(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.tanh(nn.Dense(5, name="body")(x.reshape(len(x), -1)))
+            x = nn.tanh(nn.Dense(12, name="hidden")(x))
+            return nn.Dense(10, name="out", use_bias=last)(x)
+
+    register_model("deep", features="body")(Deep)
+    victim = victim_of(CONFIG.replace("model.name", "deep"))
+    assert "head/hidden/bias" in victim.uploaded
+    assert victim.bias == bias
 
 
 def test_prototypes_tell_the_label_and_nothing_of_other_classes(digits):

@@ -14,7 +14,7 @@ from fedjax_pfl import Config, ConfigError, register_model, simulate
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.method import Round
 from fedjax_pfl.methods import METHODS
-from fedjax_pfl.models import MODELS
+from fedjax_pfl.models import MODELS, build
 from fedjax_pfl.models.base import normalised
 from fedjax_pfl.models.own import own_model, values_read_by
 from fedjax_pfl.ops.losses import supervised
@@ -330,6 +330,56 @@ def test_unless_the_module_is_frozen(normed):
     np.testing.assert_allclose(computed(model.features, params["extractor"], X, MASK), z, rtol=1e-4, atol=1e-5)
 
 
+class Told(nn.Module):
+    """`Normed` with Flax's own name of the flag."""
+
+    @nn.compact
+    def __call__(self, x, use_running_average: bool = True):
+        x = nn.BatchNorm(momentum=0.8, epsilon=1e-3)(x.reshape(len(x), 4, 4), use_running_average=use_running_average)
+        z = nn.relu(nn.Dense(5)(x.reshape(len(x), -1)))
+        return nn.Dense(CLASSES)(z)
+
+
+def test_the_flag_of_batch_normalisation_itself_is_one(normed):
+    model, params = normed
+    for name, statistic in moved(model, params).items():
+        np.testing.assert_array_equal(moved(fitted(Told()), params)[name], statistic)
+
+
+class Norm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False, momentum=0.8, epsilon=1e-3)(x)
+
+
+@pytest.mark.parametrize("block", [nn.remat(Norm), nn.jit(Norm)], ids=["remat", "jit"])
+def test_each_pass_has_its_own_statistics_in_a_transformed_block(block, normed):
+    """Flax keeps what ``nn.jit`` has traced: of evaluation, or with another mask."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = block(name="block")(x.reshape(len(x), 4, 4))
+            z = nn.relu(nn.Dense(5)(x.reshape(len(x), -1)))
+            return nn.Dense(CLASSES)(z)
+
+    model, (_, params) = fitted(Net()), normed
+    layers = params["extractor"]
+    theta = {"block": {"BatchNorm_0": layers["BatchNorm_0"]}, "Dense_0": layers["Dense_0"]}
+    check_passes(model, theta, layers["BatchNorm_0"], layers["Dense_0"])
+
+
+def check_passes(model, theta, norm, layer):
+    """Evaluation and two training passes in one program, against NumPy."""
+    masks = MASK, MASK.at[3].set(0)
+    found = computed(lambda theta: [model.features(theta, X, mask) for mask in (None, *masks)], theta)
+    of = [PIXELS.reshape(6, 4, 4)[: int(mask.sum())].reshape(-1, 4) for mask in masks]
+    statistics = [(norm["running_mean"], norm["running_var"]), *((x.mean(0), x.var(0)) for x in of)]
+    params = {"extractor": {"BatchNorm_0": norm, "Dense_0": layer}}
+    for z, (mean, var) in zip(found, statistics, strict=True):
+        np.testing.assert_allclose(z[:3], expected(params, mean, var)[:3], rtol=1e-4, atol=1e-5)
+
+
 # ---- dropout
 
 UNITS, RATE = 400, 0.25
@@ -475,6 +525,70 @@ def test_its_statistics_move_as_those_of_linen(nnx_model):
     hidden = dense(PIXELS[:4], theta["layers_0"])
     np.testing.assert_allclose(trained["norm"]["running_mean"], 0.2 * hidden.mean(0), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(trained["norm"]["running_var"], 0.8 + 0.2 * hidden.var(0, ddof=1), rtol=1e-4)
+
+
+class NNXNormed(nnx.Module):
+    """`Normed`; a layer has two names, is called through ``nnx.remat``, or is kept in a dictionary."""
+
+    def __init__(self, kind, rngs):
+        self.kind = kind
+        self.norm = nnx.BatchNorm(4, momentum=0.8, epsilon=1e-3, rngs=rngs)
+        self.same = self.norm if kind == "shared" else None
+        wide, self.out = nnx.Linear(16, 5, rngs=rngs), nnx.Linear(5, CLASSES, rngs=rngs)
+        self.layers = nnx.Dict(wide=wide) if kind == "dictionary" else nnx.List([wide])
+
+    def __call__(self, x):
+        norm = self.same if self.kind == "shared" else self.norm
+        x = x.reshape(len(x), 4, 4)
+        x = nnx.remat(lambda norm, x: norm(x))(norm, x) if self.kind == "remat" else norm(x)
+        wide = self.layers["wide"] if self.kind == "dictionary" else self.layers[0]
+        return self.out(nnx.relu(wide(x.reshape(len(x), -1))))
+
+
+@pytest.mark.parametrize("kind", ["shared", "remat", "dictionary"])
+def test_a_layer_of_nnx_is_the_same_however_it_is_reached(kind, normed):
+    model = fitted(lambda rngs: NNXNormed(kind, rngs))
+    wide = "layers_wide" if kind == "dictionary" else "layers_0"
+    assert model.layers == ("norm", wide)
+    layers = normed[1]["extractor"]
+    theta = {"norm": layers["BatchNorm_0"], wide: layers["Dense_0"]}
+    assert jax.tree.structure(jax.eval_shape(model.init, jax.random.key(0))["extractor"]) == jax.tree.structure(theta)
+    check_passes(model, theta, layers["BatchNorm_0"], layers["Dense_0"])
+
+
+class Centre(nnx.Module):
+    def __init__(self, kind):
+        self.mean = kind(jnp.zeros(16))
+
+    def __call__(self, x):
+        return flat(x) - self.mean[...]
+
+
+class NNXCentred(nnx.Module):
+    """Takes a mean off, which is a parameter or a statistic."""
+
+    def __init__(self, kind, rngs):
+        self.centre, self.a = Centre(kind), nnx.Linear(16, 4, rngs=rngs)
+        self.out = nnx.Linear(4, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.tanh(self.a(self.centre(x))))
+
+
+def test_a_parameter_that_is_called_mean_is_trained_like_all_others():
+    model, data = fitted(lambda rngs: NNXCentred(nnx.Param, rngs)), client(6)
+    theta = some(model)["extractor"]
+
+    def loss(theta, batch, key):
+        return jnp.sum(model.features(theta, batch.x, batch.mask))
+
+    def step(theta):
+        trained, _ = Trainer(batch_size=6, lr=0.1)(Round(jax.random.key(0), jnp.int32(0)), loss, theta, data)
+        return trained["centre"], jax.grad(lambda theta: jnp.sum(model.features(theta, X)))(theta)["centre"]
+
+    trained, gradient = computed(step, theta)
+    assert np.abs(gradient["mean"]).max() > 0.1
+    np.testing.assert_allclose(trained["mean"], theta["centre"]["mean"] - 0.1 * gradient["mean"], rtol=1e-4, atol=1e-5)
 
 
 def test_an_instance_brings_its_weights_and_a_class_draws_them(nnx_model):
@@ -626,6 +740,14 @@ class Cached(nnx.Module):
         return self.out(x)
 
 
+class Listed(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.data([nnx.Linear(16, 4, rngs=rngs), nnx.Linear(4, CLASSES, rngs=rngs)])
+
+    def __call__(self, x):
+        return self.layers[1](self.layers[0](flat(x)))
+
+
 class Required(nn.Module):
     hidden: int
 
@@ -694,13 +816,13 @@ MISTAKES = {
         net(skipping),
         None,
         "model = 'Net' is not usable: Dense_0 is read on both sides of a cut before Dense_1: cut it elsewhere "
-        "(features=)",
+        "(features=), or pass a pair (extractor, head)",
     ),
     "shared_layer": (
         net(shared),
         None,
         "model = 'Net' is not usable: Dense_0 is read on both sides of a cut before Dense_1: cut it elsewhere "
-        "(features=)",
+        "(features=), or pass a pair (extractor, head)",
     ),
     "layer_used_twice": (
         net(twice),
@@ -736,10 +858,28 @@ MISTAKES = {
         net(lambda self, x, context: nn.Dense(3)(x)),
         None,
         "model = 'Net' is not usable: a __call__ of x and flags among train, training, is_train, is_training, "
-        "deterministic, eval, inference; its arguments: x, context",
+        "deterministic, eval, inference, use_running_average; its arguments: x, context",
+    ),
+    "switch_of_another_name": (
+        net(lambda self, x, dropout=False: nn.Dense(3)(nn.Dropout(0.5, deterministic=not dropout)(flat(x)))),
+        None,
+        "model = 'Net' is not usable: a __call__ of x and flags among train, training, is_train, is_training, "
+        "deterministic, eval, inference, use_running_average; its arguments: x, dropout (what is the same in training "
+        "and evaluation can be a field)",
+    ),
+    "parameters_in_half_precision": (
+        net(lambda self, x: nn.Dense(3)(nn.Dense(4, dtype=jnp.float32, param_dtype=jnp.bfloat16)(flat(x)))),
+        None,
+        "model = 'Net' is not usable: its parameters must be float32, not bfloat16: use dtype=, not param_dtype=",
     ),
     "always_dropping": (
         net(lambda self, x: nn.Dense(3)(nn.Dropout(0.5, deterministic=False)(nn.Dense(4)(flat(x))))),
+        None,
+        "model = 'Net' is not usable: it draws random numbers in evaluation, too: switch dropout by a flag of "
+        "__call__, such as train",
+    ),
+    "always_dropping_in_a_transformed_block": (
+        net(lambda self, x: nn.Dense(3)(nn.remat(nn.Dropout)(0.5, deterministic=False)(nn.Dense(4)(flat(x))))),
         None,
         "model = 'Net' is not usable: it draws random numbers in evaluation, too: switch dropout by a flag of "
         "__call__, such as train",
@@ -792,6 +932,17 @@ MISTAKES = {
         "model = 'Cached' is not usable: it keeps kept (Cache): only nnx.Param and nnx.BatchNorm's statistics can be "
         "kept",
     ),
+    "nnx_statistic_of_another_layer": (
+        lambda rngs: NNXCentred(nnx.BatchStat, rngs),
+        None,
+        "model = '<lambda>' is not usable: it keeps centre.mean (BatchStat): only nnx.Param and nnx.BatchNorm's "
+        "statistics can be kept",
+    ),
+    "nnx_layers_in_a_list_of_python": (
+        Listed,
+        None,
+        "model = 'Listed' is not usable: nnx.List or nnx.Dict for the layers that layers holds",
+    ),
     "nnx_of_nothing": (
         lambda rngs: 3,
         None,
@@ -831,6 +982,42 @@ def test_what_cannot_be_used_is_one_line(mistake):
     message = str(found.value)
     assert "\n" not in message
     assert message.startswith(expected)
+
+
+MASKED = {
+    "classifier": (lambda self, x, mask=None: nn.Dense(CLASSES)(flat(x)), "it returns the shapes (1, 3)"),
+    "features_that_are_maps": (
+        lambda self, x, mask=None: (nn.Conv(2, (3, 3))(x), ()),
+        "it returns the shapes ((1, 4, 4, 2), ())",
+    ),
+    "maps_that_are_flat": (
+        lambda self, x, mask=None: (nn.Dense(4)(flat(x)), (flat(x),)),
+        "it returns the shapes ((1, 4), ((1, 16),))",
+    ),
+    "batch_normalisation_of_flax": (
+        lambda self, x, mask=None: (nn.BatchNorm(use_running_average=mask is None)(nn.Dense(4)(flat(x))), ()),
+        "it keeps batch_stats: models/norm.py has a BatchNorm for it, which takes the mask",
+    ),
+    "dropout": (
+        lambda self, x, mask=None: (nn.Dropout(0.5, deterministic=mask is None)(nn.Dense(4)(flat(x))), ()),
+        "it draws random numbers, which only classifiers and pairs can do",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MASKED)
+def test_a_module_with_a_mask_that_cannot_be_used_is_one_line(mistake):
+    call, why = MASKED[mistake]
+    with pytest.raises(ConfigError) as found:
+        build(net(call)(), SHAPE, CLASSES, init="torch")
+    form = "with an argument mask, it is x, mask -> (z [batch, dim], a tuple of maps [batch, h, w, c])"
+    assert str(found.value) == f"model = 'Net' is not usable: {form}, and {why}"
+
+
+@pytest.mark.usefixtures("tables_as_before")
+def test_so_is_one_that_fails():
+    with pytest.raises(ConfigError, match=r"^model.name = 'Net' is not usable: it does not fit 8x8x1 images: 'z'$"):
+        simulate(Config(**TABLES), model=net(lambda self, x, mask=None: {}["z"])())
 
 
 def test_a_method_that_wants_feature_maps_says_so():

@@ -25,8 +25,8 @@ def plot_sensitivity(
     """Draws a result of a sweep against the values of a field: mean and sample standard deviation over seeds.
 
     There is one line for each combination of the other varying fields. Runs that do not have the field, such as those
-    of another method, are drawn as a horizontal line. The scale is logarithmic if the values span two decades or more
-    and none is 0.
+    of another method, are drawn as a horizontal line. The scale is logarithmic if no value is below 0 and those above 0
+    span two decades or more; if 0 is one of the values, it is linear up to the smallest other one.
 
     Args:
       sweep: the sweep.
