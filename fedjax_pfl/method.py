@@ -197,8 +197,8 @@ class Broadcast(Protocol):
 class Personalize(Protocol):
     """now, view, client, data -> (view, client), from which ``personal`` makes the model of a PRE evaluation.
 
-    For example fine-tuning, or a step of meta-learning. It sees training samples only, and its result is discarded
-    after the evaluation.
+    For example fine-tuning, or a step of meta-learning. It sees training samples and, in a method that ``selects``,
+    validation samples, never test samples; its result is discarded after the evaluation.
     """
 
     def __call__(  # noqa: D102

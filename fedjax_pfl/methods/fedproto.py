@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Key
 
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.method import Cohort, Logits, Method, PerClass, Round, Samples, Update
+from fedjax_pfl.methods.local import local as local_alone
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.losses import label_loss
 from fedjax_pfl.ops.prototypes import (
@@ -40,14 +41,16 @@ def fedproto(
     The pull acts on each feature, as in all public code; in the paper it acts on a client's class means. Prototypes
     come from a pass over the samples with the trained model; the official code and PFLlib collect features while the
     model still changes. All classes with a prototype are candidates; the official test routine considers only those
-    that a client holds. lam = 0 is Local, bit for bit.
+    that a client holds. lam = 0 is Local, bit for bit, and exchanges nothing unless the reading needs P.
 
     Args:
       model: extractor and head; all clients start from the same parameters.
       train: the local trainer.
       lam: lambda, weight of the pull to P; the paper's is 1 on MNIST and FEMNIST, 0.1 on CIFAR-10.
       reading: what decides: each client's own ``"head"``, as in methods that share weights, or the nearest
-        ``"prototype"``, as in the paper. Before there is any prototype, the latter answers class 0.
+        ``"prototype"``, as in the paper. The latter gives a class without a prototype the logit -1e9: it is no answer
+        (before there is any prototype, class 0 is), and each of its samples costs a loss of about 1e9. Such a loss says
+        that prototypes are missing; it is finite, so that the run is not marked as diverged.
       weighting: P_c as the mean over all ``"samples"``, which is the paper's weights |D_ij| / N_j without a further
         factor 1 / |N_j|, which would shrink P_c; or as the unweighted mean of the clients' means, as in all public
         code.
@@ -56,6 +59,8 @@ def fedproto(
       Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang. FedProto: Federated Prototype Learning across
       Heterogeneous Clients. AAAI 2022. arXiv:2105.00243.
     """
+    if is_off(lam) and reading == "head":
+        return local_alone(model, train)._replace(headline="pre")
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Prototypes, Params]:
         del clients

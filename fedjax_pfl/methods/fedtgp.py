@@ -12,8 +12,8 @@ from fedjax_pfl.method import Cohort, Method, PerClass, Round
 from fedjax_pfl.methods.fedproto import Reading, fedproto
 from fedjax_pfl.models.base import Model, Params, dense
 from fedjax_pfl.ops.losses import cross_entropy
-from fedjax_pfl.ops.prototypes import class_means, distances, means_as_samples
-from fedjax_pfl.ops.training import Scalar, Trainer, phase_key
+from fedjax_pfl.ops.prototypes import class_means, distances, finite_classes, means_as_samples
+from fedjax_pfl.ops.training import Scalar, Trainer, is_off, phase_key
 
 
 class Server(NamedTuple):
@@ -39,7 +39,8 @@ def fedtgp(
     Shared: P, by an embedding of each class and two layers. Personal: w_i. Headline: PRE, as in FedProto. The margin is
     min(tau, max_c min_c' ||m_c - m_c'||), where m_c is the unweighted mean of this round's client means of c. A class
     that no client has sent so far has no part: it is no candidate in the server's loss, and nobody is drawn to its P_c
-    (the official code keeps it in both). lam = 0 is Local.
+    (the official code keeps it in both). A class sent before, but not in this round, stays a candidate: its P_c moves,
+    by itself and with the layers that all P share, where rule R8 would keep it. lam = 0 is Local, as in FedProto.
 
     Args:
       model: extractor and head.
@@ -56,6 +57,8 @@ def fedtgp(
       Learning for Data and Model Heterogeneity in Federated Learning. AAAI 2024. arXiv:2401.03230.
     """
     base = fedproto(model, train, lam=lam, reading=reading)
+    if is_off(lam) and reading == "head":
+        return base
     train_server = Trainer(epochs=server_epochs, batch_size=server_batch_size, lr=server_lr)
     hidden, out = (dense(model.dim, "torch", model.dim, name) for name in ("hidden", "out"))
 
@@ -77,7 +80,7 @@ def fedtgp(
     def aggregate(
         now: Round, server: Server, clients: Params, uploads: PerClass, cohort: Cohort
     ) -> tuple[Server, Params]:
-        counts, sums = uploads
+        counts, sums = finite_classes(uploads)
         means, held = jax.vmap(class_means)(sums, counts)
         known = server.known | jnp.any(held, axis=0)
         margin = _margin(means, held, margin_cap)

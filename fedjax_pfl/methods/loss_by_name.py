@@ -30,6 +30,11 @@ def loss_named(name: Base, model: Model, coefficient: Scalar | None) -> BaseLoss
       name: name of the method.
       model: extractor and head.
       coefficient: the coefficient of the added term, or rho; None for the method's default. FedAvg has none.
+
+    Raises:
+      ValueError: a coefficient is given for FedAvg.
     """
+    if coefficient is not None and name == "fedavg":
+        raise ValueError('mu must not be given with base "fedavg", whose loss has no coefficient')
     loss = _LOSSES[name]
-    return loss(model) if coefficient is None or name == "fedavg" else loss(model, coefficient)
+    return loss(model) if coefficient is None else loss(model, coefficient)

@@ -79,23 +79,33 @@ def sums_as_sent(model: Model, extractor: Params, data: ClientData) -> PerClass:
     return PerClass(data.class_counts, class_sums_under(model, extractor, data))
 
 
+def finite_classes(uploads: PerClass) -> PerClass:
+    """The uploads of K clients, where a class whose row [K, C, dim] is not finite counts as not held, and is zeros.
+
+    A client that has diverged would otherwise be a part of every mean, and of all that is made of it.
+    """
+    finite = jnp.all(jnp.isfinite(uploads.rows), axis=2)
+    held = jnp.where(finite, uploads.held, jnp.zeros_like(uploads.held))
+    return PerClass(held, jnp.where(finite[..., None], uploads.rows, 0.0))
+
+
 def pool_prototypes(old: Prototypes, uploads: PerClass) -> Prototypes:
     """The prototypes after a round: class means over the samples of all clients together.
 
-    A class without samples keeps its old prototype (rule R8).
+    A class without samples keeps its old prototype, and sums that are not finite are left out (rule R8).
 
     Args:
       old: the prototypes before the round.
       uploads: class sums [K, C, dim] and samples per class [K, C] of K clients; zeros for absent clients.
     """
-    counts, sums = (jnp.sum(leaf, axis=0) for leaf in uploads)
+    counts, sums = (jnp.sum(leaf, axis=0) for leaf in finite_classes(uploads))
     return update_prototypes(old, class_means(sums, counts))
 
 
 def means_as_samples(means: Float[Array, "N C K"], held: Bool[Array, "N C"], ids: Int[Array, " N"]) -> ClientData:
     """The pairs (mean feature of a class at a client, class), in the form of one client's samples.
 
-    For servers that train on the class means that their clients have uploaded.
+    For servers that train on the class means that their clients have uploaded; those that are not finite are left out.
 
     Args:
       means: mean feature of each client and class.
@@ -103,6 +113,7 @@ def means_as_samples(means: Float[Array, "N C K"], held: Bool[Array, "N C"], ids
       ids: number of each client; the pairs are ordered by it, so that their order does not depend on the placement.
     """
     clients, classes = held.shape
+    held, means = finite_classes(PerClass(held, means))
     rank = (ids[:, None] * classes + jnp.arange(classes)).reshape(-1)
     index = jnp.argsort(jnp.where(held.reshape(-1), rank, jnp.iinfo(rank.dtype).max))
     x, y = means.reshape(clients * classes, -1), jnp.tile(jnp.arange(classes), clients)

@@ -18,6 +18,7 @@ from fedjax_pfl.methods.fedbabu import fedbabu
 from fedjax_pfl.methods.feddc import feddc
 from fedjax_pfl.methods.fedper import fedper
 from fedjax_pfl.methods.fedprox import fedprox
+from fedjax_pfl.methods.pfedcspc import pfedcspc
 from fedjax_pfl.methods.scaffold import scaffold
 from fedjax_pfl.ops.training import Trainer, phase_key
 from fedjax_pfl.ops.tree import count
@@ -147,9 +148,13 @@ def test_a_client_sends_count_mean_and_half_a_covariance_of_each_class(model, tr
     assert count(upload) == CLASSES * (model.dim + model.dim * (model.dim + 1) // 2 + 1)
 
 
-def test_only_a_global_model_that_is_not_calibrated_yet_can_be(model, trainer):
+def test_only_a_global_model_that_is_not_calibrated_yet_can_be(model, model_with_projection, trainer):
     for host in (fedper(model, trainer), ccvr(model, trainer)):
         with pytest.raises(ValueError, match="only a global model that is scored as it is broadcast"):
             calibrated(host, model, **CALIBRATION)
     with pytest.raises(ValueError, match="what it broadcasts is not an extractor with a head"):
         calibrated(fedbabu(model, trainer), model, **CALIBRATION)
+    # It sends each client an encoder of its own, and to all an extractor without one.
+    personal = pfedcspc(model_with_projection, trainer, pmi="every")
+    with pytest.raises(ValueError, match="what it broadcasts is not an extractor with a head"):
+        calibrated(personal, model_with_projection, **CALIBRATION)

@@ -134,6 +134,8 @@ def test_without_the_pull_it_is_local_bit_for_bit(model, trainer, federation):
         update_of(method, federation, 4) for method in (fedproto(model, trainer, lam=0.0), local(model, trainer))
     )
     jax.tree.map(np.testing.assert_array_equal, (found.client, found.info), (expected.client, expected.info))
+    read = update_of(fedproto(model, trainer, lam=0.0, reading="prototype"), federation, 4)
+    jax.tree.map(np.testing.assert_array_equal, (read.client, read.info), (expected.client, expected.info))
 
 
 def test_under_one_extractor_prototypes_are_the_means_of_all_samples(model, trainer, federation):
@@ -148,4 +150,9 @@ def test_under_one_extractor_prototypes_are_the_means_of_all_samples(model, trai
 def test_class_means_are_all_that_is_exchanged(model, trainer, federation):
     floats = exchanged(fedproto(model, trainer), federation)
     assert floats.down == floats.up == CLASSES * model.dim + CLASSES
+    read = exchanged(fedproto(model, trainer, lam=0.0, reading="prototype"), federation)
+    assert (read.down, read.up) == (floats.down, floats.up)
+    unread = exchanged(fedproto(model, trainer, lam=0.0), federation)
+    assert (unread.down, unread.up) == (0, 0)
+    assert fedproto(model, trainer, lam=0.0).headline == fedproto(model, trainer).headline
     assert fedproto(model, trainer).global_predict is None

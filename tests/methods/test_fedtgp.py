@@ -159,11 +159,15 @@ def test_read_by_prototypes_the_nearest_of_a_known_class_decides(model, trainer,
 
 
 def test_without_the_pull_it_is_local_bit_for_bit(model, trainer, federation):
-    methods = fedtgp(model, trainer, lam=0.0), local(model, trainer)
-    found, expected = (update_of(method, federation, 4) for method in methods)
-    jax.tree.map(np.testing.assert_array_equal, (found.client, found.info), (expected.client, expected.info))
+    """Whether or not the prototypes are of use for anything else."""
+    methods = fedtgp(model, trainer, lam=0.0), fedtgp(model, trainer, lam=0.0, reading="prototype")
+    expected = update_of(local(model, trainer), federation, 4)
+    for found in (update_of(method, federation, 4) for method in methods):
+        jax.tree.map(np.testing.assert_array_equal, (found.client, found.info), (expected.client, expected.info))
 
 
 def test_prototypes_go_down_and_class_means_come_back(model, trainer, federation):
     floats = exchanged(fedtgp(model, trainer), federation)
     assert floats.down == floats.up == CLASSES * model.dim + CLASSES
+    unread = exchanged(fedtgp(model, trainer, lam=0.0), federation)
+    assert (unread.down, unread.up) == (0, 0)

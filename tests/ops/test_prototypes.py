@@ -128,6 +128,24 @@ def test_pooled_prototypes_are_the_means_over_the_samples_of_all_clients():
     assert found.valid.all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_class_sums_that_are_not_finite_count_as_not_held(bad):
+    old = Prototypes(jnp.asarray(CENTRES), jnp.array([True, False, False, False, True]))
+    counts = np.float32([[2, 1, 1, 0, 0], [3, 0, 1, 1, 0]])
+    sums = RNG.normal(size=(2, C, K)).astype(np.float32) * (counts > 0)[..., None]
+    wrong = sums.copy()
+    wrong[0, :2, 1] = bad  # of class 0, which the other holds, and of class 1, which nobody else does
+    without = counts.copy()
+    without[0, :2] = 0
+    found = pool_prototypes(old, PerClass(jnp.asarray(counts), jnp.asarray(wrong)))
+    expected = pool_prototypes(old, PerClass(jnp.asarray(without), jnp.asarray(sums * (without > 0)[..., None])))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    np.testing.assert_array_equal(found.valid, [True, False, True, True, True])
+    pairs = means_as_samples(jnp.asarray(wrong), jnp.asarray(counts > 0), jnp.arange(2))
+    assert int(pairs.count) == 4
+    assert np.isfinite(pairs.x).all(), "padding takes part in a product with 0"
+
+
 def test_prototypes_are_received_as_they_were_sent():
     held = Prototypes(jnp.asarray(CENTRES), jnp.array([True, False, True, False, True]))
     sent = held.as_sent()

@@ -1,6 +1,6 @@
 """CCVR (Luo et al., NeurIPS 2021), Algorithm 1: a head retrained on features drawn from the clients' Gaussians."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -73,10 +73,9 @@ def calibrated(host: Method, model: Model, train_server: Trainer, *, samples_per
     if host.global_predict is None or host.calibrate is not None:
         raise ValueError("only a global model that is scored as it is broadcast can be calibrated")
     server, _ = jax.eval_shape(lambda key: host.init(key, 2), jax.random.key(0))
-    known = set(jax.eval_shape(model.init, jax.random.key(0)))
+    whole: Any = jax.tree.structure(jax.eval_shape(model.init, jax.random.key(0)))
     for shared in (server, jax.eval_shape(host.broadcast, server)):
-        params = _global_model(shared)
-        if not isinstance(params, dict) or set(params) != known:
+        if whole != jax.tree.structure(_global_model(shared)):
             raise ValueError("what it broadcasts is not an extractor with a head, which is what is calibrated")
 
     def local(now: Round, view: PyTree, client: PyTree, data: ClientData) -> PerClass:

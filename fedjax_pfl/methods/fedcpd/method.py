@@ -73,7 +73,7 @@ def fedcpd(
       beta: weight of the contrast, the own class's prototype against all others.
       gamma: weight of the distillation from the client's last extractor; without effect up to 1, diverged at 100.
       tau: temperature of the contrast.
-      head_epochs: epochs of the head phase.
+      head_epochs: epochs of the head phase, before the extractor's; the paper's text alternates in each iteration.
       base: the method that the terms are added to; ``"fedavg"`` shares the head and trains the model as one (Fig. 2).
       reduction: the alignment as mean or, as the paper writes it, as sum over the features.
 

@@ -53,6 +53,8 @@ def fedfomo(
 
     With the mean loss L_i on client i's validation samples, a_j = (L_i(ref_i) - L_i(w_j)) / (||w_j - ref_i|| + 1e-5).
     If no candidate is better, the client goes back to ref_i; without validation samples it keeps w_i, as Local does.
+    Scores on validation samples are optimistic, above all PRE, since these samples have chosen the mix; a best round
+    that is chosen by such scores is less certain.
 
     The candidates are w_i and the models of M - 1 other clients. Each of these is drawn from all other clients with
     probability max(0, exploration - exploration_decay t); otherwise it is the one with the largest sum of a_j so far.

@@ -19,6 +19,7 @@ from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import cross_entropy, label_loss
 from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, class_means, class_sums, update_prototypes
 from fedjax_pfl.ops.training import LossTotals, Scalar, Trainer, is_off, phase_key
+from fedjax_pfl.ops.tree import finite_rows, keep_rows
 
 
 def fedpa(
@@ -131,8 +132,9 @@ def fedpa(
     def aggregate(
         now: Round, server: Server, clients: PyTree, uploads: Upload, cohort: Cohort
     ) -> tuple[Server, PyTree]:
-        counts, means = uploads.prototypes
-        evidence = Evidence(uploads.params["head"], counts, server.prototypes)
+        # 0 * NaN is NaN: a client that has diverged counts as absent.
+        heads, (counts, means) = keep_rows(finite_rows(uploads), (uploads.params["head"], uploads.prototypes))
+        evidence = Evidence(heads, counts, server.prototypes)
         generator = teach(now, server.generator, evidence, weights(now.t)[0])
         sums = jnp.einsum("nc,nck->ck", counts, means, precision=lax.Precision.HIGHEST)
         prototypes = update_prototypes(server.prototypes, class_means(sums, jnp.sum(counts, axis=0)))

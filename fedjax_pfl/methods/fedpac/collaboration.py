@@ -10,6 +10,7 @@ from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.methods.fedpac.simplex import simplex_qp
 from fedjax_pfl.ops.matrices import map_matrices
 from fedjax_pfl.ops.prototypes import Prototypes
+from fedjax_pfl.ops.tree import keep_rows
 
 NEGLIGIBLE = 1e-3  # weights of other clients' heads up to this are dropped, as in the official code
 
@@ -49,8 +50,9 @@ def head_weights(
     Args:
       h: weighted class means of each client.
       v: variance of each.
-      present: whose head may be used.
+      present: whose head may be used; the h and v of the others are not read.
     """
+    h, v = keep_rows(present, (h, v))
     flat = h.reshape(len(h), -1)
     cut = jnp.minimum(NEGLIGIBLE, 0.5 / jnp.sum(present, dtype=jnp.float32))
 

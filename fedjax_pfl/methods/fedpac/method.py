@@ -26,20 +26,21 @@ from fedjax_pfl.ops.prototypes import (
     update_prototypes,
 )
 from fedjax_pfl.ops.training import Trainer, cache_features, is_off
+from fedjax_pfl.ops.tree import finite_rows, keep_rows, where_rows
 
 
 class Server(NamedTuple):
-    """Shared: theta, and the global prototypes P."""
+    """Shared: theta, and the global prototypes P; None without the pull to them."""
 
     extractor: Params
-    prototypes: Prototypes
+    prototypes: Prototypes | None
 
 
 class View(NamedTuple):
     """What is sent down besides the client's combined head."""
 
     extractor: Params
-    prototypes: PerClass
+    prototypes: PerClass | None
 
 
 class Client(NamedTuple):
@@ -49,7 +50,7 @@ class Client(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """What is sent up: (h, class sums under the trained extractor) with the class counts, and v, a variance."""
+    """What is sent up: (h, and class sums under the trained extractor) with the class counts, and v, a variance."""
 
     extractor: Params
     head: Params
@@ -77,7 +78,8 @@ def fedpac(
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging extractors; heads are combined by the weights above.
-      lam: strength of the pull, mean over features; off in round 0. The paper's grid is 0.1, 1, 10.
+      lam: strength of the pull, mean over features; off in round 0. The paper's grid is 0.1, 1, 10. With 0, P is
+        not exchanged.
       head_lr: eta_h of the head phase, which decays as the local rate, where the official code has a constant; None
         for the local learning rate.
       head_epochs: epochs of the head phase.
@@ -90,10 +92,11 @@ def fedpac(
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
         del clients
         params = model.init(key)
-        return Server(params["extractor"], Prototypes.none(model.classes, model.dim)), Client(params["head"])
+        prototypes = None if is_off(lam) else Prototypes.none(model.classes, model.dim)
+        return Server(params["extractor"], prototypes), Client(params["head"])
 
     def broadcast(server: Server) -> View:
-        return View(server.extractor, server.prototypes.as_sent())
+        return View(server.extractor, None if server.prototypes is None else server.prototypes.as_sent())
 
     def local(now: Round, view: View, client: Client, data: ClientData) -> Update:
         features = cache_features(lambda x: model.features(view.extractor, x), data)
@@ -103,17 +106,18 @@ def fedpac(
         head = train_head(now, model, train, client.inbox, features, epochs=head_epochs, lr=head_lr)
 
         # Of a class without a global prototype, the client's own mean.
-        targets = update_prototypes(means, Prototypes.as_received(view.prototypes))
+        known = view.prototypes
+        targets = None if known is None else update_prototypes(means, Prototypes.as_received(known))
         strength = jnp.where(now.t == 0, 0.0, lam)
 
         def loss(extractor: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
             z = model.features(extractor, batch.x, batch.mask)
             ce = label_loss(model, z, model.classify(head, z), batch)
-            return ce if is_off(lam) else ce + strength * centre_loss(z, batch.y, batch.mask, targets)
+            return ce if targets is None else ce + strength * centre_loss(z, batch.y, batch.mask, targets)
 
         extractor, info = train(now, loss, view.extractor, data)
-        rows = h, class_sums_under(model, extractor, data)
+        rows = h, None if targets is None else class_sums_under(model, extractor, data)
         post = view._replace(extractor=extractor), Client(head)
         return Update(client, Upload(extractor, head, PerClass(data.class_counts, rows), v), info, post)
 
@@ -121,15 +125,16 @@ def fedpac(
         now: Round, server: Server, clients: Client, uploads: Upload, cohort: Cohort
     ) -> tuple[Server, Client]:
         del now
-        h, sums = uploads.per_class.rows
-        prototypes = pool_prototypes(server.prototypes, uploads.per_class._replace(rows=sums))
-        present = jnp.sum(uploads.per_class.held, axis=1) > 0
+        (h, sums), prototypes = uploads.per_class.rows, server.prototypes
+        if prototypes is not None:
+            prototypes = pool_prototypes(prototypes, uploads.per_class._replace(rows=sums))
+        # A client that has diverged has no part in the heads: 0 * NaN is NaN.
+        present = (jnp.sum(uploads.per_class.held, axis=1) > 0) & finite_rows((h, uploads.variance, uploads.head))
         weights = head_weights(h, uploads.variance, present)
         combined = functools.partial(jnp.tensordot, weights, axes=1, precision=lax.Precision.HIGHEST)
-        # Where nobody has a sample, there is nothing to combine, and everybody keeps what it has received.
-        heads = jax.tree.map(
-            lambda sent, kept: jnp.where(jnp.any(present), combined(sent), kept), uploads.head, clients.inbox
-        )
+        heads = jax.tree.map(combined, keep_rows(present, uploads.head))
+        # A client without weights, as all are where nobody has a sample, keeps what it has received.
+        heads = where_rows(jnp.sum(weights, axis=1) > 0, heads, clients.inbox)
         return Server(combine(uploads.extractor, cohort.weight), prototypes), Client(heads)
 
     def personal(view: View, client: Client) -> Params:

@@ -36,8 +36,9 @@ def simplex_qp(
     """
     clients = len(present)
     diagonal = jnp.diagonal(q)
-    # A diagonal of 0 (no variance, no bias) would get infinite weight.
-    floor = 1e-8 * jnp.sum(jnp.where(present, diagonal, 0.0)) / jnp.maximum(jnp.sum(present), 1).astype(q.dtype)
+    # A diagonal of 0 (no variance, no bias) would get infinite weight. The floor is far below all others; one that
+    # followed their mean would be lifted above most of them by a single large one.
+    floor = 1e-8 * jnp.min(diagonal, where=present & (diagonal > 0), initial=1e30)
     diagonal = jnp.maximum(diagonal, jnp.maximum(floor, 1e-30))
     scale = jnp.where(present, lax.rsqrt(diagonal), 0.0)
     scale = scale / jnp.maximum(jnp.max(scale), 1e-30)

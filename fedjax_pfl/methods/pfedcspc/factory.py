@@ -114,7 +114,7 @@ def pfedcspc(
       server_weight_decay: L2 coefficient of the server.
 
     Raises:
-      ValueError: the model has no projection head.
+      ValueError: the model has no projection head, or mu is given with a base that has none, FedAvg.
 
     Reference:
       L. Meng, Z. Qi, L. Wu, X. Du, Z. Li, L. Cui, X. Meng. Improving Global Generalization and Local Personalization

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from fedjax_pfl.method import PerClass
 from fedjax_pfl.ops.matrices import map_matrices
-from fedjax_pfl.ops.prototypes import Prototypes, class_means, update_prototypes
+from fedjax_pfl.ops.prototypes import Prototypes, class_means, finite_classes, update_prototypes
 from fedjax_pfl.ops.tree import by_row
 
 Covariance = Literal["diagonal", "full"]
@@ -37,12 +37,15 @@ class Gaussians(NamedTuple):
 def update_gaussians(old: Gaussians, uploaded: PerClass, ids: Int[Array, " K"]) -> Gaussians:
     """p_k and the root of Sigma_k over the clients that hold class k, unweighted (Eq. 4); absent classes keep theirs.
 
+    Sigma_k is the dispersion of these clients' prototypes, and so 0 with a single one. The paper speaks of embeddings,
+    whose dispersion is larger, but Algorithm 1 sends up prototypes alone. Sums that are not finite are left out.
+
     Args:
       old: the previous Gaussians.
       uploaded: class sums, [clients, C, K], with their counts.
       ids: numbers of the clients.
     """
-    counts, sums = uploaded
+    counts, sums = finite_classes(uploaded)
     local, valid = jax.vmap(class_means)(sums, counts)
     held = valid.astype(jnp.float32)
     holders = jnp.sum(held, axis=0)

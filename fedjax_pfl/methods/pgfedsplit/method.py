@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Annotated, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Gt, Le, Lt
 from jaxtyping import Array, Float, Int, Key
@@ -103,7 +104,7 @@ def pgfedsplit(
       adaptive: whether the interval follows the mean alpha (APA); otherwise it is fixed.
       interval_min: smallest adaptive tau.
       interval_max: largest adaptive tau.
-      covariance: which part of Sigma_k is sent and used.
+      covariance: which part of Sigma_k, here the dispersion of prototypes (`update_gaussians`), is sent and used.
       scale: gamma_ik, from the client's label shares: divided by the largest, as they are, divided by their mean, or 1.
       reduction: the pull as mean over the K features, lambda / K of the paper's (512 in `cnn2`), or as the paper's sum.
 
@@ -121,11 +122,10 @@ def pgfedsplit(
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
         del clients
         params: Params = model.init(key)
-        none = jnp.zeros((), jnp.int32)
+        none, tau = jnp.zeros((), jnp.int32), jnp.array(interval, jnp.int32)
         gaussians = Gaussians.none(model.classes, model.dim, None if is_off(r) else covariance)
         head = SentIf(jnp.array(False), params["head"])
-        server = Server(params["extractor"], gaussians, head, jnp.array(interval, jnp.int32), none, jnp.zeros(()))
-        return server, Client(params["head"], none)
+        return Server(params["extractor"], gaussians, head, tau, none, jnp.zeros(())), Client(params["head"], none)
 
     def broadcast(server: Server) -> View:
         prototypes, spread = server.gaussians
@@ -140,21 +140,22 @@ def pgfedsplit(
         elapsed = (now.t - client.adapted).astype(jnp.float32)
         head, coefficient = mix_heads(model, client.head, view.head, mixed, alpha, beta * elapsed, temperature)
         said = synthetic_ratio(model, head, mixed, data.count) if train.diagnose and not is_off(r) else {}
-        head = train_head(now, model, train, head, mixed)
+        trained = train_head(now, model, train, head, mixed)
 
         def loss(theta: Params, batch: Batch, key: Key[Array, ""], *, ce: float = 1.0, pull: Scalar = lam) -> Array:
             del key
             z = model.features(theta, batch.x, batch.mask)
-            total = ce * label_loss(model, z, model.classify(head, z), batch)
+            total = ce * label_loss(model, z, model.classify(trained, z), batch)
             apart = 0.0 if is_off(pull) else centre_loss(z, batch.y, batch.mask, targets, reduction=reduction)
             return total + pull * apart
 
         extractor, info = train(now, loss, view.extractor, data)
+        if train.drop_last:  # synthetic features may fill a batch where the client's own samples fill none (rule R1)
+            trained = jax.tree.map(lambda new, old: jnp.where(info.steps > 0, new, old), trained, head)
         terms = {} if is_off(lam) else {"lam": partial(loss, ce=0.0)}
         said |= train.gradient_ratios(now, partial(loss, pull=0.0), terms, view.extractor, data)
-        per_class = sums_as_sent(model, extractor, data)
-        upload = Upload(extractor, head, per_class, SentIf(view.head.sent, coefficient))
-        client = Client(head, jnp.where(view.head.sent, now.t, client.adapted))
+        upload = Upload(extractor, trained, sums_as_sent(model, extractor, data), SentIf(view.head.sent, coefficient))
+        client = Client(trained, jnp.where(view.head.sent, now.t, client.adapted))
         return Update(client, upload, info, (view._replace(extractor=extractor), client), said)
 
     def aggregate(

@@ -23,7 +23,7 @@ from fedjax_pfl.methods.fedrep import fedrep
 from fedjax_pfl.ops.tree import count
 from tests import generator
 from tests.conftest import CLASSES
-from tests.play import cohorts
+from tests.play import cohorts, exchanged
 from tests.reference import (
     MLP,
     class_means,
@@ -216,6 +216,12 @@ def test_bytes_are_a_hand_count_without_the_classes_not_held(both, model, federa
     assert shapes.sent_bytes(both.end.traffic) == down + up < shapes.dense_bytes(both.end.traffic)
 
 
+def test_without_the_pull_no_prototypes_are_exchanged(model, trainer, federation):
+    floats, parameters = exchanged(fedpac(model, trainer, lam=0.0), federation), count(jax.eval_shape(model.init, KEY))
+    assert floats.down == parameters
+    assert floats.up == parameters + CLASSES * model.dim + CLASSES + 1, "h, with its counts, and v"
+
+
 # --- One client ------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +297,15 @@ def test_weights_are_those_of_enumerated_supports(seed):
     assert len(np.unique(expected)) == expected.size
 
 
+@pytest.mark.parametrize("longer", [1e4, 1e6])
+def test_long_means_of_one_client_do_not_hide_the_variances_of_the_others(longer):
+    h, v = some_statistics(4)
+    h[3] *= longer
+    expected = mixtures(h, v)
+    np.testing.assert_allclose(weights_of(h, v), expected, atol=2e-6)
+    assert np.ptp(expected[0, :3]) > 0.1, "their variances differ"
+
+
 def test_clients_that_agree_are_weighed_by_the_inverse_of_their_variance_and_small_weights_dropped():
     h = np.ones((3, CLASSES, 5))
     v = np.array([1.0, 2.0, 1800.0])
@@ -332,6 +347,37 @@ def test_absent_clients_get_no_weight():
     np.testing.assert_allclose(found[np.ix_(present, present)], mixtures(h[present], v[present]), atol=2e-6)
     alone = weights_of(h, v, [False, False, True, False])
     np.testing.assert_array_equal(alone[2], [0, 0, 1, 0])
+    h[1], v[1] = np.nan, np.inf  # they are not read
+    np.testing.assert_array_equal(weights_of(h, v, present), found)
+
+
+@pytest.mark.parametrize("what", ["nothing is finite", "its squares are not"])
+def test_a_client_that_has_diverged_is_left_out_and_gets_finite_heads(what, model, trainer, federation):
+    """Its own is a combination of the others', or the one that it had."""
+    method = fedpac(model, trainer)
+    server, one = method.init(KEY, N)
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    upload = method.local(now(KEY, 0), method.broadcast(server), one, data).upload
+    rng = np.random.default_rng(0)
+    rows = jax.tree.map(lambda leaf: np.float32(leaf * rng.uniform(0.5, 2, (4, *(1,) * leaf.ndim))), to_numpy(upload))
+    kept = jax.tree.map(lambda leaf: np.stack([leaf] * 4), one)
+
+    def with_last(tree, value):
+        return jax.tree.map(lambda leaf: np.concatenate([leaf[:3], np.full_like(leaf[3:], value)]), tree)
+
+    h, sums = rows.per_class.rows
+    diverged = with_last(rows, np.nan)._replace(per_class=rows.per_class._replace(rows=with_last((h, sums), np.nan)))
+    if what == "its squares are not":
+        diverged = rows._replace(per_class=rows.per_class._replace(rows=(with_last(h, 1e20), sums)))
+    aggregate = jax.jit(lambda rows: method.aggregate(now(KEY, 0), server, kept, rows, cohort)[1])
+    cohort = Cohort(jnp.arange(4), jnp.ones(4), N, N)
+    found, expected = aggregate(diverged), aggregate(with_last(rows, 0))
+    for leaf, of_others in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        near(leaf[:3], of_others[:3])
+        assert np.isfinite(leaf).all()
+        assert np.any(leaf[:3])
+    if what == "its squares are not":
+        jax.tree.map(lambda leaf, own: np.testing.assert_array_equal(leaf[3], own[3]), found, kept)
 
 
 def test_without_variance_a_client_keeps_its_own_head_or_all_share():

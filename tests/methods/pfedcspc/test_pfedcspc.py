@@ -108,7 +108,7 @@ BASES = {
 
 def test_without_its_modules_it_is_fedavg_bit_for_bit(play, model, trainer, federation):
     """What it trains after the last aggregation is FedAvg-FT, if that draws the same batches."""
-    method, plain = pfedcspc(model, trainer, **OFF, mu=0.7), fedavg(model, trainer)
+    method, plain = pfedcspc(model, trainer, **OFF), fedavg(model, trainer)
     (engine, _, found), (other, last, expected) = play(method), play(plain)
     jax.tree.map(same, found.state.server.params, expected.state.server)
     jax.tree.map(same, (found.post, found.loss, found.traffic), (expected.post, expected.loss, expected.traffic))
@@ -934,6 +934,16 @@ def test_it_needs_a_projection_head(model_with_maps, trainer):
     config = Config(data={"source": "digits"}, model={"name": "mlp"}, method={"name": "pfedcspc"})
     with pytest.raises(ConfigError, match="projection head") as caught:
         simulate(config)
+    assert caught.value.field == "method.name"
+
+
+def test_a_coefficient_needs_a_base_that_has_one(model, trainer):
+    with pytest.raises(ValueError, match='mu must not be given with base "fedavg"'):
+        pfedcspc(model, trainer, mu=0.0)
+    options = {"name": "pfedcspc", "mu": 5.0}
+    config = Config(data={"source": "digits"}, model={"name": "cnn_proj"}, method=options)
+    with pytest.raises(ConfigError, match="mu must not be given") as caught:
+        make_engine(config, DataShape("some", (28, 28, 1), 2, None))
     assert caught.value.field == "method.name"
 
 

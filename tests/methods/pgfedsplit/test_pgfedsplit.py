@@ -727,6 +727,26 @@ def test_without_synthetic_features_and_pull_a_client_does_fedrep(model, trainer
     assert sent == count(jax.eval_shape(model.init, KEY)) + CLASSES * (model.dim + 1) + 1, "nor is any spread sent"
 
 
+def test_synthetic_features_do_not_make_a_client_train_that_fills_no_batch(model, trainer, federation):
+    """Rule R1 under ``drop_last``: five samples do not fill a batch of eight, but ten features would."""
+    method = pgfedsplit(model, replace(trainer, batch_size=8, drop_last=True), r=0.5)
+    server, personal = method.init(KEY, N)
+    known = Prototypes(jnp.ones((CLASSES, model.dim)), jnp.ones(CLASSES, bool))
+    server = server._replace(gaussians=server.gaussians._replace(prototypes=known))
+
+    @jax.jit
+    def participate(row):
+        data = client_data(federation.x, federation.y, row)
+        return method.local(now(KEY, 1), method.broadcast(server), personal, data)
+
+    for i, trains in ((0, False), (2, True)):
+        update = participate(client(federation.train, i))
+        assert (int(update.info.steps) > 0) == trains
+        for head in (update.upload.head, update.client.head):
+            assert np.array_equal(head["kernel"], personal.head["kernel"]) != trains
+    assert int(federation.train.count[0]) == 5
+
+
 # --- Gaussians -------------------------------------------------------------------------------------------------------
 
 updated = jax.jit(update_gaussians)
@@ -781,6 +801,15 @@ def test_the_order_of_the_clients_and_absent_rows_change_no_root(covariance):
     # As a chunk is filled up, or as a client drops out.
     filled = jax.tree.map(lambda leaf: jnp.concatenate([jnp.zeros_like(leaf[:2]), leaf]), upload)
     jax.tree.map(close, updated(old, filled, jnp.concatenate([jnp.array([7, 7]), ids])), expected)
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "full"])
+def test_class_sums_that_are_not_finite_count_as_not_held(covariance):
+    _, (counts, sums) = uploaded(8)
+    old, ids = old_gaussians(8, covariance), jnp.arange(5)
+    found = updated(old, PerClass(counts, sums.at[3].set(jnp.nan)), ids)
+    expected = updated(old, PerClass(counts.at[3].set(0), sums.at[3].set(0)), ids)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 # --- What is recorded ------------------------------------------------------------------------------------------------
