@@ -12,7 +12,7 @@ from fedjax_pfl.method import Cohort, Method, PerClass, Round
 from fedjax_pfl.methods.fedproto import Reading, fedproto
 from fedjax_pfl.models.base import Model, Params, dense
 from fedjax_pfl.ops.losses import cross_entropy
-from fedjax_pfl.ops.prototypes import class_means, distances, finite_classes, means_as_samples
+from fedjax_pfl.ops.prototypes import class_means, distances, means_as_samples
 from fedjax_pfl.ops.training import Scalar, Trainer, is_off, phase_key
 
 
@@ -80,7 +80,7 @@ def fedtgp(
     def aggregate(
         now: Round, server: Server, clients: Params, uploads: PerClass, cohort: Cohort
     ) -> tuple[Server, Params]:
-        counts, sums = finite_classes(uploads)
+        counts, sums = uploads
         means, held = jax.vmap(class_means)(sums, counts)
         known = server.known | jnp.any(held, axis=0)
         margin = _margin(means, held, margin_cap)

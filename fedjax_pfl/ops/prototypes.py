@@ -105,7 +105,7 @@ def pool_prototypes(old: Prototypes, uploads: PerClass) -> Prototypes:
 def means_as_samples(means: Float[Array, "N C K"], held: Bool[Array, "N C"], ids: Int[Array, " N"]) -> ClientData:
     """The pairs (mean feature of a class at a client, class), in the form of one client's samples.
 
-    For servers that train on the class means that their clients have uploaded; those that are not finite are left out.
+    For servers that train on the class means that their clients have uploaded.
 
     Args:
       means: mean feature of each client and class.
@@ -113,7 +113,6 @@ def means_as_samples(means: Float[Array, "N C K"], held: Bool[Array, "N C"], ids
       ids: number of each client; the pairs are ordered by it, so that their order does not depend on the placement.
     """
     clients, classes = held.shape
-    held, means = finite_classes(PerClass(held, means))
     rank = (ids[:, None] * classes + jnp.arange(classes)).reshape(-1)
     index = jnp.argsort(jnp.where(held.reshape(-1), rank, jnp.iinfo(rank.dtype).max))
     x, y = means.reshape(clients * classes, -1), jnp.tile(jnp.arange(classes), clients)

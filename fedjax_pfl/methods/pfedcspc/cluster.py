@@ -68,12 +68,10 @@ class ClusterPrototypes(NamedTuple):
         return PerClass(held, (means, groups.size > 0))
 
     def received(self, uploads: PerClass) -> Received:
-        """What the uploads of K clients hold; a prototype that is not finite counts as not held."""
+        """What the uploads of K clients hold."""
         means, exists = uploads.rows
-        u = means.reshape(*means.shape[:2], -1, means.shape[-1])
-        finite = jnp.all(jnp.isfinite(u), axis=3)
-        valid = jnp.repeat(exists & uploads.held.astype(bool)[..., None], self.repeats, axis=2) & finite
-        return Received(jnp.where(finite[..., None], u, 0.0), valid, uploads.held)
+        valid = jnp.repeat(exists & uploads.held.astype(bool)[..., None], self.repeats, axis=2)
+        return Received(means.reshape(*means.shape[:2], -1, means.shape[-1]), valid, uploads.held)
 
 
 def mean_over_clients(points: Float[Array, "K C M d"], valid: Bool[Array, "K C M"]) -> Prototypes:

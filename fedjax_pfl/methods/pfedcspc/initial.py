@@ -13,7 +13,7 @@ from fedjax_pfl.methods.pfedcspc.cluster import Received
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.losses import cross_entropies, masked_mean
 from fedjax_pfl.ops.training import Scalar
-from fedjax_pfl.ops.tree import finite_rows, keep_rows, put_rows, take_rows, where_rows
+from fedjax_pfl.ops.tree import put_rows, take_rows, where_rows
 
 When = Literal["every", "eval"]
 ClassWeight = Literal["loss", "class", "count"]
@@ -86,9 +86,7 @@ class InitialModels(NamedTuple):
           What is known now. For the record, as means over the participants: ``p_kk``, the weight of a client's own
           encoder in its m_k, and ``effective_clients``, 1 / sum_k' (p_k^{k'})^2: their number where all weigh alike.
         """
-        # 0 * NaN is NaN: a model that has diverged would be a part of everybody's.
-        present = (cohort.weight > 0) & finite_rows(uploads)
-        uploads = keep_rows(present, uploads)
+        present = cohort.weight > 0
         number = jnp.sum(sent.valid, axis=2, dtype=jnp.float32)
         of_class = {"loss": number, "class": jnp.minimum(number, 1.0), "count": sent.held.astype(jnp.float32)}
         newest = sent.u, sent.valid, of_class[self.weigh_by]
@@ -96,7 +94,7 @@ class InitialModels(NamedTuple):
         p = self.weights(model, uploads, u, valid, weight, present)
         mean = partial(jnp.tensordot, p, axes=1, precision=lax.Precision.HIGHEST)
         combined = jax.tree.map(mean, uploads["extractor"]["encoder"])
-        encoders = where_rows(jnp.any(valid, axis=(1, 2)) & jnp.any(present), combined, encoder)
+        encoders = where_rows(jnp.any(valid, axis=(1, 2)), combined, encoder)
         own = take_rows(p, cohort.ids)  # row j is that of participant j, whose encoder stands in column j
         of_participants = jnp.diagonal(own), 1 / jnp.maximum(jnp.sum(own**2, axis=1), 1e-12)
         means = [masked_mean(values, present.astype(jnp.float32)) for values in of_participants]
