@@ -25,7 +25,7 @@ from scipy import stats
 
 from fedjax_pfl import Config, compare
 from fedjax_pfl.experiment.build import prepare
-from fedjax_pfl.experiment.config import Run
+from fedjax_pfl.experiment.sections import Run
 from fedjax_pfl.models import conv
 
 METHODS = ("fedavg", "ditto", "fedrep", "fedpac", "fedecouple")

@@ -23,7 +23,8 @@ from mkdocs.structure.files import File, Files
 import fedjax_pfl
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
-from fedjax_pfl.experiment.config import Config, hyperparameters, summary_line
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.options import hyperparameters, summary_line
 from fedjax_pfl.experiment.protocols import PROTOCOLS
 from fedjax_pfl.experiment.schema import config_schema
 from fedjax_pfl.experiment.tables import NONE, mean_and_spread

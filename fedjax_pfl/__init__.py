@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         WandbLogger,
     )
     from fedjax_pfl.experiment.comparison import Comparison, compare
-    from fedjax_pfl.experiment.config import Config, load_config
+    from fedjax_pfl.experiment.config import Config
     from fedjax_pfl.experiment.driver import simulate
     from fedjax_pfl.experiment.html import partition_html
     from fedjax_pfl.experiment.plots.answers import plot_confusion, plot_features
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedjax_pfl.experiment.plots.partition import plot_partition
     from fedjax_pfl.experiment.plots.sensitivity import plot_sensitivity
     from fedjax_pfl.experiment.progress import Progress
+    from fedjax_pfl.experiment.reading import load_config
     from fedjax_pfl.experiment.registry import (
         register_dataset,
         register_method,
@@ -51,7 +52,7 @@ _NAMES = {
     "errors": "ConfigError",
     "experiment.callbacks": "BestModel Callback EarlyStopping MLflowLogger Running TensorBoard WandbLogger",
     "experiment.comparison": "Comparison compare",
-    "experiment.config": "Config load_config",
+    "experiment.config": "Config",
     "experiment.driver": "simulate",
     "experiment.html": "partition_html",
     "experiment.plots.answers": "plot_confusion plot_features",
@@ -60,6 +61,7 @@ _NAMES = {
     "experiment.plots.partition": "plot_partition",
     "experiment.plots.sensitivity": "plot_sensitivity",
     "experiment.progress": "Progress",
+    "experiment.reading": "load_config",
     "experiment.registry": "register_dataset register_method register_metric register_model register_partition",
     "experiment.result": "Result",
     "experiment.sweep": "Sweep load_sweep sweep",

@@ -16,7 +16,8 @@ from pydantic import BaseModel
 
 import fedjax_pfl
 from fedjax_pfl import Config, ConfigError
-from fedjax_pfl.experiment.config import Tables, summary_line
+from fedjax_pfl.experiment.config import Tables
+from fedjax_pfl.experiment.options import summary_line
 from tests.conftest import cache_folder, is_writable
 
 HOME = Path(__file__).resolve().parent.parent

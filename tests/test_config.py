@@ -379,7 +379,10 @@ def test_text_that_looks_like_another_type_is_text_where_a_field_holds_text(text
     ("override", "message"),
     [
         ("run.export=[features]", "not TOML; a shell takes quotes away, .*: 'run.export=\\[\"features\"\\]'$"),
-        ("data.partition={kind = iid}", "it is not TOML; a shell takes quotes away"),
+        ("run.metrics=[a, b]", 'not TOML; a shell takes quotes away, .*: \'run.metrics=\\["a", "b"\\]\'$'),
+        ("run.metrics=[brier", "not TOML; a shell takes quotes away, .*: 'run.metrics=\\[\"...\"\\]'$"),
+        ("data.partition={kind = iid}", 'it is not TOML; .*: \'data.partition={"kind" = "iid"}\'$'),
+        ("data.partition={kind iid}", "it is not TOML; .*: 'data.partition={key = \"...\"}'$"),
         ("training.lr=2026-11-27", "'2026-11-27' is not usable: input should be a valid number"),
     ],
 )

@@ -5,7 +5,8 @@ import pytest
 from fedjax_pfl import ConfigError, load_config
 from fedjax_pfl.cli.describing import described, template
 from fedjax_pfl.cli.printing import print_runs, print_table
-from fedjax_pfl.experiment.config import Config, hyperparameters
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.options import hyperparameters
 from fedjax_pfl.experiment.protocols import PROTOCOLS
 from fedjax_pfl.experiment.record import Listed
 from fedjax_pfl.methods import METHODS

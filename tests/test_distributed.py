@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import simulate
-from fedjax_pfl.experiment.config import load_config
+from fedjax_pfl.experiment.reading import load_config
 
 # FedPAC's server solves a program per client and writes to each; clients come and go.
 OVERRIDES = (

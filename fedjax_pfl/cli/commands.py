@@ -475,7 +475,7 @@ def schema() -> None:
 
 
 def _load(path: Path, overrides: list[str] | None, out: str | None) -> "Config":
-    from fedjax_pfl.experiment.config import load_config
+    from fedjax_pfl.experiment.reading import load_config
 
     loaded = load_config(path, overrides or [])
     return _with_out(loaded, out) if out else loaded
@@ -538,7 +538,7 @@ def _check_in_use(overrides: list[str] | None, instead: Mapping[str, str]) -> No
 
 def _setting(given: str, methods: list[str]) -> tuple[str, str, Any]:
     """Method, hyperparameter and value of ``method.key=value``."""
-    from fedjax_pfl.experiment.config import parse_field
+    from fedjax_pfl.experiment.reading import parse_field
 
     field, equals, text = given.partition("=")
     field = field.strip()
@@ -559,7 +559,7 @@ def _executor(name: str, job: list[str] | None) -> dict[str, Any]:
 
 def _job_option(given: str) -> tuple[str, Any]:
     """Key and value of ``key=value``."""
-    from fedjax_pfl.experiment.config import parse_value
+    from fedjax_pfl.experiment.reading import parse_value
 
     key, equals, text = given.partition("=")
     if not (equals and key.strip()) or key.strip() == "name":

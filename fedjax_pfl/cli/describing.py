@@ -13,7 +13,8 @@ from pydantic_core import PydanticUndefined
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
 from fedjax_pfl.errors import ConfigError, one_of
-from fedjax_pfl.experiment.config import Config, descriptions, hyperparameters, summary_line
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.options import descriptions, hyperparameters, summary_line
 from fedjax_pfl.experiment.protocols import PROTOCOLS, tables_of
 from fedjax_pfl.experiment.registry import load_entry_points
 from fedjax_pfl.experiment.summary import flat

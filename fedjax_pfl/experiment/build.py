@@ -36,8 +36,8 @@ from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.errors import ConfigError, first_line
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.config import Run as RunSection
 from fedjax_pfl.experiment.registry import load_entry_points
+from fedjax_pfl.experiment.sections import Run as RunSection
 from fedjax_pfl.method import Method, Static
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.alone import alone
@@ -392,8 +392,8 @@ def model_of(config: Config, data: DataShape) -> Model:
         shape, why = "x".join(map(str, data.sample)), first_line(error)
         if len(data.sample) != 3 and data.vocabulary is None:
             flat = f"a model for samples of shape [{shape}], such as mlp; this one seems to be for images [h, w, c]"
-            raise ConfigError("model.name", name, f"{flat}: {why}") from None
-        raise ConfigError("model.name", name, f"it does not fit {shape} images: {why}") from None
+            raise ConfigError("model.name", name, f"{flat}: {why}") from error
+        raise ConfigError("model.name", name, f"it does not fit {shape} images: {why}") from error
 
 
 def place(config: Config, memory: Memory, hardware: Hardware, *, movable: bool = True) -> Placement:

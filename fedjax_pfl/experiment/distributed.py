@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import prepare
-from fedjax_pfl.experiment.config import Run as RunSection
+from fedjax_pfl.experiment.sections import Run as RunSection
 
 
 def start(run: RunSection) -> None:

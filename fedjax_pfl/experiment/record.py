@@ -20,9 +20,11 @@ import numpy as np
 
 from fedjax_pfl.data.rows import Holdings, save
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.config import SELECTORS, Config, load_config, read_toml
-from fedjax_pfl.experiment.config import Run as RunSection
+from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.kept import STATE, Kept, write_state
+from fedjax_pfl.experiment.options import SELECTORS
+from fedjax_pfl.experiment.reading import load_config, read_toml
+from fedjax_pfl.experiment.sections import Run as RunSection
 from fedjax_pfl.experiment.summary import POINTS, Line, flat, history_of, without_nan
 
 # How a run is carried out: these may differ between a run that was begun and its continuation.

@@ -5,7 +5,8 @@ from typing import Any
 
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
-from fedjax_pfl.experiment.config import Config, descriptions, options_model
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.options import descriptions, options_model
 from fedjax_pfl.experiment.protocols import PROTOCOLS
 from fedjax_pfl.experiment.registry import load_entry_points
 from fedjax_pfl.methods import METHODS

@@ -18,7 +18,7 @@ from fedjax_pfl.data.dataset import fingerprint
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import dataset_of, of_data, prepare
 from fedjax_pfl.experiment.callbacks import check_tensorboard
-from fedjax_pfl.experiment.config import Config, check_config, load_config, plain, read_toml
+from fedjax_pfl.experiment.config import Config, check_config, plain
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
 from fedjax_pfl.experiment.frames import client_frame, difference_frame, history_frame, pivot, run_frame
@@ -27,6 +27,7 @@ from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.programs import alike, lay_out
+from fedjax_pfl.experiment.reading import load_config, read_toml
 from fedjax_pfl.experiment.record import (
     RunDirectory,
     alone_in,

@@ -1016,8 +1016,11 @@ def test_a_module_with_a_mask_that_cannot_be_used_is_one_line(mistake):
 
 @pytest.mark.usefixtures("tables_as_before")
 def test_so_is_one_that_fails():
-    with pytest.raises(ConfigError, match=r"^model.name = 'Net' is not usable: it does not fit 8x8x1 images: 'z'$"):
+    with pytest.raises(
+        ConfigError, match=r"^model.name = 'Net' is not usable: it does not fit 8x8x1 images: 'z'$"
+    ) as found:
         simulate(Config(**TABLES), model=net(lambda self, x, mask=None: {}["z"])())
+    assert isinstance(found.value.__cause__, KeyError)  # with the line of the module that failed
 
 
 def test_a_method_that_wants_feature_maps_says_so():
