@@ -14,7 +14,7 @@ from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.options import descriptions, hyperparameters, summary_line
+from fedjax_pfl.experiment.options import descriptions, hyperparameters, summary_line, table_class
 from fedjax_pfl.experiment.protocols import PROTOCOLS, tables_of
 from fedjax_pfl.experiment.registry import load_entry_points
 from fedjax_pfl.experiment.summary import flat
@@ -52,8 +52,7 @@ def described(name: str) -> str:
             found += [f"{selector}: one of the following, each with options of its own.", ", ".join(parts)]
     found += [text for known, text in _options() if name in known]
     section, dot, field = name.partition(".")
-    if section in Config.model_fields and section not in _TABLES:
-        schema = _section(section)
+    if schema := table_class(Config, section):
         if not dot:
             found.append(_of_section(section, schema))
         elif field in schema.model_fields:
@@ -81,8 +80,9 @@ def _names() -> Iterator[str]:
     """All names that `described` knows, but for those of the tables."""
     for names in (*_TABLES.values(), SOURCES, PROTOCOLS, ["protocol"], *(known for known, _ in _options())):
         yield from names
-    for section in Config.model_fields.keys() - _TABLES.keys():
-        yield from (section, *(f"{section}.{field}" for field in _section(section).model_fields))
+    for section in Config.model_fields:
+        if schema := table_class(Config, section):
+            yield from (section, *(f"{section}.{field}" for field in schema.model_fields))
 
 
 def template() -> str:
@@ -100,11 +100,11 @@ def template() -> str:
     needed = {"data.source": 'source = "digits"', "method.name": 'name = "fedavg"'}
     for section in Config.model_fields:
         lines += ["", f"[{section}]"]
-        if section in _TABLES:
+        schema = table_class(Config, section)
+        if schema is None:
             lines += [f"# {line}" for line in _wrapped(f"name, and options of its own: {', '.join(_TABLES[section])}")]
             lines.append(needed.get(f"{section}.name", '#name = "mlp"'))
             continue
-        schema = _section(section)
         texts = descriptions(schema)
         for field, info in schema.model_fields.items():
             lines += [f"# {line}" for line in _wrapped(texts[field])]
@@ -112,14 +112,6 @@ def template() -> str:
             usual = f"#{field} =" if value is None else f"#{field} = {_shown(value)}"
             lines.append(needed.get(f"{section}.{field}", usual))
     return "\n".join(lines) + "\n"
-
-
-def _section(name: str) -> type[BaseModel]:
-    """The schema of a section of the config."""
-    schema = Config.model_fields[name].annotation
-    assert inspect.isclass(schema)
-    assert issubclass(schema, BaseModel)
-    return schema
 
 
 def _part(table: str, name: str, part: Callable) -> str:

@@ -131,7 +131,7 @@ def print_runs(runs: "Sequence[Listed]", folder: Path) -> None:
         table.add_column(heading, overflow="fold")
     for heading in ("rounds", "PRE", "POST"):
         table.add_column(heading, justify="right")
-    table.add_column("")
+    table.add_column("state")
     for run in runs:
         config = run.config
         done = f"{run.round}/{config['training']['rounds']}"
