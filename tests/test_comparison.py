@@ -309,6 +309,20 @@ def test_rows_whose_means_print_alike_are_all_bold():
         assert text.count("**70.00**") == bold
 
 
+def test_bold_goes_by_what_is_printed():
+    """The means are equal, and are printed as 35.32 and 35.33."""
+    one = next(of for of in synthetic().cells if of.method == "fedavg")
+    figures = {"fedavg": (0.389, 0.392, 0.326, 0.306), "ditto": (0.392, 0.389, 0.328, 0.304)}
+    cells = []
+    for method, accuracies in figures.items():
+        for seed, accuracy in enumerate(accuracies):
+            personal = {**one.summary["personal"], "pre": one.summary["personal"]["pre"] | {"last": accuracy}}
+            cells.append(cell(method, seed, {**one.summary, "personal": personal}))
+    text = Comparison(config(), cells, "fedavg").markdown()
+    assert "| 35.32 ± 4.38 * |" in text
+    assert "| **35.33 ± 4.41** * |" in text
+
+
 def test_a_legend_is_of_the_columns_that_there_are():
     text = synthetic().markdown()
     assert "Difference: PRE minus that of local, mean of" in text

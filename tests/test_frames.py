@@ -495,6 +495,7 @@ def test_latex_prints_the_winner_of_each_data_setting_in_bold():
     ]
     assert r"\cmidrule(lr){2-3} \cmidrule(lr){4-5}" in by_hand().to_latex(["pre", "std_clients"])
     assert r"\textbf" not in by_hand().to_latex(bold=False)
+    assert parse(by_hand().to_latex(["weighted"]))[1][1] == ["run", "weighted", "weighted"]
 
 
 def test_p_values_are_of_one_data_setting():

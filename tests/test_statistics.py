@@ -50,6 +50,12 @@ def test_the_bootstrap_has_the_width_of_the_standard_error():
     assert (low, high) == pytest.approx((middle - 1.96 * error, middle + 1.96 * error), abs=0.12 * error)
 
 
+def test_a_seed_without_scores_does_not_count():
+    nobody, gaps = np.full(4, np.nan), np.array([0.1, 0.2, 0.3, 0.4])
+    assert bootstrap_over_clients([nobody, gaps]) == bootstrap_over_clients([gaps])
+    assert bootstrap_over_clients([nobody, nobody]) is None
+
+
 def test_runs_with_the_same_clients_tell_no_more_of_them_than_one():
     gap = np.random.default_rng(1).normal(0.02, 0.1, 20)
     assert bootstrap_over_clients([gap] * 3) == pytest.approx(bootstrap_over_clients([gap]))

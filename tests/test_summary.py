@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.engine.scoring import Evaluation, Scored, Scores
+from fedjax_pfl.experiment.statistics import paired_difference
 from fedjax_pfl.experiment.summary import (
     figures_of,
     history_of,
@@ -22,8 +23,8 @@ COSTS = {"traffic": {"megabytes_total": 1.0}, "timing": {"seconds_per_round": 0.
 
 
 def scores(accuracy, n):
-    accuracy = np.asarray(accuracy, np.float32)
-    return Scores(accuracy * n, accuracy, accuracy / 2, accuracy / 3, np.full(len(n), 0.5, np.float32))
+    correct, accuracy = np.multiply(accuracy, n), np.asarray(accuracy, np.float32)
+    return Scores(correct, accuracy, accuracy / 2, accuracy / 3, np.full(len(n), 0.5, np.float32))
 
 
 def lines(accuracies, validation=None, *, every=1):
@@ -153,6 +154,26 @@ def test_clients_without_samples_are_left_out():
     assert found["accuracy"] == 0.75
     assert found["weighted"] == pytest.approx(4 / 6)
     assert found["macro_f1_union"] == pytest.approx(0.25)
+
+
+def test_equal_gains_are_equal_numbers():
+    """One more correct answer of the first client with each seed: float32's rounding would make a test of it."""
+    n, rng = np.array([7, 8, 9, 11, 15]), np.random.default_rng(0)
+    figures = []
+    for more in (0, 1):
+        correct = [np.array([3 + seed + more, *rng.permuted(n[1:] - 5)], np.float32) for seed in range(3)]
+        rng = np.random.default_rng(0)  # the other clients' answers are the same
+        of = [Scores(one, one / n.astype(np.float32), one, one, one) for one in correct]
+        figures.append({seed: summarize(one, n)["accuracy"] for seed, one in enumerate(of)})
+    found = paired_difference(figures[1], figures[0])
+    assert found.mean == pytest.approx(1 / 7 / 5)
+    assert np.isnan([found.low, found.high, found.p]).all()
+
+
+def test_of_equal_rounds_the_first_is_the_best():
+    """In binary, 0.1 + 0.2 is more than 0.3."""
+    found = summary([(0.0, 0.3), (0.1, 0.2)], [0.5, 0.5])["personal"]["pre"]
+    assert (found["best"], found["best_round"], found["by_validation_round"]) == (0.15, 1, 1)
 
 
 @pytest.mark.parametrize(("clients", "worst"), [(9, 1), (19, 1), (20, 2)])

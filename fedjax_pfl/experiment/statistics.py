@@ -9,6 +9,8 @@ from jaxtyping import Float
 # The power of the paired t-test for an effect of one standard deviation is 40 % with five seeds, 18 % with three.
 ENOUGH_SEEDS = 5
 _RESAMPLES = 2000
+# Differences that are closer than this are equal: runs of earlier versions have their scores in float32.
+_ROUNDING = 1e-7
 
 
 class Difference(NamedTuple):
@@ -42,7 +44,7 @@ def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -
     if not len(gaps):
         return None
     mean, nan = float(gaps.mean()), float("nan")
-    if len(gaps) < 2 or np.ptp(gaps) < 1e-12:  # no variance, so no test
+    if len(gaps) < 2 or np.ptp(gaps) < _ROUNDING:  # no variance, so no test
         return Difference(mean, nan, nan, nan, len(gaps))
     half = float(stats.t.ppf(0.975, len(gaps) - 1) * gaps.std(ddof=1) / np.sqrt(len(gaps)))
     return Difference(mean, mean - half, mean + half, float(stats.ttest_1samp(gaps, 0.0).pvalue), len(gaps))
@@ -70,15 +72,17 @@ def bootstrap_over_clients(gaps: Sequence[Float[np.ndarray, " clients"]]) -> tup
 
     Args:
       gaps: for each seed, the differences of the clients' scores, the same number for each seed; NaN for a client
-        without samples to be scored on.
+        without samples to be scored on. A seed without any score does not count.
 
     Returns:
       The two ends of the interval; None if fewer than two clients have scores.
     """
     rng = np.random.default_rng(0)
-    of_seeds = np.asarray(gaps, float)
-    known = of_seeds[:, ~np.isnan(of_seeds).all(axis=0)] if len(of_seeds) else of_seeds
-    if known.ndim < 2 or known.shape[1] < 2:
+    of_seeds = [gap for gap in np.asarray(gaps, float) if not np.isnan(gap).all()]
+    if not of_seeds:
+        return None
+    known = np.stack(of_seeds)[:, ~np.isnan(of_seeds).all(axis=0)]
+    if known.shape[1] < 2:
         return None
     drawn = rng.integers(known.shape[1], size=(_RESAMPLES, known.shape[1]))
 

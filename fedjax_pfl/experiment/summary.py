@@ -40,6 +40,7 @@ _RISING = tuple(name for name in MEASURES if name not in FALLING)
 _SUMS = tuple(name for name in MEASURES if name not in ("hm", "correct"))  # computed by `summarize`, over clients
 _DIAGNOSTICS = "diagnostics"
 _LAST_ROUNDS = 10
+_DIGITS = 12
 PACKAGES = ("fedjax_pfl", "jax", "jaxlib", "numpy")
 """The packages that a run's numbers depend on, whose versions its summary records."""
 
@@ -77,15 +78,18 @@ def summarize(scores: Scores, samples: Int[np.ndarray, " N"]) -> dict[str, float
     if not scored.any():
         return dict.fromkeys(_SUMS, math.nan)
     of = {name: np.asarray(values, np.float64)[scored] for name, values in scores._asdict().items()}
-    worst = np.sort(of["accuracy"])[: max(1, len(of["accuracy"]) // 10)]
-    return {
-        "accuracy": float(of["accuracy"].mean()),
-        "weighted": float(of["correct"].sum() / samples[scored].sum()),
-        "std_clients": float(of["accuracy"].std()),
-        "worst_10_percent": float(worst.mean()),
-        **{name: float(of[name].mean()) for name in ("macro_f1", "macro_f1_union", "loss")},
-        "i_local": float(harmonic_mean(of["accuracy"], of["macro_f1"]).mean()),
+    accuracy = of["correct"] / samples[scored]
+    worst = np.sort(accuracy)[: max(1, len(accuracy) // 10)]
+    found = {
+        "accuracy": accuracy.mean(),
+        "weighted": of["correct"].sum() / samples[scored].sum(),
+        "std_clients": accuracy.std(),
+        "worst_10_percent": worst.mean(),
+        **{name: of[name].mean() for name in ("macro_f1", "macro_f1_union", "loss")},
+        "i_local": harmonic_mean(accuracy, of["macro_f1"]).mean(),
     }
+    # Means of the same counts in another order differ by rounding, which would make the later of two equal rounds best.
+    return {name: round(float(value), _DIGITS) for name, value in found.items()}
 
 
 def judged(manifest: Mapping[str, Any], new: int) -> Int[np.ndarray, " clients"]:
@@ -330,7 +334,9 @@ def _client_scores(samples: Int[np.ndarray, " N"], scores: Evaluation) -> dict[s
     """Point and metric -> score of each client; NaN for a client without samples to be scored on."""
     table = {}
     for point, of in zip(POINTS, (scores.pre, scores.post), strict=True):
-        found = {"accuracy": of.test.accuracy, "macro_f1": of.test.macro_f1, **of.own}
+        # Counts are exact, accuracies in float32 are not: equal differences of them would seem to vary.
+        accuracy = np.asarray(of.test.correct, np.float64) / np.maximum(samples, 1)
+        found = {"accuracy": accuracy, "macro_f1": of.test.macro_f1, **of.own}
         for metric, values in found.items():
             table[f"{point}_{metric}"] = np.where(samples > 0, np.asarray(values), np.nan)
     return table

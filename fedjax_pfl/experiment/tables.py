@@ -156,13 +156,13 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
     shown = [_row(gap, point, heading, bold=_printed(gap.group, point) == best[gap.group.setting] > 0) for gap in gaps]
     names = [name for name in shown[0] if name == heading or any(row[name] != NONE for row in shown)]
     several = len({group.setting for group in groups}) > 1
+    attacked = any(cell.config.attack.kind != "none" for cell in cells)
     words = {
         "point": point.upper(),
         "baseline": show({field: value for field, value in baseline.items() if not _is_of_data(field)}) or "all",
         "same": " in the same data setting" if several else "",
-        "honest": " between clients that are honest in both"
-        if any(cell.config.attack.kind != "none" for cell in cells)
-        else "",
+        "honest": " between clients that are honest in both" if attacked else "",
+        "nobody": ", or no client is honest in both" if attacked else "",
         "within": " of a data setting" if several else "",
     }
     legend = _LEGEND.format(
@@ -190,7 +190,8 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
     alone = [gap.group for gap in gaps if gap.found is None and not gap.is_baseline and gap.group.by_seed(point)]
     if alone:
         named = "; ".join(show(group.values) for group in alone)
-        notes.append(f"**Not compared**: {named}: the baseline has no run of the same seed in the same data setting.")
+        why = f"the baseline has no run of the same seed in the same data setting{words['nobody']}"
+        notes.append(f"**Not compared**: {named}: {why}.")
     notes += _guesses(groups)
     notes += _mixed_versions(cells)
     if any(group.diverged for group in groups):
@@ -205,9 +206,10 @@ def _evaluated_on(cells: Sequence[Cell]) -> str:
     return " or ".join(dict.fromkeys(cell.config.data.evaluate_on for cell in cells))
 
 
-def _printed(group: Group, point: str) -> float:
+def _printed(group: Group, figure: str) -> float:
     """The mean of a row in %, as it is printed; 0 without runs."""
-    return round(100 * group.mean(point), 2) if group.by_seed(point) else 0.0
+    accuracies = [100 * value for value in group.by_seed(figure).values()]
+    return float(mean_and_spread(accuracies).split()[0]) if accuracies else 0.0
 
 
 def _guesses(groups: Sequence[Group]) -> list[str]:
@@ -257,7 +259,7 @@ def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: 
     Raises:
       ConfigError: there is no such figure, or it is not an accuracy.
     """
-    allowed = {"headline": "accuracy", **_PERCENT}
+    allowed = {"headline": "accuracy", **_PERCENT, "weighted": "weighted"}
     if isinstance(figures, str) or not figures or not set(figures) <= set(allowed):
         raise ConfigError("figures", figures, f"a list of one or more of {', '.join(allowed)}")
     columns: dict[str, dict[str, Group]] = {}
@@ -287,7 +289,7 @@ def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: 
 def _latex_column(groups: Mapping[str, Group], figure: str, *, bold: bool) -> dict[str, str]:
     """Row -> entry of the column; entries with the highest mean, as printed, are bold."""
     percent = {row: [100 * value for value in group.by_seed(figure).values()] for row, group in groups.items()}
-    printed = {row: float(mean_and_spread(values).split()[0]) for row, values in percent.items() if values}
+    printed = {row: _printed(groups[row], figure) for row, values in percent.items() if values}
     column = {}
     for row in printed:
         entry = mean_and_spread(percent[row]).replace("±", r"$\pm$")
@@ -384,7 +386,7 @@ def _difference(group: Group, base: Group | None, point: str) -> tuple[Differenc
     gaps = {seed: of_judged(a, column) - of_judged(b, column) for seed, (a, b) in same.items()}
     if any("attacker" in clients for pair in same.values() for clients in pair):
         # Each mean is of its run's honest clients: between others, their difference would not be that of the runs.
-        means = {seed: float(np.nanmean(gap)) for seed, gap in gaps.items()}
+        means = {seed: float(np.nanmean(gap)) for seed, gap in gaps.items() if not np.isnan(gap).all()}
         found = paired_difference(means, dict.fromkeys(means, 0.0))
     return found, bootstrap_over_clients(list(gaps.values()))
 
