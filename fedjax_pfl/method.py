@@ -266,11 +266,12 @@ def no_diagnostics(server: PyTree) -> Diagnostics:
 class Method(NamedTuple):
     """A federated method.
 
-    A factory ``name(model, train, combine, *, hyperparameters)`` builds it. The factory closes over the model, the
-    local trainer, the server's rule for averaging parameters (methods that average none leave ``combine`` out) and the
-    hyperparameters, whose names, types and defaults are the config schema of the method. Numeric hyperparameters may be
-    traced values, unless marked :class:`Static`: no Python branch may depend on them, except on a coefficient that is
-    off when the method is built. A factory raises ``ValueError`` for a model that the method cannot use.
+    A factory ``name(model, train, combine=weighted_mean, *, hyperparameters)`` builds it. The factory closes over the
+    model, the local trainer, the server's rule for averaging parameters (:mod:`fedjax_pfl.ops.aggregate`; methods that
+    average none leave ``combine`` out) and the hyperparameters, whose names, types and defaults are the config schema
+    of the method. Numeric hyperparameters may be traced values, unless marked :class:`Static`: no Python branch may
+    depend on them, except on a coefficient that is off when the method is built. A factory raises ``ValueError`` for a
+    model that the method cannot use.
 
     Attributes:
       init: the state before round 0.

@@ -348,6 +348,10 @@ def called_kind(labels, clients, seed, size, *, kind: str = "iid"):
     return np.array_split(np.arange(len(labels)), clients)
 
 
+def required_rule(model, train, combine, *, mu: float = 0.1):
+    return fedprox(model, train, combine, mu=mu)
+
+
 def positional_option(model, train, beta: float = 0.5):
     return fedprox(model, train, mu=beta)
 
@@ -409,6 +413,10 @@ MISTAKES = {
     "metric without a name": (lambda: register_metric(mine), r'as in @register_metric\("mine"\)$'),
     "no function": (lambda: register_method("mine4")(3), r"register_method = 3 is not usable: a function: def mine\("),
     "arguments": (lambda: register_method("mine4")(bad_factory), r"other arguments than def mine\(model, train"),
+    "rule without its default": (
+        lambda: register_method("mine4")(required_rule),
+        r"other arguments than def mine\(model, train, combine=weighted_mean, \*, mu: float = 0\.1\) -> Method$",
+    ),
     "no type": (lambda: register_method("mine4")(untyped), r"the option mu needs a type, such as mu: float = 0.1"),
     "nothing returned": (
         lambda: simulate(config(), method=no_method),
@@ -503,6 +511,32 @@ def test_a_default_of_another_type_is_refused():
         config({"method.name": "mine_default"})
 
 
+def branching(model, train, *, mu: float = 0.5):
+    return fedprox(model, train, mu=mu) if mu > 0 else fedavg(model, train)
+
+
+def with_field(**fields):
+    def factory(model, train):
+        return fedavg(model, train)._replace(**fields)
+
+    return factory
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (with_field(headline="POST"), r"^the method's headline = 'POST' is not usable: 'pre' or 'post'$"),
+        (with_field(copies=True), r"^the method's copies = True .*: 'none' or 'concat' or 'replace'$"),
+        (with_field(copies=False), r"^the method's copies = False "),
+        (branching, r"^method\.name = 'branching' .*: its float options are traced .* Annotated\[float, Static\]"),
+    ],
+)
+def test_a_factory_that_cannot_be_used_writes_nothing(method, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        simulate(config({"run.out": str(tmp_path / "run")}), method=method)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def with_setup(setup):
     def factory(model, train):
         return fedavg(model, train)._replace(setup=setup)
@@ -521,6 +555,11 @@ def with_other(**functions):
     return factory
 
 
+def with_update(**parts):
+    """FedAvg, of whose Update some parts are others: name -> a function of the Update."""
+    return with_other(local=lambda made: made._replace(**{name: parts[name](made) for name in parts}))
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
@@ -534,6 +573,29 @@ def with_other(**functions):
         ),
         (with_other(init=lambda made: made[0]), r"init returns = 'dict' .*: a pair \(server, state of a client\)"),
         (with_other(local=lambda update: (update.upload, update.info)), "local returns = 'tuple' .*: an Update"),
+        (with_update(info=lambda update: tuple(update.info)), r"local returns as info = 'tuple' .*: a TrainInfo\(loss"),
+        (with_update(info=lambda update: update.info.loss), r"returns as info = 'float32\[\]' .*: a TrainInfo"),
+        (
+            with_update(info=lambda update: update.info._replace(loss=jnp.zeros(3))),
+            r"local returns as info\['loss'\] = 'float32\[3\]' is not usable: one number, of shape \[\]",
+        ),
+        (
+            with_update(post=lambda update: update.upload),
+            r"returns as post = 'dict' .*: a pair \(view, client\), or None",
+        ),
+        (
+            with_update(diagnostics=lambda update: {"v": jnp.zeros(3)}),
+            r"local returns as diagnostics\['v'\] = 'float32\[3\]' .*: one number",
+        ),
+        (
+            with_update(diagnostics=lambda update: jnp.zeros(())),
+            r"as diagnostics = 'float32\[\]' .*: a dict: name -> num",
+        ),
+        (
+            with_other(diagnose=lambda _: {"v": jnp.zeros(3)}),
+            r"diagnose returns\['v'\] = 'float32\[3\]' .*: one number",
+        ),
+        (with_other(diagnose=lambda _: 3), r"diagnose returns = 'int32\[\]' .*: a dict: name -> number"),
         (with_other(predict=lambda made: made[:, :2]), r"predict returns = 'float32\[\d+, 2\]' .*: floats \[\d+, 10\]"),
         (with_other(predict=lambda made: made[0]), r"predict returns = 'float32\[10\]' .*: logits: floats"),
         (with_other(global_predict=lambda made: made.argmax(1)), r"global_predict returns = 'int32\[\d+\]' .*: logits"),

@@ -7,18 +7,40 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.method import State, Update
+from fedjax_pfl.method import State, TrainInfo, Update
 
 
 def update_of(returned: Any) -> Update:
-    """The value that a method's ``local`` has returned, checked to be an `Update`.
+    """The value that a method's ``local`` has returned, checked to be an `Update` of the right parts.
+
+    Raises:
+      ConfigError: it is something else, or its info, post or diagnostics are.
+    """
+    what = "what the method's local returns"
+    if not isinstance(returned, Update):
+        raise ConfigError(what, type(returned).__name__, "an Update")
+    info, post, diagnostics = returned.info, returned.post, returned.diagnostics
+    if not isinstance(info, TrainInfo):
+        raise ConfigError(f"{what} as info", _form(info), "a TrainInfo(loss, steps)")
+    check_numbers(f"{what} as info", info._asdict())
+    if post is not None and not (isinstance(post, tuple) and len(post) == 2):
+        raise ConfigError(f"{what} as post", _form(post), "a pair (view, client), or None")
+    if diagnostics is not None:
+        check_numbers(f"{what} as diagnostics", diagnostics)
+    return returned
+
+
+def check_numbers(what: str, named: Any) -> None:
+    """Checks that ``what``, which a function of a method returns, is a dict of single numbers.
 
     Raises:
       ConfigError: it is something else.
     """
-    if not isinstance(returned, Update):
-        raise ConfigError("what the method's local returns", type(returned).__name__, "an Update")
-    return returned
+    if not isinstance(named, dict):
+        raise ConfigError(what, _form(named), "a dict: name -> number")
+    for name, value in named.items():
+        if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
+            raise ConfigError(f"{what}[{name!r}]", _form(value), "one number, of shape []")
 
 
 def check_logits(function: str, logits: Any, samples: int, classes: int) -> None:
@@ -27,11 +49,9 @@ def check_logits(function: str, logits: Any, samples: int, classes: int) -> None
     Raises:
       ConfigError: they are not floats of the shape (samples, classes).
     """
-    is_array = hasattr(logits, "shape") and hasattr(logits, "dtype")
-    if not is_array or logits.shape != (samples, classes) or not jnp.issubdtype(logits.dtype, jnp.floating):
-        found = f"{logits.dtype}{list(logits.shape)}" if is_array else type(logits).__name__
+    if not _is_array(logits) or logits.shape != (samples, classes) or not jnp.issubdtype(logits.dtype, jnp.floating):
         allowed = f"logits: floats [{samples}, {classes}], a row per sample and a column per class"
-        raise ConfigError(f"what the method's {function} returns", found, allowed)
+        raise ConfigError(f"what the method's {function} returns", _form(logits), allowed)
 
 
 def pair_of(function: str, returned: Any, first: str, second: str) -> tuple[PyTree, PyTree]:
@@ -53,7 +73,7 @@ def check_storable(state: State) -> None:
       ConfigError: one is a random key, or has no entries.
     """
     for path, leaf in jax.tree.leaves_with_path(state):
-        name, found = f"the method's init: {jax.tree_util.keystr(path)}", f"{leaf.dtype}{list(leaf.shape)}"
+        name, found = f"the method's init: {jax.tree_util.keystr(path)}", _form(leaf)
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ConfigError(name, found, "numbers: jax.random.key_data(key), or draw from the key of each round")
         if leaf.size == 0:
@@ -75,3 +95,12 @@ def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
     for name in given | wanted:
         if (found := given.get(name, "(missing)")) != (allowed := wanted.get(name, "nothing")):
             raise ConfigError(f"the method's {what}{name} after a round", found, f"{allowed}, as before it")
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _form(value: Any) -> str:
+    """Type and shape of an array, or the type of anything else, for messages."""
+    return f"{value.dtype}{list(value.shape)}" if _is_array(value) else type(value).__name__

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import Clients, Federation, Samples, client_data
-from fedjax_pfl.engine.contract import check_logits, check_storable, pair_of
+from fedjax_pfl.engine.contract import check_logits, check_numbers, check_storable, pair_of
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange
@@ -211,8 +211,9 @@ def survey(
         compiler = _COMPILER_BYTES + _COMPILER_BYTES_PER_OPERATION * _operations(traced.jaxpr)
         process = resident_set() or samples
         memory = memory._replace(process=process, compiler=compiler)
-    said = tuple(jax.eval_shape(method.diagnose, server))
-    return memory, Exchange(view, client, update.upload, tuple(update.diagnostics or ()), said)
+    said = jax.eval_shape(method.diagnose, server)
+    check_numbers("what the method's diagnose returns", said)
+    return memory, Exchange(view, client, update.upload, tuple(update.diagnostics or ()), tuple(said))
 
 
 def _of_scoring(method: Method, server: PyTree, trained: tuple[PyTree, PyTree], data: Federation, test: Clients) -> int:

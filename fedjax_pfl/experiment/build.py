@@ -207,7 +207,7 @@ def attackers(config: Config) -> Bool[np.ndarray, " N"] | None:
         raise ConfigError("attack.share", share, allowed)
     rng = np.random.default_rng([config.partition_seed, zlib.crc32(b"attackers")])
     found = np.zeros(clients, bool)
-    found[rng.choice(trainers, number, replace=False)] = True
+    found[rng.permutation(trainers)[:number]] = True  # with a larger share, others join these
     return found
 
 
@@ -283,8 +283,15 @@ def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any
         method = factory(model, train, **options)
     except ValueError as error:
         raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
+    except jax.errors.ConcretizationTypeError as error:
+        allowed = "its float options are traced numbers, on which Python cannot branch, except by is_off(option); mark"
+        raise ConfigError("method.name", name, f"{allowed} one that it must know Annotated[float, Static]") from error
     if not isinstance(method, Method):
         raise ConfigError("method.name", name, f"a factory that returns a Method; it returns {type(method).__name__}")
+    for field in ("headline", "copies"):
+        known = typing.get_args(typing.get_type_hints(Method)[field])
+        if (value := getattr(method, field)) not in known:
+            raise ConfigError(f"the method's {field}", value, " or ".join(map(repr, known)))
     if (tuning := config.finetune).epochs > 0:
         if (own := config.method.get("finetune_epochs", 0)) > 0:
             allowed = f"0 for {name}, which fine-tunes by method.finetune_epochs = {own} already: set one of them to 0"

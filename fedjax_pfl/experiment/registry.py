@@ -56,7 +56,13 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "method": _Kind(METHODS, frozenset(METHODS), "def mine(model, train, *, mu: float = 0.1) -> Method", (2,), "name"),
+    "method": _Kind(
+        METHODS,
+        frozenset(METHODS),
+        "def mine(model, train, combine=weighted_mean, *, mu: float = 0.1) -> Method",
+        (2,),
+        "name",
+    ),
     "model": _Kind(
         MODELS, frozenset(MODELS), "def mine(*, hidden: int = 64, init: str) -> flax.linen.Module", (0,), "name"
     ),
@@ -80,9 +86,9 @@ def register_method(name: str) -> Callable[[Part], Part]:
     """Registers a method under a name for configs and the command line.
 
     ``@register_method("mine")`` decorates a factory ``(model, train, *, hyperparameters) -> Method``, with a third
-    argument ``combine`` if the method averages parameters: see :class:`fedjax_pfl.method.Method`. The names, types and
-    defaults of its keyword-only arguments are its options in a config. Registering a name again replaces the earlier
-    method.
+    argument ``combine=weighted_mean`` if the method averages parameters: see :class:`fedjax_pfl.method.Method`. The
+    names, types and defaults of its keyword-only arguments are its options in a config. Registering a name again
+    replaces the earlier method.
 
     Args:
       name: letters, digits and underscores; not the name of one of the package's methods.

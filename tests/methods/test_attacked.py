@@ -277,6 +277,9 @@ def test_attackers_are_drawn_by_the_seed_of_the_partition_among_those_that_train
     drawn = {tuple(attackers(config.replace({"data.seed": seed}))) for seed in range(20)}
     assert len(drawn) > 5
     assert np.any(list(drawn), axis=0).tolist() == [True] * 6 + [False] * 2
+    for seed in range(10):
+        few, more = (attackers(config.replace({"data.seed": seed, "attack.share": share})) for share in (0.34, 0.5))
+        assert (few <= more).all(), "with a larger share, others join them"
     assert attackers(config.replace({"attack.share": 0.0})) is None
     assert attackers(Config(**TABLES)) is None
     for share in (0.05, 0.95):
@@ -337,6 +340,12 @@ def test_differences_over_clients_leave_attackers_out():
     found, interval = _difference(*(Group({}, (), {0: cell}) for cell in cells), "pre")
     assert interval == pytest.approx((0.1, 0.1))
     assert found.mean == pytest.approx(0.1), "each run's own mean is over other clients: a difference of 0"
+
+
+def test_runs_without_a_client_that_is_honest_in_both_are_not_compared():
+    clients = [{"pre_accuracy": np.ones(2), "attacker": np.array(who)} for who in ([0, 1], [1, 0])]
+    cells = [SimpleNamespace(clients=table, figures={"pre": 1.0}) for table in clients]
+    assert _difference(*(Group({}, (), {0: cell}) for cell in cells), "pre") == (None, None)
 
 
 @pytest.mark.parametrize(
