@@ -41,7 +41,8 @@ def apfl(
     Both models take their step on the same batch, and both gradients are taken before either step. The parameters are
     mixed, as in the paper. The authors' later FedTorch mixes logits; it also approximates the gradient of alpha_i and
     adds a decay to it, while here this gradient is exact. alpha = 0 scores as FedAvg does, and alpha = 1 as Local.
-    Running statistics of v_i move towards those of the batches under the mix.
+    v_i starts as w^0, so that PRE of a client that has never taken part mixes w with untrained parameters. Running
+    statistics of v_i move towards those of the batches under the mix.
 
     Args:
       model: extractor and head.

@@ -25,7 +25,8 @@ def fedrod(
 
     The reported loss is the sum of both losses. A class that a client does not hold counts in its prior as if it had
     one sample; public codes take log 0, and so exclude it from the client's softmax. P starts as G does, as in these
-    codes. The paper's hypernetwork, which gives new clients a P, is left out.
+    codes; PRE of a client that has never taken part therefore adds the logits of an untrained head. The paper's
+    hypernetwork, which gives new clients a P, is left out.
 
     Args:
       model: extractor and head.

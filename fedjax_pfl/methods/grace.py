@@ -34,10 +34,10 @@ def grace(
     outside the federation.
 
     Align is CORAL between the features under the adapted and the received extractor. The server weights the
-    participants by n_i r_i, where r_i is the mean cosine of w^t - w_i to the updates of the others, shifted so that
-    none is negative. The public code has no client: this one is put together from the abstract and the other trainers
-    in that code, with plain SGD where these mix in Adam. The half of the outer loss gets the odd sample. With lam = 0,
-    inner_lr = 0 and equal r_i it is FedAvg on these halves.
+    participants by n_i r_i, where r_i is the mean cosine of w^t - w_i to the updates of the others (0 for an update of
+    zeros), shifted so that none is negative. The public code has no client: this one is put together from the abstract
+    and the other trainers in that code, with plain SGD where these mix in Adam. The half of the outer loss gets the odd
+    sample. With lam = 0, inner_lr = 0 and equal r_i it is FedAvg on these halves.
 
     Args:
       model: extractor and head.

@@ -34,8 +34,9 @@ def scaffold(
     Participants count alike, whatever their size, and c is the mean of the c_i over all clients that may take part; 2
     |w| numbers go down and up. c_i is the mean gradient on the client's way, (w - w_i) / (tau_i eta) with the rate of
     the round; with momentum, tau_i is the total weight that it gives to all gradients (FedNova, arXiv:2007.07481,
-    section 4). Weight decay and clipping are part of the gradient. Running statistics are averaged, without control
-    variates. A participant that took no step, because it has less than one batch with ``training.drop_last``, counts as
+    section 4). Weight decay is part of the gradient. ``training.clip_norm`` limits the corrected gradient g - c_i + c;
+    where it does, c_i is no mean gradient any more. Running statistics are averaged, without control variates. A
+    participant that took no step, because it has less than one batch with ``training.drop_last``, counts as
     one that has not moved. With another rule than the mean, or with altered uploads, c is the server's own estimate of
     the mean.
 

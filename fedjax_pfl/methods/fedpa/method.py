@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Gt, Le
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from fedjax_pfl.data.federated import Batch, ClientData
@@ -17,7 +16,7 @@ from fedjax_pfl.methods.fedpa.teaching import Evidence, GeneratorTraining
 from fedjax_pfl.models.base import Model, Params
 from fedjax_pfl.ops.aggregate import Combine, weighted_mean
 from fedjax_pfl.ops.losses import cross_entropy, label_loss
-from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, class_means, class_sums, update_prototypes
+from fedjax_pfl.ops.prototypes import Prototypes, centre_loss, class_sums, pool_prototypes
 from fedjax_pfl.ops.training import LossTotals, Scalar, Trainer, is_off, phase_key
 from fedjax_pfl.ops.tree import finite_rows, keep_rows
 
@@ -126,18 +125,17 @@ def fedpa(
         nothing = jnp.zeros((classes, model.dim)), jnp.zeros(classes)
         start = view.params, optimizer.init(view.params), LossTotals.none(), *nothing
         params, _, totals, sums, counts = train.over_batches(now, step, start, data, steps=steps)
-        upload = Upload(params, PerClass(counts, class_means(sums, counts).mean))
+        upload = Upload(params, PerClass(counts, sums))
         return Update(client, upload, train.info(totals, data), post=(view._replace(params=params), client))
 
     def aggregate(
         now: Round, server: Server, clients: PyTree, uploads: Upload, cohort: Cohort
     ) -> tuple[Server, PyTree]:
         # 0 * NaN is NaN: a client that has diverged counts as absent.
-        heads, (counts, means) = keep_rows(finite_rows(uploads), (uploads.params["head"], uploads.prototypes))
-        evidence = Evidence(heads, counts, server.prototypes)
+        heads, sums = keep_rows(finite_rows(uploads), (uploads.params["head"], uploads.prototypes))
+        evidence = Evidence(heads, sums.held, server.prototypes)
         generator = teach(now, server.generator, evidence, weights(now.t)[0])
-        sums = jnp.einsum("nc,nck->ck", counts, means, precision=lax.Precision.HIGHEST)
-        prototypes = update_prototypes(server.prototypes, class_means(sums, jnp.sum(counts, axis=0)))
+        prototypes = pool_prototypes(server.prototypes, sums)
         return Server(combine(uploads.params, cohort.weight), prototypes, generator), clients
 
     def personal(view: View, client: PyTree) -> Params:

@@ -25,7 +25,7 @@ class View(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """What is sent up: w_i, and the mean feature of each class trained on, with the number of its samples."""
+    """What is sent up: w_i, and of each class trained on the sum of its features and the number of its samples."""
 
     params: Params
     prototypes: PerClass
