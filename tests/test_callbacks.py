@@ -23,7 +23,7 @@ from fedjax_pfl import (
     WandbLogger,
     simulate,
 )
-from fedjax_pfl.experiment.callbacks import Running, check_run
+from fedjax_pfl.experiment.callbacks import Running, check_callbacks, check_run
 from fedjax_pfl.experiment.programs import Program
 from fedjax_pfl.experiment.progress import lines
 
@@ -95,6 +95,21 @@ def test_on_round_is_called_after_every_round_and_changes_nothing(plain):
     assert every.rounds == [1, 2, 3, 4, 5, 6]
     assert_same(result.state, plain.state)
     assert [every.losses[t - 1] for t in (2, 4, 6)] == plain.history["train_loss"].tolist()
+
+
+def test_what_a_callback_does_to_lines_changes_nothing_that_is_recorded(plain, tmp_path):
+    class Careless(Callback):
+        def on_evaluate(self, run, line):
+            line["mine"] = 1.0
+            line["pre"].clear()
+            run.lines[-1]["pre"].clear()
+            run.lines.append({})
+
+    result = simulate(config(out=str(tmp_path / "run")), callbacks=[Careless()])
+    for had in (result, Result.load(tmp_path / "run")):
+        assert had.history.keys() == plain.history.keys()
+        assert had.history["pre.accuracy"].tolist() == plain.history["pre.accuracy"].tolist()
+        assert had.summary["personal"] == plain.summary["personal"]
 
 
 @pytest.mark.parametrize(("asked", "last"), [(4, 4), (3, 4)])
@@ -322,6 +337,39 @@ def test_a_metric_that_the_run_does_not_have_replaces_nothing(callback, message,
     assert (tmp_path / "summary.json").read_text() == "an earlier run's"
 
 
+class WithoutRun(Callback):
+    def on_evaluate(self, line):
+        pass
+
+
+class Misspelt(Callback):
+    def on_evaluation(self, run, line):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (WithoutRun(), r"one whose on_evaluate takes the arguments run, line$"),
+        (Misspelt(), r"one without on_evaluation, which nothing calls; did you mean on_evaluate\?"),
+    ],
+)
+def test_functions_that_cannot_be_called_are_refused_before_compilation(callback, message, monkeypatch):
+    monkeypatch.setattr(Program, "compile", lambda _: pytest.fail("compiled"))
+    with pytest.raises(ConfigError, match=message):
+        simulate(config(), callbacks=[callback])
+
+
+def test_functions_may_name_their_arguments_otherwise_and_take_more():
+    class Own(Callback):
+        on_disk = True
+
+        def on_evaluate(self, now, *scores, quiet=True):
+            pass
+
+    check_callbacks([Own(), Recorder(), EarlyStopping(), BestModel()])
+
+
 def test_a_refused_resumption_leaves_a_complete_run_as_it_is(tmp_path):
     given = config(out=str(tmp_path / "run"), checkpoint_every=1)
     simulate(given)
@@ -354,6 +402,8 @@ MISTAKES = {
         r"metric = None is not usable: a metric such as train_loss, or give data.validation_share",
     ),
     "min_delta": (lambda: EarlyStopping(min_delta=-1.0), r"min_delta = -1.0 .* 0 or more"),
+    "no name": (lambda: EarlyStopping(3), r"metric = 3 is not usable: a name in history, such as train_loss, or None$"),
+    "no name of the best": (lambda: BestModel(["train_loss"]), r"metric = \['train_loss'\] .*: a name in history"),
     "mode": (lambda: BestModel(mode="up"), r"mode = 'up' is not usable: \"max\" or \"min\""),
     "metric": (
         lambda: run_with([1.0]).values("loss"),

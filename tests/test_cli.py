@@ -400,6 +400,14 @@ def test_partition_shows_and_writes_who_holds_what_without_training(quick, tmp_p
         Result.load(tmp_path / "out")
 
 
+def test_partition_refuses_what_a_run_would(quick):
+    refused = [invoke(name, quick, "data.validation_share=0.001").exception for name in ("run", "partition")]
+    assert re.match(
+        r"data\.validation_share = 0\.001 is not usable: a larger share: .* none to validate on$", str(refused[0])
+    )
+    assert str(refused[1]) == str(refused[0])
+
+
 def test_partition_without_out_writes_nothing(quick, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())

@@ -252,6 +252,7 @@ BAD_ROWS = {
     "no list": (lambda clients: 3, "a list of rows for each of the 5 clients, not int"),
     "floats": (lambda clients: [np.zeros(3)] * 5, r"client 0 needs row numbers \[n\], not float64 \(3,\)"),
     "one row": (lambda clients: [[0]] * 5, "client 0 needs 2 rows or more, to train and to test, and has 1"),
+    "none": (lambda clients: [[]] * 5, "client 0 needs 2 rows or more, to train and to test, and has 0"),
     "twice": (lambda clients: [[0, 0, 1]] * 5, "client 0 has row 0 twice"),
     "outside": (lambda clients: [[0, 10**6]] * 5, "rows are numbered 0 to 1796, and client 0 has row 1000000"),
     "shared": (lambda clients: [[0, 1]] * 5, "two clients have row 0"),

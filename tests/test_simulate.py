@@ -13,17 +13,20 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from scipy.stats import hmean
 
-from fedjax_pfl import Config, ConfigError, load_config, simulate
+from fedjax_pfl import Config, ConfigError, load_config, register_metric, simulate
 from fedjax_pfl.data.dataset import fingerprint
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.data.split import draw_test, manifest
 from fedjax_pfl.engine.memory import Hardware, peak_bytes, survey
+from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.experiment.build import divide, even_chunk, make_engine, shape_of
 from fedjax_pfl.experiment.programs import alike, lay_out
 from fedjax_pfl.experiment.summary import flat
 from fedjax_pfl.method import Cohort
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.models import MODELS, mlp
 from fedjax_pfl.ops.tree import count, size
 from tests.reference import MLP, held, now, to_numpy
 from tests.toys import witness
@@ -522,6 +525,27 @@ def test_what_does_not_fit_the_data_is_an_error_before_compilation(tables, field
     with pytest.raises(ConfigError) as caught:
         simulate(config(**tables))
     assert caught.value.field == field
+
+
+@pytest.mark.usefixtures("tables_as_before")
+def test_the_parts_of_a_refused_call_are_not_registered():
+    def sure(logits, labels):
+        return jnp.max(logits, axis=-1)
+
+    def scalar(logits, labels):
+        return jnp.mean(logits)
+
+    def net(*, init: str = "torch"):
+        return mlp(hidden=8, init=init)
+
+    register_metric("sure")(sure)
+    tables = METHODS, MODELS, METRICS
+    before = [dict(table) for table in tables]
+    refused = [({"sure": scalar, "oops": scalar}, r"run\.metrics = 'sure'"), ({"oops": sure, "loss": sure}, "= 'loss'")]
+    for given, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            simulate(config(), method=witness, model=net, metrics=given)
+        assert [dict(table) for table in tables] == before
 
 
 def test_a_model_that_does_not_fit_the_images_says_so():

@@ -109,6 +109,13 @@ def deal(
     else:
         splits = draw_test(dataset.labels, dealt.parts, test_part, seed, test_classes=test_classes, **held_out)
 
+    # Every client has at least one test row, but possibly no validation row.
+    if validation_share and not any(len(rows.validation) for rows in splits):
+        largest = max(len(rows.train) for rows in splits)
+        change = "a larger share" if largest > 1 else "0, or fewer clients"
+        allowed = f"{change}: of {largest} training samples or fewer per client it leaves none to validate on"
+        raise ConfigError("data.validation_share", validation_share, allowed)
+
     # 4. The pooled test set: all rows of a test part, including rows on which no client is tested.
     whole = None if natural else test_part
     pooled = np.sort(np.concatenate([rows.test for rows in splits])) if whole is None else whole
@@ -136,19 +143,10 @@ def federate(
       holdings: the rows of each client.
       validation_share: 0 for a federation without validation samples.
       evaluate_on: whether the federation's ``test`` and ``pooled`` hold the test or the validation samples.
-
-    Raises:
-      ConfigError: field ``data.validation_share``: there are no samples to evaluate on.
     """
     splits, pooled, _ = holdings
     if evaluate_on == "validation":
         pooled = np.sort(np.concatenate([rows.validation for rows in splits]))
-    # Every client has at least one test row, but possibly no validation row.
-    if not len(pooled) or (validation_share and not any(len(rows.validation) for rows in splits)):
-        largest = max(len(rows.train) for rows in splits)
-        change = "a larger share" if largest > 1 else "0, or fewer clients"
-        allowed = f"{change}: of {largest} training samples or fewer per client it leaves none to validate on"
-        raise ConfigError("data.validation_share", validation_share, allowed)
 
     def tables(rows: Sequence[Rows]) -> Clients:
         return pack(rows, dataset.labels, dataset.classes)

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedjax_pfl.data import hugging_face
 from fedjax_pfl.data.dataset import Dataset, from_arrays
-from fedjax_pfl.data.partition import check_rows
+from fedjax_pfl.data.partition import MIN_SAMPLES, check_rows
 from fedjax_pfl.errors import ConfigError, first_line
 
 _ACCEPTED = (
@@ -136,6 +136,8 @@ def _of_clients(data: Sequence[tuple], name: str) -> Dataset:
         raise ConfigError("data", name, f"{allowed}; their lengths are {', '.join(map(str, sorted(lengths)))}")
     held = [_arrays(part, name, f" of client {client}") for client, part in enumerate(data)]
     for client, part in enumerate(held):
+        if not any(array.size for array in part):
+            raise ConfigError("data", name, f"client {client} has 0 samples, and needs {MIN_SAMPLES} or more")
         for x, y in zip(part[::2], part[1::2], strict=True):
             if not x.ndim or not y.ndim or len(x) != len(y):
                 raise ConfigError("data", name, f"client {client} has samples {x.shape} and labels {y.shape}")
@@ -183,7 +185,7 @@ def _rows(clients: Any, name: str) -> list[np.ndarray]:
     if not rows:
         raise ConfigError("data", name, needed)
     for client, held in enumerate(rows):
-        if held.ndim != 1 or held.dtype.kind not in "iu":
+        if held.ndim != 1 or (held.size and held.dtype.kind not in "iu"):  # of [], NumPy makes floats
             hint = ": numpy.flatnonzero(mask)" if held.dtype == bool else ""
             raise ConfigError("data", name, f"{needed}; client {client} has {held.dtype} {held.shape}{hint}")
     return rows

@@ -1,5 +1,6 @@
 """Callbacks of a run: early stopping, the best model, loggers. ``simulate(config, callbacks=[...])``."""
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ class Running:
       headline: ``pre`` or ``post``, the evaluation point at which its method is judged.
       round: number of rounds done.
       loss: mean training loss of the last round's participants; NaN before the first round.
-      lines: the lines of ``metrics.jsonl`` so far.
+      lines: the lines of ``metrics.jsonl`` so far; copies of those recorded.
       metrics: the names of the metrics that its lines have, as in ``history``.
       stopped: the reason why the run shall end early, or None.
     """
@@ -92,7 +93,7 @@ class Callback:
         """Called after every round. If overridden, rounds run one by one, which costs time if they are short."""
 
     def on_evaluate(self, run: Running, line: Line) -> None:
-        """Called after every evaluation, with its line of ``metrics.jsonl``."""
+        """Called after every evaluation, with a copy of its line of ``metrics.jsonl``."""
 
     def on_end(self, run: Running, result: "Result") -> None:
         """Called after the last round, with the result of the run."""
@@ -127,7 +128,7 @@ class EarlyStopping(Callback):
             raise ConfigError("patience", patience, "a whole number of evaluations, 1 or more")
         if not isinstance(min_delta, int | float | np.integer | np.floating) or not 0 <= min_delta < math.inf:
             raise ConfigError("min_delta", min_delta, "a number, 0 or more")
-        _check_mode(mode)
+        _check_goal(metric, mode)
         self.metric, self.patience, self.min_delta, self.sign = metric, patience, min_delta, 1 if mode == "max" else -1
 
     def on_start(self, run: Running) -> None:
@@ -157,7 +158,7 @@ class BestModel(Callback):
 
     def __init__(self, metric: str | None = None, *, mode: Literal["max", "min"] = "max"):
         """Args as in `EarlyStopping`."""
-        _check_mode(mode)
+        _check_goal(metric, mode)
         self.metric, self.sign = metric, 1 if mode == "max" else -1
         self.round: int | None = None
         self.value = math.nan
@@ -322,11 +323,13 @@ def check_tensorboard(out: Any, field: str = "run.out") -> None:
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Checks that these are callbacks.
+    """Checks that these are callbacks, whose functions can be called.
 
     Raises:
-      ConfigError: one is not a callback.
+      ConfigError: one is not a callback, has a function with other arguments than that of `Callback`, or one named
+        ``on_...`` that `Callback` lacks, which nothing would call.
     """
+    known = {name: list(inspect.signature(vars(Callback)[name]).parameters)[1:] for name in _functions(Callback)}
     if not isinstance(callbacks, Sequence):
         raise ConfigError("callbacks", callbacks, "a list of callbacks")
     for callback in callbacks:
@@ -334,6 +337,17 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             allowed = "an object of a class that inherits from fedjax_pfl.Callback"
             allowed += ", not the class itself" if isinstance(callback, type) else ""
             raise ConfigError("callbacks", callback, allowed)
+        for name in _functions(callback):
+            function = getattr(callback, name)
+            if name in known:
+                try:
+                    inspect.signature(function).bind(*known[name])
+                except TypeError:
+                    allowed = f"one whose {name} takes the arguments {', '.join(known[name])}"
+                    raise ConfigError("callbacks", callback, allowed) from None
+            elif callable(function):
+                allowed = f"one without {name}, which nothing calls; {one_of(name, known)}"
+                raise ConfigError("callbacks", callback, allowed)
 
 
 def check_run(callbacks: Sequence[Callback], run: Running) -> None:
@@ -353,7 +367,14 @@ def check_run(callbacks: Sequence[Callback], run: Running) -> None:
             raise ConfigError("BestModel", best, allowed)
 
 
-def _check_mode(mode: str) -> None:
+def _functions(callback: Any) -> list[str]:
+    """The names of what is called during a run, or looks like it."""
+    return [name for name in dir(callback) if name.startswith("on_")]
+
+
+def _check_goal(metric: str | None, mode: str) -> None:
+    if metric is not None and not isinstance(metric, str):
+        raise ConfigError("metric", metric, "a name in history, such as train_loss, or None")
     if mode not in ("max", "min"):
         raise ConfigError("mode", mode, '"max" or "min"')
 

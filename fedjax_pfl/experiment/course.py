@@ -1,6 +1,7 @@
 """One run of a program: records its evaluations, calls its callbacks, and makes its `Result`."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import jax
@@ -78,7 +79,7 @@ class Course:
             new=engine.new > 0,
             validated=engine.validate,
         )
-        self.live = Running(self._config, engine.method.headline, saved.round, self.lines, state, metrics)
+        self.live = Running(self._config, engine.method.headline, saved.round, deepcopy(self.lines), state, metrics)
         self._callbacks = [*place.callbacks(), *callbacks]
         self._manifest = program.manifests[run]
         self._client_rows = [place.client_history]
@@ -120,13 +121,14 @@ class Course:
         line = {"round": t, "train_loss": self.live.loss, **of, **cost}
         rows = client_rows(t, self._manifest, evaluated_on, scores) if self._config.run.client_history else {}
         self.lines.append(line)
+        self.live.lines.append(deepcopy(line))
         self._client_rows.append(rows)
         self._place.append(line, rows)
         if self._config.run.keep == "best":
             *before, now = self.live.values(None)
             if all(now > value for value in before):
                 self._best = Best(np.asarray(t, np.int32), self.live.state)
-        self.tell("on_evaluate", line)
+        self.tell("on_evaluate", deepcopy(line))
 
     def save(self, state: Run, t: int, seconds: float, round_seconds: float) -> None:
         """Writes a checkpoint after round t."""

@@ -105,18 +105,26 @@ def simulate(
         raise ConfigError("interrupt", interrupt, '"auto", "raise" or "return"')
     if overwrite and resume is not None:
         raise ConfigError("overwrite", True, "false with resume, which goes on with the run instead of replacing it")
-    config = with_parts(of_data(config, data), model=model, features=features, method=method, metrics=metrics)
-    if resume is not None:
-        resume = os.path.expanduser(resume)
-        config = config.replace({"run.out": resume})
-    prepare(config.run)
-    dataset = dataset_of(config, data)
-    place = RunPlace(config, resume=resume, overwrite=overwrite)
-    returns = interrupt == "return" or (interrupt == "auto" and is_interactive())
-    with reporting(config, progress) as report:
-        return drive(
-            [config], dataset, [place], began=began, progress=report, callbacks=callbacks, returns=returns, data=data
-        )[0]
+    own = {"model": model, "features": features, "method": method, "metrics": metrics}
+    with with_parts(of_data(config, data), **own) as config:
+        if resume is not None:
+            resume = os.path.expanduser(resume)
+            config = config.replace({"run.out": resume})
+        prepare(config.run)
+        dataset = dataset_of(config, data)
+        place = RunPlace(config, resume=resume, overwrite=overwrite)
+        returns = interrupt == "return" or (interrupt == "auto" and is_interactive())
+        with reporting(config, progress) as report:
+            return drive(
+                [config],
+                dataset,
+                [place],
+                began=began,
+                progress=report,
+                callbacks=callbacks,
+                returns=returns,
+                data=data,
+            )[0]
 
 
 def is_interactive() -> bool:

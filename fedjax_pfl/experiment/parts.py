@@ -1,7 +1,8 @@
 """The user's own parts of a run: those passed to `simulate`, and those that a config names."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fedjax_pfl.data.sources import SOURCES
@@ -10,8 +11,11 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.registry import NAME, OwnParts, own_parts, register_method, register_metric, register_model
 from fedjax_pfl.method import Method
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.models import MODELS
 
 
+@contextmanager
 def with_parts(
     config: Config,
     *,
@@ -19,8 +23,10 @@ def with_parts(
     features: str | None = None,
     method: Callable[..., Method] | None = None,
     metrics: Mapping[str, Metric] | None = None,
-) -> Config:
+) -> Iterator[Config]:
     """The config with parts from Python instead of those that it names; they are registered under their own names.
+
+    They stay registered, unless an error leaves the context.
 
     Args:
       config: the config.
@@ -34,23 +40,28 @@ def with_parts(
       ConfigError: one of them cannot be used.
     """
     changes: dict[str, Any] = {}
-    if features is not None and model is None:
-        raise ConfigError("features", features, "nothing without model: it says where that classifier is cut")
-    if model is not None:
-        changes["model.name"] = _own_name(model)
-        register_model(changes["model.name"], features=features)(model)
-    if method is not None and not callable(method):
-        raise ConfigError("method", method, "a factory; a name goes into the config: method.name")
-    if method is not None:
-        changes["method.name"] = _own_name(method)
-        register_method(changes["method.name"])(method)
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise ConfigError("metrics", metrics, 'names with functions, as in {"ece": ece}')
-    if metrics:
-        for name, metric in metrics.items():
-            register_metric(name)(metric)
-        changes["run.metrics"] = list(dict.fromkeys([*config.run.metrics, *metrics]))
-    return config.replace(changes) if changes else config
+    with ExitStack() as undo:
+        if features is not None and model is None:
+            raise ConfigError("features", features, "nothing without model: it says where that classifier is cut")
+        if model is not None:
+            name = changes["model.name"] = _own_name(model)
+            undo.callback(_put, MODELS, name, MODELS.get(name))
+            register_model(name, features=features)(model)
+        if method is not None and not callable(method):
+            raise ConfigError("method", method, "a factory; a name goes into the config: method.name")
+        if method is not None:
+            name = changes["method.name"] = _own_name(method)
+            undo.callback(_put, METHODS, name, METHODS.get(name))
+            register_method(name)(method)
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise ConfigError("metrics", metrics, 'names with functions, as in {"ece": ece}')
+        if metrics:
+            for name, metric in metrics.items():
+                undo.callback(_put, METRICS, name, METRICS.get(name))
+                register_metric(name)(metric)
+            changes["run.metrics"] = list(dict.fromkeys([*config.run.metrics, *metrics]))
+        yield config.replace(changes) if changes else config
+        undo.pop_all()
 
 
 def parts_of(configs: Sequence[Config]) -> OwnParts:
@@ -72,3 +83,11 @@ def _own_name(part: Any) -> str:
         part = part.func
     name = getattr(part, "__name__", None) or type(part).__name__
     return "own" if isinstance(part, tuple) or not NAME.fullmatch(name) else name
+
+
+def _put(table: MutableMapping[str, Any], name: str, part: Any) -> None:
+    """Puts a part into its table; None leaves none of this name there."""
+    if part is None:
+        table.pop(name, None)
+    else:
+        table[name] = part

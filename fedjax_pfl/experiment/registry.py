@@ -307,7 +307,7 @@ def _checked_rows(name: str, given: Any, samples: int, clients: int) -> Partitio
         raise ConfigError(field, name, f"it must return a list of rows for each of the {clients} clients, not {found}")
     parts = [np.asarray(rows) for rows in given]
     for client, rows in enumerate(parts):
-        if rows.ndim != 1 or rows.dtype.kind not in "iu":
+        if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise ConfigError(field, name, f"client {client} needs row numbers [n], not {rows.dtype} {rows.shape}")
     check_rows(parts, samples, clients, field, name)
     return Partition([np.sort(rows).astype(np.int64) for rows in parts], ())

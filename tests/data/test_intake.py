@@ -264,6 +264,16 @@ MISTAKES = {
     "a row of two": (FederatedData(*PART, clients=[[0, 1], [2, 1]]), "two clients have row 1$"),
     "a row twice": (FederatedData(*PART, clients=[[0, 1, 0]]), "client 0 has row 0 twice"),
     "a client with one row": (FederatedData(*PART, clients=[[0, 1], [3]]), "client 1 needs 2 rows or more.*has 1$"),
+    "a client without rows": (FederatedData(*PART, clients=[[0, 1], []]), "client 1 needs 2 rows or more.*has 0$"),
+    "the first client without samples": ([([], []), PART, PART], "client 0 has 0 samples, and needs 2 or more$"),
+    "the last client without samples": (
+        [PART, PART, (NUMBERS[:0], Y[:0])],
+        "client 2 has 0 samples, and needs 2 or more$",
+    ),
+    "a client without samples of either part": (
+        [(*PART, *PART), (NUMBERS[:0], Y[:0]) * 2],
+        "client 1 has 0 samples, and needs 2 or more$",
+    ),
 }
 
 
