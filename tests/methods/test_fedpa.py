@@ -214,12 +214,13 @@ def test_rounds_are_numpys(model, trainer, federation):
         near([float(leaf[i]) for leaf in end.post.test], mlp.scores(params, held(federation.test, i)))
 
 
-def test_the_first_round_is_fedavgs_bit_for_bit(model, trainer, federation):
-    """Client 4 has 12 samples: six steps of four are two epochs."""
+def test_the_first_round_is_fedavgs(model, trainer, federation):
+    """Up to the rounding of two programs, which are fused otherwise. Six steps of four of 12 samples are two epochs."""
     found, expected = (
         update_of(method, federation, 4) for method in (fedpa(model, trainer, steps=6), fedavg(model, trainer))
     )
-    jax.tree.map(np.testing.assert_array_equal, (found.upload.params, found.info), (expected.upload, expected.info))
+    for a, b in zip(*map(jax.tree.leaves, ((found.upload.params, found.info), (expected.upload, expected.info)))):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)
     assert int(found.info.steps) == 6
 
 
