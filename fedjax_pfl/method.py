@@ -57,7 +57,7 @@ class TrainInfo(NamedTuple):
     """What a client reports of its local training.
 
     Attributes:
-      loss: mean training loss over all samples of all epochs, each taken before its step.
+      loss: mean training loss over all samples of all epochs; a batch's loss is taken before the step on that batch.
       steps: tau_i, the number of SGD steps taken.
     """
 
@@ -73,8 +73,8 @@ class Cohort(NamedTuple):
     """The clients of one round, as K rows in the engine's order (largest client first on each device).
 
     Attributes:
-      ids: number of the client in each row, [K]; ``total`` if the row is absent (the client dropped out, or the row
-        only fills up a chunk).
+      ids: number of the client in each row, [K]; ``total`` if the row is absent (no client was drawn for it, its client
+        dropped out, or it only fills up a chunk).
       weight: n_k, the number of training samples of each client, [K]; 0 for an absent row.
       total: N, the number of clients, including new clients.
       trainers: how many clients, the first ones, may take part; a mean over "all clients" divides by this number.
@@ -130,7 +130,7 @@ class Update(NamedTuple):
       info: loss and number of steps.
       post: the (view, client) from which ``personal`` makes the model of the POST evaluation, right after local
         training; (upload, client) unless given, which is right for methods whose upload is the trained view.
-      diagnostics: of this client, or None; their mean over the participants of the round is recorded.
+      diagnostics: this client's values, or None; their mean over the round's participants that took a step is recorded.
     """
 
     client: PyTree

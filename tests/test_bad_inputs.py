@@ -358,6 +358,11 @@ CASES = {
         "finetune.epochs = 2 is not usable: 0 for fedfcd: it answers by more than an extractor with a head, which is "
         "what fine-tuning trains",
     ),
+    "fine-tuning of a method that has a kind of its own": (
+        "run config.toml method.name=fedetf finetune.epochs=2",
+        "finetune.epochs = 2 is not usable: 0 for fedetf: it answers by more than an extractor with a head, which is "
+        "what fine-tuning trains",
+    ),
     "fine-tuning on top of fine-tuning": (
         "run config.toml method.name=fedavg_ft method.finetune_epochs=3 finetune.epochs=2",
         "finetune.epochs = 2 is not usable: 0 for fedavg_ft, which fine-tunes by method.finetune_epochs = 3 already: "

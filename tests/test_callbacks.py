@@ -224,6 +224,26 @@ def test_an_evaluation_without_a_value_is_never_the_best():
     assert (best.round, best.value) == (3, 2.0)
 
 
+def test_evaluations_before_the_first_value_are_nothing_that_fails_to_improve():
+    """Such as losses while nobody has taken part; a loss that is lost later, on divergence, counts."""
+    stop = EarlyStopping("train_loss", patience=2, mode="min")
+
+    def ends(losses):
+        run = run_with(losses)
+        stop.on_evaluate(run, run.lines[-1])
+        return run.stopped is not None
+
+    assert not ends([math.nan, math.nan, math.nan])
+    assert not ends([math.nan, math.nan, 2.0, 3.0])
+    assert ends([math.nan, math.nan, 2.0, 3.0, math.nan])
+
+
+def test_the_best_of_rounds_without_a_value_is_the_newest():
+    """That is what an uninterrupted run holds, so that a resumed one has lost nothing."""
+    run = run_with([math.nan, math.nan])
+    check_run([BestModel("train_loss", mode="min")], run)
+
+
 class Interrupt(Callback):
     """Sends this process the signal of Ctrl-C in the middle of the run."""
 

@@ -367,7 +367,7 @@ def test_names_are_printed_as_they_are(tmp_path, capsys):
     assert "hash [a]" in said
     named = {"method": {"name": "fedavg"}, "data": {"source": "npz:[a].npz"}}
     config = {**named, "run": {"seed": 0}, "training": {"rounds": 2}}
-    listed = [Listed(tmp_path / name, config, 2, True, {"pre": None, "post": 0.5}, True) for name in NAMES]
+    listed = [Listed(tmp_path / name, config, 2, True, {"pre": None, "post": 0.5}, True, False) for name in NAMES]
     printing.print_runs(listed, tmp_path)
     said = capsys.readouterr().out
     assert [name for name in NAMES if f"│ {name} " not in said] == []
@@ -511,7 +511,7 @@ def test_ls_shows_how_far_runs_are(tmp_path):
         if lines:
             (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if ended:
-            (made / "summary.json").write_text("{}")
+            (made / "summary.json").write_text('{"diverged_round": 40}' if folder == "e" else "{}")
 
     lines = [
         {"round": 20, "pre": {"accuracy": 0.5}, "post": {"accuracy": 0.25}},
@@ -521,6 +521,7 @@ def test_ls_shows_how_far_runs_are(tmp_path):
     run("b", "of_somebody", lines[:1], ended=False)
     run("c", "local", [], ended=False)
     run("d", "local", [], ended=False)
+    run("e", "local", lines, ended=True)
     (tmp_path / "d" / ".lock").touch()  # it is at work
     (tmp_path / "no_run").mkdir()
     (tmp_path / "no_run" / "config.toml").write_text("")
@@ -530,6 +531,7 @@ def test_ls_shows_how_far_runs_are(tmp_path):
         ["b", "of_somebody", "digits", "7", "20/40", "50.00", "25.00", "not ended"],
         ["c", "local", "digits", "7", "0/40", "—", "—", "not begun"],
         ["d", "local", "digits", "7", "0/40", "—", "—", "not ended"],
+        ["e", "local", "digits", "7", "40/40", "75.00", "87.50", "diverged"],
         ["table/a", "fedavg", "digits", "7", "40/40", "75.00", "87.50", ""],
     ]
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:

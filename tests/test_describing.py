@@ -80,10 +80,16 @@ def test_lists_are_aligned_and_without_markup(capsys):
 
 
 @pytest.mark.parametrize(
-    ("begun", "ended", "state"), [(True, True, ""), (True, False, "not ended"), (False, False, "not begun")]
+    ("begun", "ended", "diverged", "state"),
+    [
+        (True, True, False, ""),
+        (True, True, True, "diverged"),
+        (True, False, False, "not ended"),
+        (False, False, False, "not begun"),
+    ],
 )
-def test_a_partition_alone_is_listed_as_no_run_that_goes_on(begun, ended, state, tmp_path, capsys):
+def test_a_partition_alone_is_listed_as_no_run_that_goes_on(begun, ended, diverged, state, tmp_path, capsys):
     config = Config(data={"source": "digits"}, method={"name": "fedavg"}).model_dump()
-    print_runs([Listed(tmp_path / "a", config, 0, ended, {}, begun)], tmp_path)
+    print_runs([Listed(tmp_path / "a", config, 0, ended, {}, begun, diverged)], tmp_path)
     row = capsys.readouterr().out.splitlines()[-2]
     assert row.split("│")[-2].strip() == state

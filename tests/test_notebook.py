@@ -127,6 +127,20 @@ def test_a_result_is_two_lines(result):
     assert str(told) == repr(told)
 
 
+def test_one_client_and_one_round_are_singular_and_a_diverged_run_is_marked(result):
+    told = replace(result, summary={**result.summary, "clients": 1, "rounds": 1, "diverged_round": 1})
+    assert repr(told).startswith("fedavg on digits, 1 client, 1 round, seed 0\n")
+    assert repr(told).endswith(", diverged in round 1")
+    assert "diverged" not in repr(result)
+
+
+def test_no_runs_are_a_table_without_rows(comparison, swept):
+    for of in (comparison, swept):
+        empty = of._replace(cells=[])
+        assert empty.markdown().endswith("No runs.\n")
+        assert "No runs." in Page(empty._repr_html_()).text
+
+
 def test_many_runs_are_two_lines_with_the_best_of_them(comparison, swept):
     assert repr(comparison) == "Comparison of 4 runs\n  highest mean PRE: local 75.00 %"
     assert repr(swept) == "Sweep of 4 runs\n  highest mean POST: fedavg 90.00 %"

@@ -310,11 +310,24 @@ def test_circles_of_few_clients_keep_to_their_rows(clients, classes):
 
 @pytest.mark.parametrize(
     ("clients", "classes", "label"),
-    [(150, 10, "client"), (200, 10, "client, by main class"), (20, 100, "client, by main class")],
+    [
+        (150, 10, "client"),
+        (200, 10, "client, by main class"),
+        (20, 100, "client, by main class"),
+        (50, 2, "client"),
+        (150, 2, "client, by main class"),
+    ],
 )
-def test_circles_too_small_to_tell_apart_are_shades(clients, classes, label):
+def test_circles_too_small_or_too_close_to_tell_apart_are_shades(clients, classes, label):
     counts = np.eye(classes, dtype=int)[np.arange(clients) % classes]
     assert plot_partition({"class_counts": counts.tolist()}).get_xlabel() == label
+
+
+def test_a_single_round_client_or_class_has_ticks_at_whole_numbers():
+    run = result(history={name: values[:1] for name, values in result().history.items()})
+    for ax in (run.plot(), plot_partition({"class_counts": [[3]]}), plot_partition({"class_counts": [[3]]}, "shades")):
+        for axis in [ax.xaxis] if ax.get_xlabel() == "round" else [ax.xaxis, ax.yaxis]:
+            assert all(float(tick).is_integer() for tick in axis.get_ticklocs())
 
 
 def test_bars_stack_the_classes_of_a_client():
@@ -450,6 +463,10 @@ def test_features_by_t_sne():
             "client = [1] is not usable: of those that are exported: 0, 3",
         ),
         (
+            lambda: plot_confusion(result(exported=EXPORTED), [0, 3]),
+            "client = [0, 3] is not usable: the number of one client, or None for all that are exported",
+        ),
+        (
             lambda: plot_features(result(exported=featured()), [0, 7]),
             "clients = [0, 7] is not usable: of those that are exported: 0, 1",
         ),
@@ -516,6 +533,15 @@ def test_sensitivity_to_a_hyperparameter_of_one_method():
 )
 def test_the_scale_of_a_hyperparameter(values, scale):
     assert plot_sensitivity(tuned(values), "fedprox.mu", "post").get_xscale() == scale
+
+
+def test_a_method_without_the_hyperparameter_does_not_fix_the_scale():
+    """Wherever it comes: its line is as wide as the axes."""
+    sweep = tuned((0.0, 0.001, 1.0))
+    orders = sweep.cells, sweep.cells[::-1]
+    first, last = (plot_sensitivity(sweep._replace(cells=cells), "fedprox.mu").get_xlim() for cells in orders)
+    np.testing.assert_allclose(first, last)
+    assert first[0] > -0.001
 
 
 @pytest.mark.parametrize(
@@ -675,7 +701,7 @@ def test_rows_of_clients_have_room_and_their_names_are_whole(rows, name, folder,
         (("-o", "a.pdf", "--x", "megabytes"), "x = 'megabytes' is not usable: one of round, seconds"),
         (
             ("-o", "a.pdf", "--kind", "clients", "--metric", "global"),
-            "--metric = 'global' is not usable: one that begins with pre. or post., for --kind clients",
+            "--metric = 'global' is not usable: pre.accuracy or post.accuracy, for --kind clients",
         ),
         (("-o", "file/a.pdf"), "--out = 'file/a.pdf' is not usable: a file that can be written (File exists)"),
     ],

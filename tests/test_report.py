@@ -608,6 +608,14 @@ def test_diagnostics_of_seeds_are_of_the_newest_round_that_all_have(tmp_path):
     assert Page(report_html([tmp_path])).table("run", "update_cosine") == [["fedavg", "0.4800"]]
 
 
+def test_diagnostics_of_a_run_that_has_diverged_are_none(tmp_path):
+    for name, method in (("a", "fedavg"), ("b", "fedprox")):
+        write(tmp_path / name, config(method, 0), rounds=2)
+    lines = tmp_path / "b" / "metrics.jsonl"
+    lines.write_text(re.sub(r'"update_cosine": [0-9.]+', '"update_cosine": null', lines.read_text(encoding="utf-8")))
+    assert Page(report_html([tmp_path])).table("run", "update_cosine") == [["fedavg", "0.4800"], ["fedprox", "—"]]
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
 def test_a_curve_ends_with_the_last_round_that_all_its_runs_have():
     """In the script itself, with the page that it looks for left out."""

@@ -456,7 +456,8 @@ MISTAKES = {
         lambda result: result.rounds_to(66, "pre.accuracy"),
         r"target = 66 is not usable: a share from 0 to 1, such as 0\.66",
     ),
-    "no epochs": (lambda result: result.adapt(X, Y, epochs=0), r"training\.epochs = 0"),
+    "no epochs": (lambda result: result.adapt(X, Y, epochs=0), r"^epochs = 0 is not usable: a whole number, 1 or more"),
+    "half an epoch": (lambda result: result.adapt(X, Y, epochs=1.5), r"^epochs = 1\.5 is not usable"),
     "a newcomer's number": (lambda result: result.adapt(X, Y, client=-2), "a whole number, 0 or more"),
 }
 

@@ -416,6 +416,7 @@ def test_any_method_can_be_fine_tuned_and_decorrelated_by_configuration():
         jax.jit(lambda view, m=m: m.personal(*m.personalize(at, view, (), one)))(view) for m in (tuned, known)
     )
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+    plainly_tuned = expected
     # Calibrated by configuration, it is CCVR.
     options = {"samples_per_class": 5, "server_lr": 0.3, "server_epochs": 2}
     calibrated, known = (
@@ -426,12 +427,17 @@ def test_any_method_can_be_fine_tuned_and_decorrelated_by_configuration():
     cohort = Cohort(jnp.array([0]), jnp.array([1.0]), 1, 1)
     found, expected = (jax.jit(m.calibrate.server)(at, view, uploads, cohort) for m in (calibrated, known))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    # With the term in the loss of plain training it is FedDecorr; FedPer's loss has it, too.
-    found, expected = (
-        jax.jit(m.local)(at, view, (), one).upload
-        for m in (method("fedavg", training={"decorrelate": 0.3}), method("feddecorr", {"beta": 0.3}))
+    # With the term in the loss of plain training it is FedDecorr; FedPer's loss has it, too. Fine-tuning has not.
+    tuning = {"epochs": 2, "lr": 0.05}
+    ours, theirs = (
+        method("fedavg", finetune=tuning, training={"decorrelate": 0.3}),
+        method("feddecorr", {"beta": 0.3}, finetune=tuning),
     )
+    found, expected = (jax.jit(m.local)(at, view, (), one).upload for m in (ours, theirs))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+    for m in (ours, theirs):
+        tuned = jax.jit(lambda view, m=m: m.personal(*m.personalize(at, view, (), one)))(view)
+        jax.tree.map(np.testing.assert_array_equal, tuned, plainly_tuned)
     fedper = method("fedper", training={"decorrelate": 0.3})
     extractor = jax.jit(fedper.local)(at, view["extractor"], view["head"], one).upload
     for a, b in zip(jax.tree.leaves(extractor), jax.tree.leaves(found["extractor"]), strict=True):

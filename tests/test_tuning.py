@@ -9,7 +9,7 @@ import numpy as np
 import optuna
 import pytest
 from optuna.pruners import BasePruner, NopPruner
-from optuna.samplers import BaseSampler, RandomSampler
+from optuna.samplers import BaseSampler, BruteForceSampler, GridSampler, RandomSampler
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 from typer.testing import CliRunner
@@ -118,6 +118,16 @@ def test_choices_that_fit_in_the_trials_are_all_tried_once(tmp_path):
     assert more[4].params in points
     drawn = search(3, space)  # more points than trials: the sampler chooses
     assert len(drawn.trials) == 3
+
+
+@pytest.mark.filterwarnings("ignore:BruteForceSampler is experimental")
+@pytest.mark.parametrize("sampler", [lambda: GridSampler({"training.lr": [0.05, 0.1]}), BruteForceSampler])
+def test_a_sampler_that_has_tried_everything_ends_the_search(sampler):
+    found = search(5, {"training.lr": Choice([0.05, 0.1])}, batch=2, sampler=sampler())
+    assert [trial.state for trial in found.trials] == [TrialState.COMPLETE] * 2
+    assert sorted(trial.params["training.lr"] for trial in found.trials) == [0.05, 0.1]
+    with pytest.raises(RuntimeError, match="inside an objective function"):
+        found.stop()  # Optuna's own again
 
 
 def test_a_search_has_a_seed_and_a_second_batch_compiles_nothing(study):

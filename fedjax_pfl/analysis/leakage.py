@@ -4,6 +4,7 @@ What is attacked is not written down anywhere: it is the upload that ``method.lo
 keeps its head keeps it here, too, and one that sends class means is attacked by these.
 """
 
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from fedjax_pfl.experiment.build import DataShape, make_engine, model_of, shape_
 from fedjax_pfl.experiment.config import HONEST, Config
 from fedjax_pfl.experiment.kept import named
 from fedjax_pfl.experiment.plots.given import check_given
-from fedjax_pfl.experiment.plots.style import COLUMN, drawing
+from fedjax_pfl.experiment.plots.style import COLUMN, as_label, drawing
 from fedjax_pfl.experiment.programs import drawn_once, keys_of
 from fedjax_pfl.experiment.registry import with_own_parts
 from fedjax_pfl.experiment.result import Result
@@ -201,7 +202,7 @@ def plot_leakage(
                     )
         middles = [line * down + height / 2 for line in range(len(rows) + 1)]
         ax.set(xlim=(0, number * across), ylim=((len(rows) + 1) * down, 0), xticks=[], aspect="equal")
-        ax.set_yticks(middles, ["target", *rows])
+        ax.set_yticks(middles, ["target", *(as_label(textwrap.fill(name, 20)) for name in rows)])
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
     return ax

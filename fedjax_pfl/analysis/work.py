@@ -19,8 +19,8 @@ class Work(NamedTuple):
 
     Attributes:
       flops: floating-point operations of products and convolutions, forward and backward.
-      whole: False where a loop's number of steps depends on run-time values: one step of it is counted then; or where
-        an operation holds a program that is no call.
+      whole: whether everything was counted. False if a loop's number of steps is known only at run time (one step is
+        counted), or if an operation other than a call holds a program.
     """
 
     flops: float

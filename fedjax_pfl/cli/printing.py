@@ -138,7 +138,8 @@ def print_runs(runs: "Sequence[Listed]", folder: Path) -> None:
         found = [run.accuracy.get(point) for point in POINTS]
         scores = [NONE if value is None else f"{100 * value:.2f}" for value in found]  # None: no client was scored
         of = [config["method"]["name"], config["data"]["source"], str(config["run"]["seed"])]
-        state = "" if run.ended else "not ended" if run.begun else "not begun"
+        ended = "diverged" if run.diverged else ""
+        state = ended if run.ended else "not ended" if run.begun else "not begun"
         path = run.path.relative_to(folder)
         table.add_row(str(path if path.parts else run.path), *of, done, *scores, state)
     _console(200).print(table)

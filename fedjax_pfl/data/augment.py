@@ -81,7 +81,7 @@ def five_operations(keys: Key[Array, " batch"]) -> Transform:
 def crop_flip(
     keys: Key[Array, " batch"], x: UInt8[Array, "batch h w c"], *, reflect: bool = False
 ) -> UInt8[Array, "batch h w c"]:
-    """The usual CIFAR augmentation: a crop after padding by 4 pixels, and a horizontal flip of every other sample.
+    """The usual CIFAR augmentation: a crop after padding by 4 pixels, and a horizontal flip with probability 1/2.
 
     Args:
       keys: one for each sample.

@@ -39,7 +39,7 @@ class Dataset(NamedTuple):
         belong to no client.
       user_names: the name of each user; None if there are no users, or they have only numbers.
       own: whether these are data from Python, whose test part the user may expect to be used for testing.
-      left_out: the names of what the source has besides, and nothing reads; for the error of one who misses it.
+      left_out: names of what else the source has, which nothing reads; an error about missing data lists them.
     """
 
     name: str
@@ -133,7 +133,7 @@ def fingerprint(dataset: Dataset) -> str:
     if dataset.train_rows is not None:
         digest.update(f"{dataset.train_rows} to train on".encode())
     if dataset.users is not None:
-        digest.update(f"{'divided' if dataset.divided else 'users'}".encode() + dataset.users.astype("<i8").tobytes())
+        digest.update((b"divided" if dataset.divided else b"users") + dataset.users.astype("<i8").tobytes())
     return digest.hexdigest()[:12]
 
 

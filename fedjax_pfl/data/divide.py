@@ -270,7 +270,7 @@ def _official_parts(dataset: Dataset, share: float | None, seed: int) -> tuple[R
 
 
 def _besides(dataset: Dataset) -> str:
-    """What the source has and nothing reads, for the error of one who misses something."""
+    """The end of an error about missing data: what the source has, but nothing reads."""
     return f" (left out: {', '.join(dataset.left_out)})" if dataset.left_out else ""
 
 

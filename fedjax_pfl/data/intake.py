@@ -54,8 +54,8 @@ def as_dataset(data: Any, *, name: str = "arrays") -> Dataset:
     Args:
       data: one of these:
 
-        - arrays ``(x, y)`` or, with an official test part, ``(x, y, x_test, y_test)``; what they may hold says
-          :func:`fedjax_pfl.data.dataset.from_arrays`
+        - arrays ``(x, y)`` or, with an official test part, ``(x, y, x_test, y_test)``;
+          :func:`fedjax_pfl.data.dataset.from_arrays` says what they may hold
         - :class:`FederatedData`, with users or row numbers of the clients
         - a data set with ``len`` and ``[i] -> (x, y)``, as torch has them, or a pair of them: training and test part
         - a ``Dataset`` of Hugging Face, a pair of them, or a ``DatasetDict`` with ``train`` and maybe ``test``
@@ -209,7 +209,7 @@ def _arrays(data: Sequence[Any], name: str, whose: str = "") -> list[np.ndarray]
 
 
 def _array(given: Any, what: str, name: str) -> np.ndarray:
-    """What NumPy makes of it; a list of unequal rows, or a torch tensor on a GPU, is none."""
+    """The array that NumPy makes of it; a ConfigError for a list of unequal rows or a torch tensor on a GPU."""
     if np.ma.is_masked(given):
         raise ConfigError("data", name, f"the {what} are a masked array with entries that are hidden; leave these out")
     try:

@@ -1,4 +1,4 @@
-"""Partitions: which rows of a data set each client holds, and how each client's rows are split.
+"""Partitions: which rows of a data set each client holds.
 
 A kind of partition is a function ``kind(labels, clients, seed, size, *, ...) -> Partition`` in the table `PARTITIONS`.
 Its keyword-only arguments are the schema of the config table ``data.partition``. All kinds share these rules:

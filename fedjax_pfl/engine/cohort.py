@@ -51,7 +51,7 @@ class Cohorts:
       augment: augmentation of the clients' training images, in addition to the method's own copies.
       augment_every: whether each epoch draws anew, or all passes of a round see the same images.
       diagnostics: names of the entries of `Update.diagnostics` that are recorded, and `UPDATE_COSINE` if it is wanted.
-      features: theta, x -> z of the model, if `outputs` shall return the features; else None.
+      features: theta, x -> z of the model, if `outputs` is to return the features; else None.
       metrics: name -> metric of the config, measured in addition to the built-in ones.
       equal: whether all clients hold the same number of training samples. In a cohort of fixed size, the compiler then
         knows the number of steps.
@@ -82,7 +82,7 @@ class Cohorts:
 
     def select(
         self, key: Key[Array, ""], t: Int[Array, ""], count: Int[Array, " N"]
-    ) -> tuple[Int[Array, " K"], Int[Array, ""]]:
+    ) -> tuple[Int[Array, " rows"], Int[Array, ""]]:
         """Draws the cohort of round t: the ids (N if absent), and how many were selected before any dropped out."""
         ids, selected = self.participation.draw(round_keys(key, t), self.trainers, self.clients)
         return self._order(ids, count), selected

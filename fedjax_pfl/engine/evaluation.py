@@ -110,7 +110,7 @@ class Evaluator(Cohorts):
         return self._of_models(self._score_model, self.method.personalize, *shared, group, data)
 
     def initial_of(self, key: Key[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
-        """Scores of some clients' initial models; a client keeps them until it is selected. Every leaf [K]."""
+        """Scores of some clients' initial models; a client keeps them until it first takes part. Every leaf [K]."""
         key_score = jax.random.split(key, 3)[2]
         shared = key_score, key_score, jnp.zeros((), jnp.int32), server
         return self._of_models(self._score_model, personalize_nothing, *shared, group, data)
@@ -259,7 +259,6 @@ class Evaluator(Cohorts):
         self, view: PyTree, client: PyTree, x: Samples, y: Array, scored: tuple[Clients, Clients | None]
     ) -> Scored:
         """Scores one client's model on its rows of `_scored`."""
-
         params = self.method.personal(view, client)
 
         def on(samples: Clients) -> tuple[Scores, Tally]:

@@ -26,10 +26,10 @@ from fedjax_pfl.ops.tree import size
 # cores, for six pairs of method and model of 178 to 2,860 operations: each took this much within 13 %.
 _COMPILER_BYTES = 270_000_000
 _COMPILER_BYTES_PER_OPERATION = 150_000
-# What compilers plan for a client, of what a trace keeps alive (fitted to `benchmarks/results/accelerators.json`; a
-# CPU's is taken to be as a GPU's).
+# A compiled program's bytes for one client, as a multiple of the `peak_bytes` of its trace (fitted to
+# `benchmarks/results/accelerators.json`; a CPU is assumed to need as much as a GPU).
 _PLANNED = {"cpu": 1.4, "gpu": 1.4, "tpu": 1.6}
-# The same on a GPU below float32 precision, where one patch serves several output columns (`models/patches.py`).
+# This multiple on a GPU below float32 precision, where one patch serves several output columns (`models/patches.py`).
 _PLANNED_WIDE = 1.05
 # Element-wise and reordering operations: XLA may write their result over an operand that nobody reads later.
 _IN_PLACE = {"add", "add_any", "div", "integer_pow", "max", "min", "mul", "neg", "select_n", "square", "sub"}
@@ -122,7 +122,7 @@ class Memory(NamedTuple):
         return max(trained, running + self.scored, self.calibrated)
 
     def fitting(self, devices: int, limit: int) -> int:
-        """The most clients side by side on a device that offers so many bytes; 0 or less where not one fits."""
+        """The most clients that fit side by side on a device with ``limit`` bytes; 0 or less if not even one fits."""
         everyone = -(-self.participants // devices)
         left = limit - self.held(devices)
         if self.work(devices, everyone) <= left:
@@ -144,14 +144,14 @@ def survey(
     precision: str = "float32",
     on_host: bool = False,
 ) -> tuple[Memory, Exchange]:
-    """What a run will hold and exchange, from traces of what a client does, and the server in a calibration.
+    """The memory that a run needs and what it exchanges, from traces of a client's work and the server's calibration.
 
     Args:
       engine: the method, and who takes part.
       data: the federation.
       backend: what the run is for; this process's own unless given.
-      precision: of its products.
-      on_host: whether the states of clients are held by the host, and only those of who works by a device.
+      precision: precision of matrix products and convolutions.
+      on_host: whether the host holds the clients' states, and a device only those of the clients at work.
 
     Raises:
       ConfigError: a function of the method returns another form than the contract requires, or a checkpoint cannot
@@ -181,7 +181,7 @@ def survey(
     if method.setup is not None:
         preparing, returned = _of_client(method.setup, shared, row)
         _, sent = pair_of("setup", returned, "client", "upload")
-        # Old states are read in place, or copied side by side.
+        # A CPU reads old states in place; on other devices clients side by side get a copy.
         copies = 1 if backend == "cpu" else 2
         prepared = engine.trainers * (copies * size(client) + 2 * size(sent))
         if engine.cohort_size == engine.trainers:
@@ -325,7 +325,7 @@ def _left_in_groups(own: Path, root: Path) -> list[int]:
                 continue
             limit, used, caches = _GROUPS[controllers]
             group = root / controllers / path.strip("/")
-            for folder in (group, *group.parents):  # what a group has to itself, its parents limit, too
+            for folder in (group, *group.parents):  # a group is also under the limits of its parents
                 with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit
                     most, taken = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
                     stat = (folder / "memory.stat").read_text(encoding="ascii")
@@ -336,15 +336,15 @@ def _left_in_groups(own: Path, root: Path) -> list[int]:
 def peak_bytes(jaxpr: Jaxpr) -> int:
     """The most bytes alive at once when the operations run in order, each result until its last use.
 
-    Inputs do not count: the caller keeps them, as a loop keeps the samples that each of its steps reads. As compilers
-    have it, element-wise and reordering operations write over an operand of the same size that nobody reads later, and
-    a step of a loop over what it was given. The result of a subprogram counts once, where it is called.
+    Inputs do not count: the caller keeps them, as a loop keeps the samples that each of its steps reads. As in compiled
+    programs, an element-wise or reordering operation overwrites an operand of the same size that nobody reads later,
+    and a step of a loop overwrites its carry. The result of a subprogram counts once, where it is called.
     """
     return _peak_bytes(jaxpr, frozenset())
 
 
 def _peak_bytes(jaxpr: Jaxpr, elsewhere: frozenset[Var]) -> int:
-    """`peak_bytes`, where some results have their place already."""
+    """`peak_bytes` of a subprogram; the results in ``elsewhere`` are counted by its caller."""
     last_use = dict.fromkeys(_results(jaxpr), len(jaxpr.eqns))
     for step in reversed(range(len(jaxpr.eqns))):
         for var in jaxpr.eqns[step].invars:

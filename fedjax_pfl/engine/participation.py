@@ -48,7 +48,7 @@ class Participation:
         return self.full or (self.low == self.high and self.dropout == 0.0 and self.sampling == "fixed")
 
     def cohort_size(self, clients: int) -> int:
-        """K, the largest number of clients in a round; with ``poisson`` it is exceeded with probability 10^-15."""
+        """K, the largest number of clients in a round; with ``poisson`` the risk of more is less than 10^-15."""
         if self.sampling == "poisson":
             more = bdtrc(np.arange(clients + 1), clients, self.high)
             return max(1, int(np.argmax(more < _OVERFLOW)))

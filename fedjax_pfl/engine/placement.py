@@ -48,9 +48,9 @@ class Placement:
 
     def balanced_order(self, rows: int) -> Int[np.ndarray, " rows"]:
         """The order that deals rows, largest first, evenly to the devices: snake order (0, 1, ... 1, 0, 0, 1, ...)."""
-        rounds = np.arange(rows).reshape(-1, self.devices)
-        rounds[1::2] = rounds[1::2, ::-1]
-        return rounds.T.reshape(-1)
+        turns = np.arange(rows).reshape(-1, self.devices)
+        turns[1::2] = turns[1::2, ::-1]
+        return turns.T.reshape(-1)
 
     def gather_small(self, rows: PyTree) -> PyTree:
         """Copies all rows of small leaves to every device, and leaves large leaves split.

@@ -174,14 +174,14 @@ class Engine(Evaluator):
         server = jax.tree.map(lambda new, old: jnp.where(happened, new, old), combined, server)
 
         count = jnp.sum(present)
-        # A client without a whole batch, where short ones are dropped, has no loss; a method need not count steps.
+        # A client without a whole batch has no loss (``drop_last``). If nobody counts a step, all participants count.
         trained = present & (update.info.steps > 0)
         trained = jnp.where(jnp.any(trained), trained, present)
 
         def mean(values: Float[Array, " K"], of: Bool[Array, " K"]) -> Float[Array, ""]:
             return jnp.sum(jnp.where(of, values, 0.0)) / jnp.maximum(jnp.sum(of), 1).astype(jnp.float32)
 
-        # Where nobody has trained, there is no loss; a method that counts no steps may still report one.
+        # If nobody has trained, the last loss stays. A method that counts no steps has trained if it reports a loss.
         reported = jnp.any(present & ((update.info.steps > 0) | (update.info.loss != 0)))
         loss = jnp.where(reported, mean(update.info.loss, trained), run.loss)
         of_clients = update.diagnostics or {}

@@ -16,9 +16,11 @@ class Run(NamedTuple):
     Attributes:
       state: the state of server and clients.
       post: each client's POST scores, from its last participation that was evaluated; every leaf [N].
-      loss: mean training loss over the participants of the last round that had any; NaN before the first such round.
+      loss: mean training loss over the participants that took a step, in the last round in which one did (or, for a
+        method that counts no steps, reported a loss); NaN before the first such round.
       traffic: communication so far.
-      diagnostics: mean of the method's diagnostics over the same participants; NaN before the first such round.
+      diagnostics: means of the method's diagnostics in the last round with participants, over those that took a step,
+        or over all if none did; NaN before the first such round.
     """
 
     state: State

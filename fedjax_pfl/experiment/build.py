@@ -51,7 +51,7 @@ from fedjax_pfl.models import MODELS, Model, Own, build
 from fedjax_pfl.ops.robust import RULES
 from fedjax_pfl.ops.training import Trainer
 
-# The share of a device's memory that a chunk shall fill at most. Of programs of several gigabytes, a compiler has
+# The share of a device's memory that a chunk may fill at most. Of programs of several gigabytes, a compiler has
 # planned up to 1.19 times our estimate (pFedCSPC on an H200); of small ones, up to 1.39 times (FedeCouple in bfloat16
 # on a v5e, 0.78 GB). These are the largest ratios in `benchmarks/results/accelerators.json`.
 _FILLED = 0.85
@@ -293,13 +293,13 @@ def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any
         if (value := getattr(method, field)) not in known:
             raise ConfigError(f"the method's {field}", value, " or ".join(map(repr, known)))
     if (tuning := config.finetune).epochs > 0:
-        if (own := config.method.get("finetune_epochs", 0)) > 0:
-            allowed = f"0 for {name}, which fine-tunes by method.finetune_epochs = {own} already: set one of them to 0"
-            raise ConfigError("finetune.epochs", tuning.epochs, allowed)
         try:
             method = finetuned(method, model, train, **tuning.model_dump())
         except ValueError as error:
             raise ConfigError("finetune.epochs", tuning.epochs, f"0 for {name}: {error}") from None
+        if (own := config.method.get("finetune_epochs", 0)) > 0:
+            allowed = f"0 for {name}, which fine-tunes by method.finetune_epochs = {own} already: set one of them to 0"
+            raise ConfigError("finetune.epochs", tuning.epochs, allowed)
     if (drawn := config.calibration.samples_per_class) > 0:
         train_server = Trainer(**config.calibration.model_dump(exclude={"samples_per_class"}))
         try:

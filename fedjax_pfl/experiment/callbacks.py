@@ -28,7 +28,7 @@ class Running:
       loss: mean training loss of the last round's participants; NaN before the first round.
       lines: the lines of ``metrics.jsonl`` so far; copies of those recorded.
       metrics: the names of the metrics that its lines have, as in ``history``.
-      stopped: the reason why the run shall end early, or None.
+      stopped: the reason why the run is to end early, or None.
     """
 
     def __init__(
@@ -140,6 +140,8 @@ class EarlyStopping(Callback):
         """Ends the run if the best value is too long ago."""
         best, since = -math.inf, 0
         for value in run.values(self.metric):
+            if math.isnan(value) and best == -math.inf:
+                continue  # nothing to improve on yet, such as a loss before anybody has trained
             since += 1
             if self.sign * value > best + self.min_delta:
                 best, since = self.sign * value, 0
@@ -361,7 +363,8 @@ def check_run(callbacks: Sequence[Callback], run: Running) -> None:
         if not isinstance(callback, EarlyStopping | BestModel):
             continue
         values = np.nan_to_num(callback.sign * np.asarray(run.values(callback.metric)), nan=-math.inf)
-        best = run.lines[int(values.argmax())]["round"] if len(values) else run.round
+        # Of rounds without a value, `BestModel` keeps the newest.
+        best = run.lines[int(values.argmax())]["round"] if np.isfinite(values).any() else run.round
         if isinstance(callback, BestModel) and best < run.round:
             allowed = 'run.keep = "best" instead: the state of the best round was lost with the interrupted process'
             raise ConfigError("BestModel", best, allowed)

@@ -199,7 +199,7 @@ class Stop:
         self.signal: int | None = None
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """A handler of signals that asks."""
+        """A signal handler that records the request to stop."""
         del frame
         self.signal = number
 

@@ -16,7 +16,7 @@ from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor
 from fedjax_pfl.experiment.frames import client_frame, difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.gathered import record_of
-from fedjax_pfl.experiment.headline import runs_in_short
+from fedjax_pfl.experiment.headline import counted, runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.programs import lay_out
@@ -94,9 +94,8 @@ class Comparison(NamedTuple):
         data = self.config.data
         seeds = ", ".join(str(seed) for seed in dict.fromkeys(cell.seed for cell in self.cells))
         title = f"# {data.source}, {data.partition['kind']}, {self.config.model['name']}"
-        what = (
-            f"{self.config.training.rounds} rounds, {data.clients} clients, seeds {seeds}; {data.evaluate_on} samples."
-        )
+        rounds, clients = counted(self.config.training.rounds, "round"), counted(data.clients, "client")
+        what = f"{rounds}, {clients}, seeds {seeds}; {data.evaluate_on} samples."
         of_one = "; ".join(f"{name}: {changes}" for name, changes in self._changes().items())
         what += f" What one method has of its own: {of_one}." if of_one else ""
         table = markdown(self.cells, {"method.name": self.baseline}, self.point, heading="method")

@@ -90,10 +90,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _alone_nobody_sends_anything(self) -> "Config":
+        if self.participation.collaborate:
+            return self
         for section, kind in (("attack", self.attack.kind), ("compression", self.compression.kind)):
-            if kind != "none" and not self.participation.collaborate:
+            if kind != "none":
                 allowed = '"none" with participation.collaborate = false, where clients send nothing'
                 raise ConfigError(f"{section}.kind", kind, allowed)
+        if (rule := self.aggregation.rule) != "mean":
+            allowed = '"mean" with participation.collaborate = false, where a server has a single client'
+            raise ConfigError("aggregation.rule", rule, allowed)
         return self
 
     @model_validator(mode="after")

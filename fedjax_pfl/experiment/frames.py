@@ -74,7 +74,7 @@ def difference_frame(cells: Sequence[Cell], baseline: Mapping[str, Any], point: 
     Raises:
       ConfigError: pandas is not installed.
     """
-    # A frame without rows shall have the same columns.
+    # A frame without rows has the same columns.
     columns = [*(field for field in fields_of(cells) if field != SEED), *DIFFERENCES]
     rows = differences(cells, baseline, point)
     return _pandas().DataFrame(rows, columns=None if rows else columns)

@@ -24,8 +24,13 @@ _CAPTION = (
 
 def title(summary: Mapping[str, Any]) -> str:
     """One line that describes the run."""
-    unit = "round" if summary["rounds"] == 1 else "rounds"
-    return f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} {unit}"
+    clients, rounds = counted(summary["clients"], "client"), counted(summary["rounds"], "round")
+    return f"{summary['method']} on {summary['dataset']}, {clients}, {rounds}"
+
+
+def counted(number: int, of: str) -> str:
+    """A number of rounds, clients ..."""
+    return f"{number} {of}" + ("" if number == 1 else "s")
 
 
 def table(summary: Mapping[str, Any]) -> list[list[str]]:
@@ -78,6 +83,8 @@ def run_in_short(summary: Mapping[str, Any]) -> str:
     ]
     if summary["global"] is not None:
         scores.append(f"global {_percent(summary['global'])} %")
+    if summary["diverged_round"] is not None:
+        scores.append(f"diverged in round {summary['diverged_round']}")
     return f"{title(summary)}, seed {summary['seed']}\n  {', '.join(scores)}"
 
 
@@ -89,8 +96,8 @@ def runs_in_short(kind: str, cells: Sequence[Cell], point: str) -> str:
     for setting in dict.fromkeys(group.setting for group in groups):
         first = max((group for group in groups if group.setting == setting), key=lambda group: group.mean(point))
         best.append(f"{show(first.values) or 'all'} {_percent(first.mean(point))} %")
-    counted = f"{len(cells)} runs" + (f", {failed} failed" if failed else "")
-    return f"{kind} of {counted}\n  highest mean {point.upper()}: {'; '.join(best) or NONE}"
+    runs = counted(len(cells), "run") + (f", {failed} failed" if failed else "")
+    return f"{kind} of {runs}\n  highest mean {point.upper()}: {'; '.join(best) or NONE}"
 
 
 def _at_points(scores: Mapping[str, Any], name: str) -> str:

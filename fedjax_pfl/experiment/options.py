@@ -174,7 +174,7 @@ def _unset(given: Mapping[str, Any], table: type[BaseModel]) -> dict[str, Any]:
 
 
 def _sequences_as(kind: type, others: Any, given: Mapping[str, Any], table: type[BaseModel]) -> dict[str, Any]:
-    """The given values, with what is one of the others replaced by ``kind``, list or tuple, if the field is one."""
+    """The given values; for a field that is a ``kind`` (list or tuple), a value of the types ``others`` becomes one."""
 
     def is_kind(field: str) -> bool:
         hint = table.model_fields[field].annotation if field in table.model_fields else None

@@ -19,9 +19,9 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), ove
 
     Args:
       path: the config file.
-      overrides: ``section.key=value`` strings, or ``protocol=name``. The value is TOML, and otherwise a string; so are
-        dates, and whatever a field gets that holds text (``run.out=2024``). A list needs the quotes of TOML, which a
-        shell takes away unless the whole argument is in quotes: ``'run.export=["features"]'``.
+      overrides: ``section.key=value`` strings, or ``protocol=name``. The value is read as TOML. What is not TOML, a
+        date, or the value of a field that holds text (``run.out=2024``) is taken as text. A list needs the quotes of
+        TOML, which a shell takes away unless the whole argument is in quotes: ``'run.export=["features"]'``.
       over_these: likewise, applied after ``overrides``; another method here drops the method's options given there.
 
     Raises:
@@ -61,7 +61,7 @@ def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The value of a text as TOML, or the text itself if it is not TOML, or a date."""
+    """The value of a text as TOML; the text itself if it is a date or not TOML."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

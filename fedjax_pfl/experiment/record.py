@@ -44,7 +44,7 @@ FREE = (
 )
 _CLIENT_HISTORY = "client_history.csv"
 _PARTITION = "partition.npz"
-# In the order in which they go. The summary comes first: a directory without it is none of a complete run, whatever
+# In the order of removal. The summary comes first: without it a directory does not count as a complete run, whatever
 # else is left when a process dies. The config comes last: with it, comparisons and sweeps begin the run anew.
 _AT_THE_END = ("summary.json", "clients.csv", "labels.csv", "export.npz", STATE)
 _FILES = (*_AT_THE_END, "metrics.jsonl", _CLIENT_HISTORY, _PARTITION, "partition.json", "config.toml")
@@ -52,8 +52,8 @@ _CHECKPOINTS = "checkpoints"
 _EVENTS = "tensorboard"
 _LOCK = ".lock"
 _ATTEMPTS = 10
-# The folders that this process has taken, each with a token of the one who took it. A lock is the whole process's, and
-# would let its second run in.
+# The folders that this process has taken, each with a token of its taker. A file lock belongs to the whole process, and
+# would not keep out a second run of the same process.
 _taken: dict[str, object] = {}
 
 
@@ -247,16 +247,16 @@ class RunDirectory:
 
 
 def _is_left_over(entry: Path) -> bool:
-    """Whether this is what a process leaves that was killed before its run began: its lock, a file half written."""
+    """Whether a process that was killed before its run began has left this: its lock, or a half-written file."""
     return entry.name == _LOCK or (entry.name.startswith(".") and entry.name.endswith(".partial"))
 
 
 @contextmanager
 def alone_in(folder: Path | None) -> Iterator[None]:
-    """Keeps others from running many runs in a folder meanwhile: each would write the table of its own.
+    """Keeps other comparisons and sweeps out of a folder meanwhile: each would overwrite the other's table.
 
     Args:
-      folder: None for none.
+      folder: the folder; None if nothing is written.
 
     Raises:
       ConfigError: somebody is at work there, or the folder cannot be created.
@@ -276,7 +276,7 @@ def alone_in(folder: Path | None) -> Iterator[None]:
 
 
 def _take(folder: Path, field: str) -> Callable[[], None]:
-    """Takes a folder, at the latest until this process ends; returns what gives it back, to be called once."""
+    """Takes a folder until the returned function is called (once), or this process ends."""
     path, me = os.path.realpath(folder), object()
     if _taken.setdefault(path, me) is not me:
         allowed = "another directory, or wait: another run of this process goes on in this one"
@@ -298,13 +298,13 @@ def _give_back(path: str, lock: int | None) -> None:
 
 
 def _lock(folder: Path, field: str) -> int | None:
-    """The lock that keeps other processes out of a folder while it is open; None for Windows, which has no such."""
+    """A lock that keeps other processes out of a folder while it is open; None on Windows, which has no such locks."""
     if sys.platform == "win32":
         return None
     import fcntl
 
     lock = None
-    for _ in range(_ATTEMPTS):  # a few: some file systems never say that two are the same
+    for _ in range(_ATTEMPTS):  # not for ever: on some file systems the open file and the path never compare equal
         if lock is not None:
             os.close(lock)
         with writable(folder, field):
@@ -339,7 +339,7 @@ def check_folder(path: Path, field: str) -> None:
 
 @contextmanager
 def writable(folder: Path, field: str = "run.out") -> Iterator[None]:
-    """What fails inside because a folder cannot be created, read or written is one error of this field."""
+    """Turns an OSError inside (a folder cannot be created, read or written) into a ConfigError of this field."""
     try:
         yield
     except OSError as error:
@@ -347,7 +347,7 @@ def writable(folder: Path, field: str = "run.out") -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file at once: a reader, or a run that is stopped, never leaves or sees half of it."""
+    """Replaces a file at once: no reader sees half of it, and a run that is stopped leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
@@ -550,6 +550,7 @@ class Listed(NamedTuple):
       ended: whether the run has ended.
       accuracy: point -> mean accuracy after that round; empty before the first.
       begun: whether the run is at work, or has left scores or a checkpoint.
+      diverged: whether it has ended, and some of its answers were no numbers.
     """
 
     path: Path
@@ -558,6 +559,7 @@ class Listed(NamedTuple):
     ended: bool
     accuracy: dict[str, float]
     begun: bool
+    diverged: bool
 
 
 def run_directories(folder: Path) -> list[Path]:
@@ -586,7 +588,9 @@ def runs_in(folder: Path) -> list[Listed]:
         accuracy = {point: last[point]["accuracy"] for point in POINTS if point in last}
         run, config = RunDirectory(path, resume=True), _tables_in(path)
         begun = run.begun or (path / _LOCK).exists()
-        found.append(Listed(path, config, last["round"], run.complete, accuracy, begun))
+        summary = _read("summary", path / "summary.json", json.loads) if run.complete else {}
+        diverged = summary.get("diverged_round") is not None
+        found.append(Listed(path, config, last["round"], run.complete, accuracy, begun, diverged))
     return found
 
 

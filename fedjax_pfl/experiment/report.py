@@ -6,6 +6,7 @@ Tables are made here. ``report.js`` draws curves and clients from the numbers, w
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
@@ -179,7 +180,7 @@ def _runs(runs: _Runs) -> str:
     if len(runs.begun) == 1:
         return notes_html([_state(runs.begun[0])]) + _config(first, ["run.out"])
     fields = dict.fromkeys(itertools.chain(*runs.values))
-    # What a part has options for is its own affair.
+    # Options of a part are listed with the part, not as differences between runs.
     apart = [name.rpartition(".")[0] for name in SELECTORS if name in fields]
     rows, options = [], []
     for run, values in zip(runs.begun, runs.values, strict=True):
@@ -218,7 +219,7 @@ def _state(run: Begun) -> str:
         if not run.history:
             return "not ended: no round evaluated yet"
         return f"not ended: round {int(run.history['round'][-1])} of {rounds}"
-    said = f"ended after {run.summary['rounds']} rounds"
+    said = f"ended after {headline.counted(run.summary['rounds'], 'round')}"
     if "stopped" in run.summary:
         said += f" of {rounds}: {run.summary['stopped']}"
     if run.summary.get("diverged_round") is not None:
@@ -363,7 +364,8 @@ def _newest(histories: Sequence[Mapping[str, np.ndarray]], name: str) -> list[fl
 
 
 def _mean(values: Sequence[float], digits: int) -> str:
-    """The mean over seeds, with its spread if there is any."""
+    """The mean over seeds that have a value, with its spread if there is any."""
+    values = [value for value in values if not math.isnan(value)]
     return mean_and_spread(values if len(set(values)) > 1 else values[:1], digits)
 
 

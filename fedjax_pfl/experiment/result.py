@@ -248,7 +248,7 @@ class Result:
         Args:
           x: the client's samples, [n, ...], of the shape and dtype of the run's data.
           y: their labels, whole numbers [n].
-          epochs: passes over the samples, instead of ``training.epochs``.
+          epochs: passes over the samples, 1 or more, instead of ``training.epochs``.
           client: number of the client; the order of its batches depends on it and on ``run.seed``. By default the next
             number after those of the run.
 
@@ -256,9 +256,9 @@ class Result:
           The model, with ``predict(x)``, ``predict_proba(x)`` and ``params``.
 
         Raises:
-          ConfigError: x or y do not fit, or make no whole batch with ``training.drop_last``; the state was not kept; or
-            the method does not allow it, because its server computes a message for each client that it knows, or its
-            clients select on validation samples.
+          ConfigError: x, y, epochs or client do not fit, or the samples make no whole batch with
+            ``training.drop_last``; the state was not kept; or the method does not allow it, because its server computes
+            a message for each client that it knows, or its clients select on validation samples.
         """
         return self._trained.of_newcomer(x, y, epochs, client)
 

@@ -44,13 +44,13 @@ class RunPlace:
 
         Args:
           config: the run.
-          resume: the directory of an interrupted run that is to go on, or else an error.
+          resume: the directory of an interrupted run, which must be able to go on; None for another run.
           go_on: whether to go on with what is found in ``run.out``, if it can, or to begin anew.
           overwrite: replace the run that is found there.
 
         Raises:
-          ConfigError: the directory holds something, or cannot be used; `overwrite` and it holds no run, but files that
-            one would replace.
+          ConfigError: the directory is not empty, or cannot be used; or, with `overwrite`, it holds no run, but files
+            that a run would replace.
         """
         self._config, self._resume, self._go_on = config, resume, go_on
         self._record: RunDirectory | None = None
@@ -166,8 +166,8 @@ def _check_resumable(saved: Saved, config: Config, partition: str, directory: st
     """Checks that going on from a checkpoint under this config gives what an uninterrupted run would have given.
 
     Raises:
-      ConfigError: another config (all fields that differ are named), other data, fewer rounds than are done, as many
-        if the last of them was not evaluated, or a checkpoint whose config is none of this version.
+      ConfigError: the config (all fields that differ are named) or the data differ; fewer rounds are asked for than are
+        done, or as many if the last was not evaluated; or this version cannot read the checkpoint's config.
     """
     try:
         old = Config(**saved.config)

@@ -120,7 +120,7 @@ class Training(Section):
         added to the originals (``concat``) or instead of them (``replace``). The method's default unless given
         (FedeCouple: ``concat``, all others: ``none``).
       decorrelate: beta, weight of FedDecorr's term (``norm = "code"``) in every loss that trains the extractor on
-        labels, for any method; 0 for none; the official value is 0.1.
+        labels, for any method, except in fine-tuning; 0 for none; the official value is 0.1.
     """
 
     rounds: int = Field(100, ge=1)
@@ -262,8 +262,8 @@ class Attack(Section):
         update is the array sent minus the array received of the same name and shape, or the whole array if none was
         received): ``sign_flip``, its negative; ``scaled``, a multiple; ``gaussian``, the array plus noise.
       share: of the clients that train, drawn by the seed of the partition; 0.2 unless given.
-      scale: the factor of ``scaled``, 10 unless given; the standard deviation of the noise of ``gaussian``, as a
-        multiple of the array's root mean square, 1 unless given.
+      scale: for ``scaled`` the factor, 10 unless given; for ``gaussian`` the standard deviation of the noise, as a
+        multiple of the root mean square of the update in that array, 1 unless given.
     """
 
     kind: Literal["none", "label_flip", "sign_flip", "scaled", "gaussian"] = "none"

@@ -31,13 +31,13 @@ MEASURES = (
     "hm",
     "correct",
 )
-"""The built-in metrics at each evaluation point; a user's own metric cannot have one of these names."""
+"""The built-in metrics at each evaluation point, and ``correct`` of ``labels.csv``: not for a user's own metric."""
 FALLING = ("loss", "std_clients", "train_loss")
 """The metrics, without their evaluation point, that are better when small."""
 # For these metrics the largest value is the best. Those that are neither here nor above do not score a model.
 _GLOBAL = ("global", "global_macro_f1", "global_macro_f1_union")
 _RISING = tuple(name for name in MEASURES if name not in FALLING)
-_SUMS = tuple(name for name in MEASURES if name not in ("hm", "correct"))  # computed by `summarize`, over clients
+_SUMMARIZED = tuple(name for name in MEASURES if name not in ("hm", "correct"))  # computed by `summarize`, over clients
 _DIAGNOSTICS = "diagnostics"
 _LAST_ROUNDS = 10
 _DIGITS = 12
@@ -76,7 +76,7 @@ def summarize(scores: Scores, samples: Int[np.ndarray, " N"]) -> dict[str, float
     """
     scored = samples > 0
     if not scored.any():
-        return dict.fromkeys(_SUMS, math.nan)
+        return dict.fromkeys(_SUMMARIZED, math.nan)
     of = {name: np.asarray(values, np.float64)[scored] for name, values in scores._asdict().items()}
     accuracy = of["correct"] / samples[scored]
     worst = np.sort(accuracy)[: max(1, len(accuracy) // 10)]
@@ -159,7 +159,7 @@ def metrics_of(
       new: whether there are clients that never train.
       validated: whether validation samples are scored in addition.
     """
-    measures = [*_SUMS, "hm"] if shared else list(_SUMS)
+    measures = [*_SUMMARIZED, "hm"] if shared else list(_SUMMARIZED)
     tables = [f"{kind}{point}" for kind in (("", "new_") if new else ("",)) for point in POINTS]
     names = [f"{table}.{name}" for table in tables for name in (*measures, *own)]
     names += [f"validation_{point}.{name}" for point in POINTS for name in measures] if validated else []

@@ -149,6 +149,8 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
       heading: heading of the first column.
     """
     groups = grouped(cells)
+    if not groups:
+        return "No runs.\n"
     gaps = _gaps(groups, baseline, point)
     best: dict[Any, float] = {}
     for group in groups:
@@ -334,7 +336,7 @@ class _Gap(NamedTuple):
     Attributes:
       group: the row.
       found: paired over seeds; None for the baseline itself, and where there is nothing to pair.
-      over_clients: the two ends of the interval over clients; None likewise, and where clients are others, or too few.
+      over_clients: the two ends of the interval over clients; None likewise, and if clients differ or are too few.
       p: corrected for the number of rows; NaN where there is none.
       is_baseline: whether the row is the baseline of its data setting.
     """

@@ -193,6 +193,8 @@ class Trained:
         if self._config.training.drop_last and size > largest_batch(self._engine, len(x)):
             allowed = f"more samples: with training.drop_last they make no batch of {size}, and nothing is trained"
             raise ConfigError("x", f"{x.dtype}{list(x.shape)}", allowed)
+        if not _is_whole(epochs) or epochs < 1:
+            raise ConfigError("epochs", epochs, "a whole number, 1 or more")
         client = self._engine.clients if client is None else client
         if not _is_whole(client) or not 0 <= client < 2**31:
             raise ConfigError("client", client, "a whole number, 0 or more")

@@ -122,8 +122,9 @@ def tune(
       space: dotted field -> distribution of its values, e.g. ``{"training.lr": LogUniform(1e-3, 0.3), "method.mu":
         Uniform(0, 1), "training.batch_size": Choice([10, 50])}``. Real-valued hyperparameters are inputs of a program;
         each value of another field needs a separate program.
-      n_trials: the number of complete or pruned trials that the study shall have in the end. If the space consists of
-        choices only and has no more points than that, every point is tried once before the sampler chooses again.
+      n_trials: the number of complete or pruned trials that the study is to have in the end; it has fewer if the
+        sampler says that it has tried everything. If the space consists of choices only and has no more points than
+        that, every point is tried once before the sampler chooses again.
       batch: number of trials that run together, as rows of a program. Unless given, the smallest multiple of the number
         of devices that is 8 or more; the larger the batch, the less the sampler knows when it chooses the trials.
       seed: seed of the sampler, 0 or more.
@@ -175,21 +176,23 @@ def tune(
     devices = jax.local_device_count()
     left = n_trials - _finished(study)
     batch = min(batch or math.ceil(_BATCH / devices) * devices, max(left, 1))
-    while left > 0:
-        if sampler is None:
-            study.sampler = _sampler(seed, n_trials - left)
-        with _asked(study, distributions, min(batch, left)) as trials:
-            said = _reporter(progress, f"{len(trials)} trials after {n_trials - left} of {n_trials}")
-            for group in _groups(config, trials):
-                configs, alike_trials = zip(*group, strict=True)
-                watch = _Watch(alike_trials, metric, point)
-                # A trial that shares its program with no other spreads its clients over the devices instead.
-                room, places = batch if len(group) > 1 else None, [RunPlace(own) for own in configs]
-                drive(configs, dataset, places, began=time.perf_counter(), progress=said, callbacks=[watch], room=room)
-                watch.tell(study)
-        left = n_trials - _finished(study)
-        if progress:
-            progress(f"{n_trials - left} of {n_trials} trials: {in_short(study)}")
+    with _stoppable(study) as stopped:
+        while left > 0 and not stopped:
+            if sampler is None:
+                study.sampler = _sampler(seed, n_trials - left)
+            with _asked(study, distributions, min(batch, left)) as trials:
+                said = _reporter(progress, f"{len(trials)} trials after {n_trials - left} of {n_trials}")
+                for group in _groups(config, trials):
+                    configs, alike_trials = zip(*group, strict=True)
+                    watch = _Watch(alike_trials, metric, point)
+                    # A trial that shares its program with no other spreads its clients over the devices instead.
+                    room, places = batch if len(group) > 1 else None, [RunPlace(own) for own in configs]
+                    began = time.perf_counter()
+                    drive(configs, dataset, places, began=began, progress=said, callbacks=[watch], room=room)
+                    watch.tell(study)
+            left = n_trials - _finished(study)
+            if progress:
+                progress(f"{n_trials - left} of {n_trials} trials: {in_short(study)}")
     return study
 
 
@@ -272,6 +275,20 @@ class _Watch(Callback):
         """The key under which a line has the scores on validation samples."""
         point = self._point or run.headline
         return point if run.config.data.evaluate_on == "validation" else f"validation_{point}"
+
+
+@contextmanager
+def _stoppable(study: "optuna.Study") -> Iterator[list[bool]]:
+    """Collects the sampler's wish to stop, in a list that is empty until then.
+
+    `Study.stop`, by which samplers of Optuna say that they have tried everything, raises outside Optuna's own loop.
+    """
+    stopped: list[bool] = []
+    study.stop = lambda: stopped.append(True)  # type: ignore[method-assign]
+    try:
+        yield stopped
+    finally:
+        del study.stop
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Methods, one paper per file. ``METHODS`` is the table that configs name."""
+"""Methods, one paper per file or package. ``METHODS`` is the table that configs name."""
 
 from collections.abc import Callable
 

@@ -57,8 +57,8 @@ def fedala(
     In its first participation a client has no model of its own and takes w. Before its second participation A_i is
     trained until it converges, and before each later one for one epoch. The paper counts layers, the official code
     tensors (its 2 are the head). The official code stops by the losses of last batches, without a bound; here the mean
-    losses of epochs decide. With ``training.drop_last``, a client that trains, but the share of whose samples fills no
-    batch, keeps A_i as it is.
+    losses of epochs decide. With ``training.drop_last``, A_i stays as it is if the client's share of samples fills no
+    batch.
 
     Args:
       model: extractor and head.

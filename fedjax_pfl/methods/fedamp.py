@@ -101,7 +101,7 @@ def drawn_together(model: Model, train: Trainer, attention: Attention, pull: Sca
         return jnp.where(is_own, 1.0 - jnp.sum(xi, axis=1, keepdims=True), xi)
 
     def dispatch(now: Round, server: Server, clients: Client, cohort: Cohort) -> Params:
-        # As the server has them, the common initial model before a first upload: what a client has got stays with it.
+        # From the server's copies (the initial model before a first upload): a client sends nothing before it trains.
         xi = weights(server, take_rows(server.models, cohort.ids), cohort.ids)
         return jax.tree.map(lambda w: jnp.tensordot(xi, w, axes=1, precision=lax.Precision.HIGHEST), server.models)
 

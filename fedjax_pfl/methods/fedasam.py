@@ -80,7 +80,7 @@ def asam_loss(model: Model, rho: Scalar = 0.7, eta: Scalar = 0.2, adaptive: bool
 
     def around(loss: Loss[Params]) -> Loss[Params]:
         def worst(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            # Taken at constants: a convolution's derivative has no derivative of its own (docs/decisions/0003).
+            # At constants: this value is only reported, and this gradient only says where w + e is.
             value, gradient = jax.value_and_grad(loss)(lax.stop_gradient(params), batch, key)
 
             def scale(path: tuple, w: Array) -> Array:

@@ -115,7 +115,7 @@ def feddc(
         share = jnp.sum(present) / cohort.trainers
 
         def mean_over_all(mean: Params, change: Params) -> Params:
-            """The mean over all N clients, of which these participants have changed."""
+            """The mean over all clients that may take part; only these participants' values have changed."""
             return jax.tree.map(lambda mean, change: mean + share * change, mean, change)
 
         drift = mean_over_all(server.drift, without_statistics(change))

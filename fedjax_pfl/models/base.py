@@ -1,4 +1,4 @@
-"""The interface of every model: an extractor with feature maps, and a linear head."""
+"""The interface of every model, extractor and head; and models made of a Linen extractor and a linear head."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +30,7 @@ class Projection(NamedTuple):
     """
 
     encode: Callable[..., Float[Array, "batch dim"]]
-    project: Callable[[Params, Float[Array, "batch dim"]], Float[Array, "batch K"]]
+    project: Callable[[Params, Float[Array, "batch width"]], Float[Array, "batch dim"]]
     dim: int
 
 
@@ -104,8 +104,8 @@ def normalised(
 
     Args:
       x: raw samples.
-      mean: mean per channel; None for tokens, which are uint8, too.
-      std: standard deviation per channel, likewise.
+      mean: mean per channel; None for tokens (they are uint8, but no pixels).
+      std: standard deviation per channel; None for tokens.
     """
     if mean is None or std is None or x.dtype != jnp.uint8:
         return x
@@ -130,8 +130,8 @@ def build(
       shape: shape of one sample: (h, w, c), or (length,) for tokens.
       classes: number of classes.
       init: initialisation of the head.
-      mean: mean per channel of the pixels scaled to [0, 1]; None for tokens, as ``std``.
-      std: standard deviation per channel of the same.
+      mean: mean per channel of the pixels scaled to [0, 1]; None for tokens.
+      std: their standard deviation per channel; None for tokens.
 
     Raises:
       ConfigError: the extractor returns something else, or keeps state or draws random numbers.
@@ -203,7 +203,7 @@ def _projection(extractor: nn.Module, example: jax.ShapeDtypeStruct, normalise: 
         f: Any = extractor.apply({"params": theta}, normalise(x), mask, method="encode")
         return f
 
-    def project(theta: Params, f: Float[Array, "batch dim"]) -> Float[Array, "batch K"]:
+    def project(theta: Params, f: Float[Array, "batch width"]) -> Float[Array, "batch dim"]:
         z: Any = extractor.apply({"params": theta}, f, method="project")
         return z
 

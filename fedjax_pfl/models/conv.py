@@ -153,7 +153,7 @@ _conv.defvjp(_conv_forward, _conv_backward)
 
 
 # Convolution and its two gradients are linear in each operand, and each has the other two as its derivatives: so a
-# gradient of a gradient, as in `analysis`, takes the same ways.
+# gradient of a gradient, as in `analysis`, is computed by the same three functions.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _kernel_gradient(x: Images, dy: Maps, strides: tuple[int, int], pads: Pads, size: tuple[int, int]) -> Kernel:
     return _kernel_gradient_op(strides, pads, size)(x, dy)
@@ -254,7 +254,7 @@ def _fourier(
 
 
 def _direct(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads) -> Maps:
-    """What under ``vmap`` becomes a grouped convolution; its derivatives likewise."""
+    """The plain convolution; under ``vmap`` it and its derivatives become grouped convolutions."""
     return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=_LAYOUT)
 
 
@@ -277,7 +277,7 @@ def _side_by_side(
 
 
 def _runs_as_clients(way: Callable[..., Array]) -> Callable[..., Array]:
-    """The same for clients side by side; those of several runs, rows of one program, are so many more clients.
+    """The same function, but with the clients of several runs (rows of one program) as one longer axis of clients.
 
     With runs as one more axis a TPU's compiler lays out arrays by both, and copies them from one layout to the next: a
     fifth of the time of 24 runs. What runs share stays shared: then they are one more axis.

@@ -1,7 +1,7 @@
 """A classifier cut into extractor and head, whichever library of layers it is written in.
 
-The cut is at the input of a layer: what comes before makes the features z, that layer and all behind it the head. Which
-parameters a side has is read off its trace, so that nothing is guessed from names.
+The cut is at the input of a layer. What comes before it is the extractor, which gives the features z; this layer and
+all that follow are the head. Which parameters a side has is read off its trace, so nothing is guessed from names.
 """
 
 import inspect
@@ -22,7 +22,7 @@ FLAGS = {
     **dict.fromkeys(("train", "training", "is_train", "is_training"), True),
     **dict.fromkeys(("deterministic", "eval", "inference", "use_running_average"), False),
 }
-# name, layer, input, go -> output: stands in for each call of a layer that the network makes itself; go(input) is it.
+# name, layer, input, go -> output: replaces each call of a layer by the network itself; go(input) is the original call.
 Hook = Callable[[str, Any, Any, Callable[[Any], Any]], Any]
 
 
@@ -59,7 +59,7 @@ class Halves(NamedTuple):
     Attributes:
       init: key -> ``{"extractor": theta, "head": phi}``.
       features: theta, x, mask, key -> z; the key is that of a training pass.
-      classify: phi, z, mask, key -> logits; without a mask wherever it is used.
+      classify: phi, z, mask, key -> logits; runs never pass a mask.
       layers: names in theta, from the input to the features.
     """
 

@@ -10,7 +10,7 @@ from fedjax_pfl.models.base import Init, Maps, Mask, dense
 
 
 class MLP(nn.Module):
-    """Flattened samples, one hidden ReLU layer (McMahan et al.'s 2NN with one layer; 784-100-10 on MNIST)."""
+    """Flattened samples and one hidden ReLU layer, as PFLlib's DNN (784-100-10 on MNIST)."""
 
     hidden: int
     init_style: Init

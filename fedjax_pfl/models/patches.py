@@ -56,7 +56,7 @@ def columns_on_a_gpu(rows: int, width: int, kernel: tuple[int, ...], strides: tu
 
 
 def output(x: Images, kernel: Kernel, strides: tuple[int, int], pads: Pads, *, columns: int = 1) -> Maps:
-    """The convolution, with a patch for so many output columns, which divide their number; the other two likewise."""
+    """The convolution; each patch serves ``columns`` output columns, a divisor of their number. So in the gradients."""
     kh, kw = kernel.shape[:2]
     y = _patches(x, (kh, kw), strides, pads, columns) @ _flat(kernel, columns)
     return y.reshape(*y.shape[:2], y.shape[2] * columns, -1)
@@ -80,7 +80,7 @@ def kernel_and_bias_gradient(
 def _kernel_and_bias_gradient(
     x: Images, dy: Maps, strides: tuple[int, int], pads: Pads, size: tuple[int, int], columns: int
 ) -> tuple[Kernel, Float[Array, " columns_outputs"]]:
-    """The kernel's gradient, and what the tap after its own gives: with several columns, the cotangent's sums."""
+    """The kernel's gradient; and, with several columns, the cotangent's sums, from the ones that end the patches."""
     (kh, kw), inputs, outputs = size, x.shape[-1], dy.shape[-1]
     reach = kw + columns - 1
     wide = jnp.einsum("bhwt,bhwo->to", _patches(x, size, strides, pads, columns), _together(dy, columns))
@@ -142,7 +142,7 @@ def _patches(
 
 
 def _flat(kernel: Kernel, columns: int) -> Float[Array, "taps columns_outputs"]:
-    """The kernel as a matrix; for several columns theirs side by side, and zeros where `_patches` has more."""
+    """The kernel as a matrix: one shifted copy per column, side by side, and zeros for what `_patches` appends."""
     zero, outputs = jnp.zeros((), kernel.dtype), kernel.shape[3]
 
     def placed(column: int) -> Array:
@@ -157,5 +157,5 @@ def _flat(kernel: Kernel, columns: int) -> Float[Array, "taps columns_outputs"]:
 
 
 def _together(dy: Maps, columns: int) -> Float[Array, "batch height blocks columns_outputs"]:
-    """As many neighbouring columns as one, with channels of their own."""
+    """Joins every ``columns`` neighbouring columns into one, which has the channels of all of them."""
     return dy.reshape(*dy.shape[:2], dy.shape[2] // columns, -1)

@@ -55,5 +55,5 @@ def interpolate(
     return jax.tree.map_with_path(leaf, old, new)
 
 
-# Stacked uploads [K, ...], weights [K] -> combined [...]: how a server combines the parameters of its participants.
 Combine = Callable[[PyTree, Float[Array, " K"]], PyTree]
+"""Stacked uploads [K, ...], weights [K] -> combined [...]: how a server combines its participants' parameters."""

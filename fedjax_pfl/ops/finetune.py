@@ -25,7 +25,7 @@ def finetune(
     lr: Scalar | None,
     scope: Scope,
 ) -> Params:
-    """FT(w): ``epochs`` of plain cross-entropy training from ``params``.
+    """FT(w): ``epochs`` of plain cross-entropy training from ``params``, without ``training.decorrelate``'s term.
 
     Args:
       now: the round, and the client's key in it.
@@ -41,6 +41,8 @@ def finetune(
     Returns:
       The fine-tuned parameters.
     """
+
+    model = model._replace(regularizer=None)
 
     def full_loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Array:
         del key

@@ -80,7 +80,7 @@ def sums_as_sent(model: Model, extractor: Params, data: ClientData) -> PerClass:
 
 
 def finite_classes(uploads: PerClass) -> PerClass:
-    """The uploads of K clients, where a class whose row [K, C, dim] is not finite counts as not held, and is zeros.
+    """The uploads [clients, C, K], where a class whose row is not finite counts as not held, and is zeros.
 
     A client that has diverged would otherwise be a part of every mean, and of all that is made of it.
     """
@@ -96,7 +96,7 @@ def pool_prototypes(old: Prototypes, uploads: PerClass) -> Prototypes:
 
     Args:
       old: the prototypes before the round.
-      uploads: class sums [K, C, dim] and samples per class [K, C] of K clients; zeros for absent clients.
+      uploads: class sums [clients, C, K] and samples per class [clients, C]; zeros for absent clients.
     """
     counts, sums = (jnp.sum(leaf, axis=0) for leaf in finite_classes(uploads))
     return update_prototypes(old, class_means(sums, counts))
@@ -140,7 +140,7 @@ def prototype_contrast(
     *,
     temperature: float | Float[Array, ""],
 ) -> Float[Array, ""]:
-    """Contrast with prototypes, mean over the batch, [] (FedCPD).
+    """Contrast with prototypes, mean over the batch, [] (FedProc, FedCPD; Eq. 5 of pFedCSPC).
 
     -log softmax, over all prototypes, of the cosine between a feature and the prototype of its own class.
 
@@ -164,7 +164,7 @@ def centre_loss(
     *,
     reduction: Reduction = "mse",
 ) -> Float[Array, ""]:
-    """Squared distance of each feature to the centre of its class, mean over the batch, [].
+    """Squared distance of each feature to the centre of its class, mean over the batch, [] (FedProto).
 
     Samples of a class without a centre contribute zero.
 

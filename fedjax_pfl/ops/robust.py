@@ -77,11 +77,11 @@ def _mean_of_best(stacked: Uploads, weight: Float[Array, " K"], byzantine: float
     present = jnp.where(jnp.any(finite), finite, present)
     weight = jnp.where(present, weight, 0.0)
     number = jnp.sum(present, dtype=jnp.int32)
-    liars = _shares(byzantine, len(weight))[number]
+    byzantine_rows = _shares(byzantine, len(weight))[number]
     nearest = jnp.sort(_squared_distances(stacked, weight), axis=1)
-    counts = jnp.arange(len(weight)) < jnp.maximum(number - liars - 2, 1)
+    counts = jnp.arange(len(weight)) < jnp.maximum(number - byzantine_rows - 2, 1)
     score = jnp.where(present, jnp.sum(jnp.where(counts, nearest, 0.0), axis=1), jnp.inf)
-    worst_chosen = jnp.sort(score)[0 if alone else jnp.maximum(number - liars - 1, 0)]
+    worst_chosen = jnp.sort(score)[0 if alone else jnp.maximum(number - byzantine_rows - 1, 0)]
     chosen = present & (score <= worst_chosen)
 
     def mean(leaf: Float[Array, "K ..."]) -> Float[Array, "..."]:

@@ -82,10 +82,10 @@ def scan_batches(
     width = min(batch_size, data.capacity)
 
     in_epoch = _batches(data.count, batch_size, width, drop_last)
-    # Side by side, all clients share the loop bound of the largest. With separate bounds, every pass would need a
-    # selection over the whole carry, and the compiler would not know the number of passes.
+    # Side by side, all clients run as many steps as the largest, and each keeps its carry after its own last step. With
+    # separate bounds, the loop over epochs would need a selection, too, and the compiler would not know its length.
     side_by_side = data.most is not None and steps is None
-    alike = isinstance(data.count, np.integer)
+    equal = isinstance(data.count, np.integer)  # one number for all clients (`Cohorts.equal`): nobody has to wait
     if steps is not None:
         epochs = jnp.where(in_epoch > 0, -(-steps // jnp.maximum(in_epoch, 1)), 0)
 
@@ -101,7 +101,7 @@ def scan_batches(
             key_step = jax.random.fold_in(key_steps, number)
             with within_step(lambda: phase_key(key_step, "dropout")):
                 new = step(carry, batch, key_step)
-            if not side_by_side or alike:
+            if not side_by_side or equal:
                 return new
             return jax.tree.map(lambda new, old: jnp.where(number < in_epoch, new, old), new, carry)
 

@@ -318,6 +318,9 @@ def test_a_picture_has_targets_above_and_a_row_for_each_attack(of_fedavg):
         ax = plot_leakage(dict.fromkeys((name, "second", "third", "fourth"), of_fedavg))
         ax.figure.canvas.draw()
         assert ax.get_tightbbox().x0 >= 0
+    odd = plot_leakage({"lr $5 & $6": of_fedavg, 5 * "a long name ": of_fedavg})
+    assert [label.get_text().count("\n") for label in odd.get_yticklabels()] == [0, 0, 3]
+    assert odd.get_yticklabels()[1].get_text() == r"lr \$5 & \$6"
     alone = plot_leakage(of_fedavg)
     assert [label.get_text() for label in alone.get_yticklabels()] == ["target", "fedavg"]
     pyplot.close("all")

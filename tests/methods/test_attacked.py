@@ -361,6 +361,11 @@ def test_runs_without_a_client_that_is_honest_in_both_are_not_compared():
             "attack.kind",
             "participation.collaborate = false",
         ),
+        (
+            {"aggregation": {"rule": "krum"}, "participation": {"collaborate": False}},
+            "aggregation.rule",
+            "participation.collaborate = false",
+        ),
     ],
 )
 def test_mistakes_are_one_error(changes, field, allowed):

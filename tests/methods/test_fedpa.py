@@ -219,8 +219,11 @@ def test_the_first_round_is_fedavgs(model, trainer, federation):
     found, expected = (
         update_of(method, federation, 4) for method in (fedpa(model, trainer, steps=6), fedavg(model, trainer))
     )
-    for a, b in zip(*map(jax.tree.leaves, ((found.upload.params, found.info), (expected.upload, expected.info)))):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-7),
+        (found.upload.params, found.info),
+        (expected.upload, expected.info),
+    )
     assert int(found.info.steps) == 6
 
 

@@ -38,6 +38,8 @@ def plot_confusion(
       ConfigError: this is no result; the run has exported no predictions, or none for that client; or matplotlib is not
         installed.
     """
+    if client is not None and not isinstance(client, int | np.integer):
+        raise ConfigError("client", client, "the number of one client, or None for all that are exported")
     chosen = _exported(result, "predictions", "client", None if client is None else [client])
     label, answer = result.exported["label"][chosen], result.exported["prediction"][chosen]
     classes = len(result.partition["class_counts"][0])

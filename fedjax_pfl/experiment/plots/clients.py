@@ -82,7 +82,7 @@ def plot_clients(
 
 
 def height_of(names: Collection[str]) -> float:
-    """The height of a figure with a row per name, in inches; all rows are as high as that of the most lines needs."""
+    """The height of a figure with a row per name, in inches; all rows are as high as the name of most lines needs."""
     lines = max(1 + name.count("\n") for name in names)
     return 0.7 + max(0.3, 0.05 + _LINE * lines) * len(names)
 

@@ -34,7 +34,7 @@ def write_plot(
       out: the file, whose folder is created, with the suffix ``.pdf``, ``.png`` or ``.svg``.
       kind: ``curves``, as `Sweep.plot`; ``clients``, as `plot_clients`, at the point of the metric; ``partition``, as
         `plot_partition`.
-      metric: as in `Sweep.plot`.
+      metric: as in `Sweep.plot`; for ``clients`` ``pre.accuracy`` or ``post.accuracy``.
       x: as in `Sweep.plot`.
       overwrite: whether to replace an existing file.
 
@@ -43,13 +43,13 @@ def write_plot(
 
     Raises:
       ConfigError: nothing can be drawn from these runs; the file exists or cannot be written; there is no such kind or
-        suffix; or the metric is of no point, and ``clients`` are drawn.
+        suffix; or ``clients`` are drawn, and the metric is another one.
     """
     if kind not in _KINDS:
         raise ConfigError("--kind", kind, f"one of {', '.join(_KINDS)}")
-    point = metric.partition(".")[0]
-    if kind == "clients" and point not in POINTS:
-        raise ConfigError("--metric", metric, "one that begins with pre. or post., for --kind clients")
+    of_clients = {f"{point}.accuracy": point for point in POINTS}
+    if kind == "clients" and metric not in of_clients:
+        raise ConfigError("--metric", metric, f"{' or '.join(of_clients)}, for --kind clients")
     if out.suffix not in _UNDATED:
         raise ConfigError("--out", str(out), f"a file that ends with {', '.join(_UNDATED)}")
     if out.exists() and not overwrite:
@@ -71,7 +71,7 @@ def write_plot(
         else:
             cells = cells_of(begun, table_in(paths))
             if kind == "clients":
-                plot_clients(Sweep(cells, {}), point=point, ax=ax)
+                plot_clients(Sweep(cells, {}), point=of_clients[metric], ax=ax)
                 figure.set_figheight(height_of([label.get_text() for label in ax.get_yticklabels()]))
             else:
                 plot_curves(cells, metric, x, "sd", ax)

@@ -17,6 +17,8 @@ _KINDS = ("bubbles", "shades", "bars")
 # Points across. Smaller circles look alike, whatever number of samples they stand for; larger ones have no room in the
 # legend.
 _SMALLEST, _LARGEST = 4.0, 16.0
+# Clients across. A row of larger circles, one per client, would be one band.
+_OVERLAP = 4.0
 # More bars than this touch each other: gaps would be thinner than a printer's dots.
 _APART = 40
 
@@ -31,7 +33,8 @@ def plot_partition(
       kind: ``bubbles``, one circle per client and class, with an area proportional to the number of samples;
         ``shades``, one field per client and class, darker for more samples, with the clients ordered by their most
         frequent class; or ``bars``, one stacked bar per client, class 0 at the bottom. Unless given, bubbles, or shades
-        if the circles would be too small: in a new figure, from about 200 clients with 10 classes, or 20 with 100.
+        if the circles would be too small, or cover each other: in a new figure, from about 170 clients with 10 classes,
+        20 with 100, or 100 with 2.
       ax: matplotlib axes to draw on; a new figure unless given.
 
     Raises:
@@ -42,7 +45,7 @@ def plot_partition(
     counts = counts_in(partition).astype(float)
     with drawing(ax) as ax:
         if kind is None:
-            kind = "bubbles" if _widest(counts, ax) >= _SMALLEST else "shades"
+            kind = "bubbles" if _legible(counts, ax) else "shades"
         {"bubbles": _bubbles, "shades": _shades, "bars": _bars}[kind](counts, ax)
         ax.set_xlabel("client, by main class" if kind == "shades" else "client")
         whole_numbers(ax.xaxis)
@@ -58,6 +61,12 @@ def _widest(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") 
     """
     sides = 72 * ax.bbox.size / ax.figure.dpi / counts.shape
     return float(min(np.sqrt(sides.prod()), max(1.2 * sides.min(), 2 * _SMALLEST), _LARGEST))
+
+
+def _legible(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") -> bool:
+    """Whether circles are large enough, and neighbours can still be told from each other."""
+    widest, client = _widest(counts, ax), 72 * ax.bbox.width / ax.figure.dpi / len(counts)
+    return _SMALLEST <= widest <= _OVERLAP * client
 
 
 def _bubbles(counts: Float[np.ndarray, "N classes"], ax: "matplotlib.axes.Axes") -> None:

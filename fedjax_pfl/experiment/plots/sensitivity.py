@@ -80,6 +80,7 @@ def plot_sensitivity(
                 ax.set_xscale("symlog", linthresh=min(positive))
             else:
                 ax.set_xscale("log")
+            ax.autoscale_view()  # a horizontal line has fixed the limits of the linear axis
         ax.grid(visible=True)
         ax.set(xlabel=field, ylabel=label)
         if len(lines) > 1:

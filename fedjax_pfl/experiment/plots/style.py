@@ -196,7 +196,7 @@ def whole_numbers(axis: Any) -> None:
     """Puts the ticks of an axis at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _in_words(point: str) -> str:

@@ -26,7 +26,7 @@ def init_distiller(key: Key[Array, ""], shapes: Sequence[tuple[int, int, int]]) 
 
     The fusion starts as the identity: teacher = student gives a loss of zero. No layer has a bias.
     """
-    # That of the deepest level in all networks here. With less, a wider level could not start as the identity.
+    # The width of the widest level. With fewer channels, the fusion could not start as the identity there.
     middle = max(channels for _, _, channels in shapes)
 
     def gates(key: Key[Array, ""], channels: int) -> Params:

@@ -63,7 +63,7 @@ def fedcpd(
 
     Shared: theta, P. Personal: phi_i, the last theta_i, psi_i. Headline: PRE; its fall behind the POST of the round
     before is the paper's forgetting. With all coefficients 0 it is FedRep. ``training.epochs`` is the extractor's.
-    Clipping, where configured, takes theta and psi_i as one. In several epochs, a teacher's maps are kept (`taught`).
+    Clipping treats theta and psi_i as one vector. With several epochs, a teacher's maps are computed once (`taught`).
 
     Args:
       model: extractor and head; gamma > 0 asks for feature maps.

@@ -42,7 +42,7 @@ def choose(
       number: how many clients to choose.
       free: who may be chosen: all other clients.
       known: which clients have a model to send; the rest are chosen only when no more of these are left.
-      preference: the client's gain from each other client so far; the largest is chosen, and any of equal ones.
+      preference: the client's gain from each other client so far; the largest is chosen, with ties broken at random.
       explore: the probability that a choice is made at random instead.
     """
 
@@ -76,7 +76,7 @@ def mix(model: Model, reference: Params, own: Params, others: Params | None, val
 
     def add(sums: tuple[Array, Params], params: Params) -> tuple[tuple[Array, Params], Float[Array, ""]]:
         distance = jnp.sqrt(proximal(params, reference, 2.0))
-        # By the distance, since the loss of one and the same model may be rounded in two ways.
+        # The distance decides: the losses of one and the same model, computed twice, may differ by rounding.
         gain = jnp.where(distance > 0, (at_reference - loss(params)) / (distance + 1e-5), 0.0)
         gain = jnp.where(jnp.isfinite(gain), gain, 0.0)
         # Not multiplied by 0: a model that has diverged would be a part of the mix.

@@ -121,7 +121,7 @@ def fedfomo(
         models, known = put_rows((server.models, server.known), cohort.ids, sent)
         preference = server.preference
         if clients.inbox:
-            # Before that, what was sent in the place of one's model was the initial one.
+            # For a client without an upload the initial model was sent, whose gain says nothing about that client.
             gains = jnp.where(server.known[clients.inbox.ids], uploads.gains, 0.0)
             preference = preference.at[cohort.ids[:, None], clients.inbox.ids].add(gains, mode="drop")
         return Server(models, known, preference), clients

@@ -92,14 +92,14 @@ def fedpa(
         optimizer = train.optimizer(now.t, view.params)
 
         def regularizer(params: Params, z: Float[Array, "batch K"], batch: Batch, key: Key[Array, ""]) -> Scalar:
-            """Of w as a whole: of its head on generated features, and of its extractor by the prototypes."""
+            """The head's loss on generated features, and the distance of the extractor's features to the prototypes."""
             total = jnp.zeros(())
             if not is_off(alpha):
                 key_y, key_noise = jax.random.split(key)
                 # Of classes that somebody has trained on (rule R8): the generator learns no other.
                 y = jax.random.categorical(key_y, jnp.where(prototypes.valid, 0.0, -jnp.inf), shape=(number,))
                 features = teach.generate(view.generator, teach.draw(key_noise, y), y)
-                known = prototypes.valid[y].astype(jnp.float32)  # all or none
+                known = prototypes.valid[y].astype(jnp.float32)  # all 1, or all 0 before any class has a prototype
                 losses = cross_entropy(model.classify(params["head"], features), y, known)
                 total += number / train.batch_size * a * losses
             if not is_off(beta):

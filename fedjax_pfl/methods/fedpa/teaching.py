@@ -44,7 +44,7 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True)
 class GeneratorTraining:
-    """Features that the clients' heads know, but away from the prototypes, and away from each other.
+    """Trains the generator to make features that the clients' heads know, far from prototypes and from each other.
 
     Attributes:
       model: its heads classify features.
@@ -84,16 +84,16 @@ class GeneratorTraining:
     def __call__(self, now: Round, trained: Trained, evidence: Evidence, fidelity: Scalar) -> Trained:
         """The generator after the steps of a round; ``fidelity`` is a_t, the weight of the heads' losses."""
         heads, counts, prototypes = evidence
-        # Each participant counts as if it had a sample more of each class: also one that has none has some say.
+        # Each participant counts as if it had one more sample of each class, so as to have some weight in all.
         smoothed = jnp.where(jnp.any(counts > 0, axis=1, keepdims=True), counts + 1.0, 0.0)
-        say = smoothed / jnp.maximum(jnp.sum(smoothed, axis=0), 1.0)
-        seen = jnp.where(jnp.any(counts > 0, axis=0), 0.0, -jnp.inf)
+        class_weights = smoothed / jnp.maximum(jnp.sum(smoothed, axis=0), 1.0)
+        class_logits = jnp.where(jnp.any(counts > 0, axis=0), 0.0, -jnp.inf)
         everything = jnp.ones(self.batch_size)
 
         def loss(params: Params, noise: Float[Array, "batch noise"], y: Int[Array, " batch"]) -> Float[Array, ""]:
             z = self.generate(params, noise, y, everything)
             of_clients = jax.vmap(lambda phi: cross_entropies(self.model.classify(phi, z), y))(heads)
-            known = jnp.sum(jnp.mean(say[:, y] * of_clients, axis=1))
+            known = jnp.sum(jnp.mean(class_weights[:, y] * of_clients, axis=1))
             hard = centre_loss(z, y, everything, prototypes)
             return fidelity * known - self.repulsion * hard + diversity(noise, z, y)
 
@@ -101,7 +101,7 @@ class GeneratorTraining:
 
         def step(number: Int[Array, ""], trained: Trained) -> Trained:
             key_y, key_noise = jax.random.split(jax.random.fold_in(phase_key(now.key, "generator"), number))
-            y = jax.random.categorical(key_y, seen, shape=(self.batch_size,))
+            y = jax.random.categorical(key_y, class_logits, shape=(self.batch_size,))
             gradient = jax.grad(loss)(trained.params, self.draw(key_noise, y), y)
             with jax.numpy_dtype_promotion("standard"):  # Adam raises a float to the power of an integer
                 updates, state = optimizer.update(gradient, trained.optimizer, trained.params)

@@ -42,7 +42,7 @@ def statistics(features: ClientData, means: Prototypes) -> Statistics:
 def head_weights(
     h: Float[Array, "clients C K"], v: Float[Array, " clients"], present: Bool[Array, " clients"]
 ) -> Float[Array, "clients clients"]:
-    """Row i: the weights a of all heads in client i's, which minimise a' Q_i a over the simplex.
+    """Row i: the weights a with which all heads are combined for client i; they minimise a' Q_i a over the simplex.
 
     Q_i = diag(v) + [<h_i - h_j, h_i - h_k>]_jk. Weights up to 1e-3 are dropped, and the rest sum to 1.
     With m > 500 clients present the cut is at half of 1 / m, which the largest weight exceeds: something always stays.

@@ -52,7 +52,7 @@ class Calibrator:
     diagnose: bool
 
     @property
-    def says(self) -> tuple[str, ...]:
+    def diagnostics(self) -> tuple[str, ...]:
         """Names of the diagnostics of a call."""
         return ("gradient_ratio_eta",) if self.diagnose and not is_off(self.eta) else ()
 

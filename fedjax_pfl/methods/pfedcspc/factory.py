@@ -86,7 +86,7 @@ def pfedcspc(
       calibrate: whether the server retrains H and F (CA).
       clusters: j, clusters per class (CPM).
       repeats: n_repeat, prototypes per cluster, 1 and 5 in Fig. 6; illegible elsewhere, as are clusters and share.
-      share: r, the share of a cluster's samples in a prototype. One prototype per class: 1 of each of these (TPG).
+      share: r, the share of a cluster's samples in a prototype. TPG: one cluster, one repeat, share 1.
       kmeans_steps: Lloyd's steps.
       augmented: n_aug, pairs of augmented samples per prototype (PA); 0 leaves their loss out.
       margin: alpha of their loss.

@@ -59,7 +59,7 @@ class InitialModels(NamedTuple):
     weigh_by: ClassWeight
 
     @property
-    def says(self) -> tuple[str, ...]:
+    def diagnostics(self) -> tuple[str, ...]:
         """Names of the diagnostics of :meth:`update`."""
         return "p_kk", "effective_clients"
 
@@ -98,7 +98,7 @@ class InitialModels(NamedTuple):
         own = take_rows(p, cohort.ids)  # row j is that of participant j, whose encoder stands in column j
         of_participants = jnp.diagonal(own), 1 / jnp.maximum(jnp.sum(own**2, axis=1), 1e-12)
         means = [masked_mean(values, present.astype(jnp.float32)) for values in of_participants]
-        return Known(encoders, u, valid, weight), dict(zip(self.says, means, strict=True))
+        return Known(encoders, u, valid, weight), dict(zip(self.diagnostics, means, strict=True))
 
     def weights(
         self,

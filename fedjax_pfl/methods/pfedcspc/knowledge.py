@@ -25,7 +25,7 @@ class KnowledgePrediction(NamedTuple):
     norm: Norm
 
     def __call__(self, z: Float[Array, "batch K"], logits: Logits, exemplars: Prototypes) -> Logits:
-        """Of projections z and their logits; a class without an exemplar is as far as the farthest."""
+        """The combined scores of projections z and their logits; a class without exemplar is as far as the farthest."""
         similarity = jnp.matmul(l2_normalize(z), l2_normalize(exemplars.mean).T)
         valid = exemplars.valid
         least = jnp.min(jnp.where(valid, similarity, jnp.inf), axis=1, keepdims=True)

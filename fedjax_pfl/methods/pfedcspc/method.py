@@ -38,7 +38,7 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         encoder = params["extractor"]["encoder"]
         last = Last(params, jnp.array(False)) if client_loss.base.keeps_last else None
         client = Client(encoder if starts_personal else None, last)
-        said = {name: jnp.array(jnp.nan, jnp.float32) for name in parts.says}
+        said = {name: jnp.array(jnp.nan, jnp.float32) for name in parts.diagnostics}
         if cluster is None:
             return Server(params, None, None, None, said), client
         shape = model.classes, cluster.places, dim
@@ -116,7 +116,7 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         return as_scored(view, client, adapt(now, view, client, start, data)[0])
 
     def send_along(now: Round, server: Server, uploads: PyTree, cohort: Cohort) -> Server:
-        """Before scores are taken: what training has no use for, and a round does not send."""
+        """Sends the encoders along for scoring; training has no use for them, so a round does not send them."""
         assert server.known is not None
         return server._replace(scored=server.known.encoders)
 

@@ -27,6 +27,6 @@ class Parts(NamedTuple):
     knowledge: KnowledgePrediction | None
 
     @property
-    def says(self) -> tuple[str, ...]:
-        """Names of what the server has to say for the record."""
-        return tuple(name for part in (self.initial, self.calibrate) if part is not None for name in part.says)
+    def diagnostics(self) -> tuple[str, ...]:
+        """Names of the server's diagnostics."""
+        return tuple(name for part in (self.initial, self.calibrate) if part is not None for name in part.diagnostics)

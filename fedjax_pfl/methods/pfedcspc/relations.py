@@ -1,4 +1,4 @@
-"""PTA: features of a batch, and how they lie to each other, held against the prototypes of their classes (pFedCSPC)."""
+"""PTA: aligns features, and the angles and distances between them, with the prototypes of their classes (pFedCSPC)."""
 
 from typing import Literal, NamedTuple
 
@@ -29,7 +29,7 @@ class Alignment(NamedTuple):
     def __call__(
         self, f: Float[Array, "batch d"], y: Int[Array, " batch"], mask: Float[Array, " batch"], prototypes: Prototypes
     ) -> Float[Array, ""]:
-        """Of features f, labels y and the mask of the batch, with the prototypes, one per class."""
+        """The loss of a batch with features f and labels y; there is one prototype per class."""
         node = prototype_contrast(f, y, mask, prototypes, temperature=self.temperature)
         angle = angle_alignment(f, y, mask, prototypes)
         return node + angle + edge_alignment(f, y, mask, prototypes, penalty=self.edge)

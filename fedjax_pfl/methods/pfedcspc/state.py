@@ -35,7 +35,7 @@ class View(NamedTuple):
     Attributes:
       params: the global model; without E_g if every client gets an encoder of its own.
       prototypes: u_g, if they guide training.
-      scored: as of the server.
+      scored: as in `Server`.
     """
 
     params: Params
@@ -59,7 +59,7 @@ class Client(NamedTuple):
 class Upload(NamedTuple):
     """What is sent up: the trained model, and the prototypes U_k of the classes held with a flag per cluster.
 
-    Of each class, where PMI weighs by them, the number of samples instead of a flag.
+    If PMI weighs by samples, the number of samples of each class takes the place of its flag.
     """
 
     params: Params

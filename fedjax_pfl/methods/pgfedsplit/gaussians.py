@@ -34,7 +34,7 @@ class Gaussians(NamedTuple):
         return cls(prototypes, None if covariance is None else jnp.zeros(shape))
 
 
-def update_gaussians(old: Gaussians, uploaded: PerClass, ids: Int[Array, " K"]) -> Gaussians:
+def update_gaussians(old: Gaussians, uploaded: PerClass, ids: Int[Array, " clients"]) -> Gaussians:
     """p_k and the root of Sigma_k over the clients that hold class k, unweighted (Eq. 4); absent classes keep theirs.
 
     Sigma_k is the dispersion of these clients' prototypes, and so 0 with a single one. The paper speaks of embeddings,

@@ -122,10 +122,10 @@ def pgfedsplit(
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
         del clients
         params: Params = model.init(key)
-        none, tau = jnp.zeros((), jnp.int32), jnp.array(interval, jnp.int32)
+        zero, tau = jnp.zeros((), jnp.int32), jnp.array(interval, jnp.int32)
         gaussians = Gaussians.none(model.classes, model.dim, None if is_off(r) else covariance)
         head = SentIf(jnp.array(False), params["head"])
-        return Server(params["extractor"], gaussians, head, tau, none, jnp.zeros(())), Client(params["head"], none)
+        return Server(params["extractor"], gaussians, head, tau, zero, jnp.zeros(())), Client(params["head"], zero)
 
     def broadcast(server: Server) -> View:
         prototypes, spread = server.gaussians
