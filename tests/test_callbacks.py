@@ -495,3 +495,10 @@ def test_a_logger_without_its_package_says_so(logger, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)  # as though it were not installed
     with pytest.raises(ConfigError, match=rf'an installed package: pip install "fedjax_pfl\[{package}\]"'):
         logger()
+
+
+def test_of_a_stopped_run_the_client_table_counts_the_rounds_that_there_were():
+    """With everybody in every round, and with some."""
+    for ratio in (1.0, 0.4):
+        stopped = simulate(config().replace({"participation.ratio": ratio}), callbacks=[EveryRound(stop_after=4)])
+        assert stopped.clients["rounds_participated"].sum() == 4 * round(5 * ratio)

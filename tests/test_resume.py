@@ -386,3 +386,11 @@ def test_an_overwritten_run_leaves_no_checkpoint_behind(copy):
         simulate(config(copy, run={"checkpoint_every": 0}), overwrite=True, progress=killed_after(1))
     with pytest.raises(ConfigError, match="holds a checkpoint"):
         simulate(config(copy), resume=copy)
+
+
+def test_the_time_before_an_interruption_counts(copy, monkeypatch):
+    read = Checkpoints.read
+    monkeypatch.setattr(Checkpoints, "read", lambda self, round: read(self, round)._replace(seconds=1e6))
+    result = simulate(config(copy), resume=copy)
+    assert result.history["seconds"].min() > 1e6
+    assert result.summary["timing"]["total_seconds"] > 1e6

@@ -224,3 +224,25 @@ def test_diagnostics_have_a_last_value_and_no_best():
     for at, line in enumerate(lines(CURVE)):
         found.append({**line, "diagnostics": {"alpha": [np.nan, 0.5, 0.25][at]}})
     assert summed_up(found)["metrics"]["diagnostics.alpha"] == {"last": 0.25}
+
+
+def test_own_metrics_of_new_clients_are_theirs_alone():
+    """A config's own metric is the unweighted mean over the clients that a table is of, and that are scored."""
+    n = np.array([10, 30, 20, 0])
+    manifest = {"n_train": [5, 5, 5, 5], "n_test": n.tolist(), "n_validation": [2, 2, 2, 2]}
+    of = Scored(scores(np.full(4, 0.5), n), None, np.zeros((4, 3)), {"mine": np.float32([0.125, 0.375, 0.75, 9.0])})
+    line = line_of(Evaluation(of, of, None, {}, {}), manifest, "test", 2)
+    for point in ("pre", "post"):
+        assert line[point]["mine"] == 0.25
+        assert line[f"new_{point}"]["mine"] == 0.75
+
+
+@pytest.mark.parametrize("manifest", [{}, {"attackers": [1]}], ids=["new", "new and malicious"])
+def test_validation_scores_are_of_those_that_are_judged(manifest):
+    """By them a round, and hyperparameters, are chosen: neither new clients nor malicious ones have a say."""
+    n, held = np.array([10, 30, 20]), np.array([2, 4, 8])
+    manifest = {"n_train": [5, 5, 5], "n_test": n.tolist(), "n_validation": held.tolist(), **manifest}
+    of = Scored(scores(np.full(3, 0.5), n), scores(np.array([0.5, 0.25, 1.0]), held), np.zeros((3, 3)), {})
+    line = line_of(Evaluation(of, of, None, {}, {}), manifest, "test", 1)
+    expected = 0.5 if "attackers" in manifest else 0.375
+    assert line["validation_pre"]["accuracy"] == line["validation_post"]["accuracy"] == expected

@@ -275,8 +275,8 @@ def _by_class(
     asked = largest_remainder(held[np.newaxis].astype(float), np.array([count]), rng)
     counts = fit_to_supply(asked, held - 1, rng)[0]
     if spend_lone:
-        lone, kept = np.flatnonzero(held == 1), len(rows) - counts.sum()
-        counts[rng.choice(lone, min(count - counts.sum(), len(lone), kept - 1), replace=False)] = 1
+        lone = np.flatnonzero(held == 1)
+        counts[rng.choice(lone, min(count - counts.sum(), len(lone)), replace=False)] = 1
     # The place of each row among those of its class.
     by_class = np.argsort(classes, kind="stable")
     place = np.empty(len(rows), int)

@@ -317,3 +317,14 @@ def test_no_share_is_asked_for_that_would_leave_none_either():
     for clients, allowed in ((CLIENTS, "a larger share: of"), (SAMPLES // 2, "0, or fewer clients: of 1 training")):
         with pytest.raises(ConfigError, match=rf"data\.validation_share = 0\.01 is not usable: {allowed}"):
             divided(clients=clients, validation_share=0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_an_official_split_the_manifest_counts_what_was_shared_out(kind):
+    """Training and validation rows, without the test rows, which clients may share."""
+    _, manifest = divided(PARTS, kind, split="official", validation_share=0.2)
+    shared = np.add(manifest["n_train"], manifest["n_validation"])
+    assert manifest["sizes"] == shared.tolist()
+    of_class = np.add(manifest["train_class_counts"], manifest["validation_class_counts"])
+    assert manifest["class_counts"] == of_class.tolist()
+    assert sum(manifest["n_test"]) > 0

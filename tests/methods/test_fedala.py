@@ -212,3 +212,23 @@ def test_the_model_goes_down_and_comes_back_and_the_mixed_layers_stay(model, tra
         assert count(shapes.client) == 2 * count(kept) + 1
     with pytest.raises(ValueError, match="3 layers are more than the 2 of the model"):
         fedala(model, trainer, mixed_layers=3)
+
+
+def test_the_loss_of_an_epoch_is_the_mean_over_samples_however_they_are_dealt(model, trainer, federation):
+    """A_i hardly moves, and neither does this mean: it has converged when there are ten epochs to look back on.
+
+    A mean over batches would go up and down with the one of the five samples that is alone in the last batch.
+    """
+    data = client_data(federation.x, federation.y, client(federation.train, 0))
+    view = model.init(KEY)
+    own = jax.tree.map(lambda leaf: -leaf, view["head"])
+    before = Client({"extractor": {}, "head": own}, {"extractor": {}, "head": jax.tree.map(jnp.ones_like, own)}, at(1))
+    options = {"share": 1.0, "mix_lr": 1e-4, "threshold": 1e-3}
+
+    def mix(most):
+        method = fedala(model, trainer, most_epochs=most, **options)
+        return jax.jit(method.local)(now(KEY, 1), view, before, data).client.mix["head"]
+
+    enough, more, fewer = mix(11), mix(40), mix(5)
+    jax.tree.map(np.testing.assert_array_equal, more, enough)
+    assert np.any(fewer["kernel"] != enough["kernel"])

@@ -437,3 +437,20 @@ def test_a_head_on_cached_features_trains_as_on_the_samples(batch_size, model, t
         z = np.asarray(model.features(params["extractor"], federation.x))
         np.testing.assert_allclose(np.asarray(cached.x)[i][rows], z[own], rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(np.asarray(cached.y)[i][rows], np.asarray(federation.y)[own])
+
+
+def test_gradient_ratios_leave_running_statistics_out():
+    """Their "gradient" is the amount by which a pass moves them, and no direction of descent."""
+    trainer = Trainer(batch_size=4, lr=0.1, diagnose=True)
+    params = {"w": jnp.array([3.0, 4.0]), "norm": {"running_mean": jnp.zeros(2), "running_var": jnp.ones(2)}}
+
+    def loss(params, batch, key):
+        return jnp.sum(params["w"] ** 2) / 2 + 100.0 * jnp.sum(params["norm"]["running_mean"])
+
+    def term(params, batch, key):
+        return 2.0 * params["w"][0] - 7.0 * params["norm"]["running_var"][0]
+
+    t = jnp.array(0, jnp.int32)
+    found = jax.jit(lambda: trainer.gradient_ratios(Round(KEY, t), loss, {"mine": term}, params, data_of(0)))()
+    assert found.keys() == {"gradient_ratio_mine"}
+    np.testing.assert_allclose(found["gradient_ratio_mine"], 2 / 5, rtol=1e-6)
