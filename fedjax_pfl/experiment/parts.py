@@ -1,7 +1,7 @@
 """The user's own parts of a run: those passed to `simulate`, and those that a config names."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -9,7 +9,15 @@ from fedjax_pfl.data.sources import SOURCES
 from fedjax_pfl.engine.metrics import METRICS, Metric
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.registry import NAME, OwnParts, own_parts, register_method, register_metric, register_model
+from fedjax_pfl.experiment.registry import (
+    NAME,
+    OwnParts,
+    own_parts,
+    put,
+    register_method,
+    register_metric,
+    register_model,
+)
 from fedjax_pfl.method import Method
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
@@ -45,19 +53,19 @@ def with_parts(
             raise ConfigError("features", features, "nothing without model: it says where that classifier is cut")
         if model is not None:
             name = changes["model.name"] = _own_name(model)
-            undo.callback(_put, MODELS, name, MODELS.get(name))
+            undo.callback(put, MODELS, name, MODELS.get(name))
             register_model(name, features=features)(model)
         if method is not None and not callable(method):
             raise ConfigError("method", method, "a factory; a name goes into the config: method.name")
         if method is not None:
             name = changes["method.name"] = _own_name(method)
-            undo.callback(_put, METHODS, name, METHODS.get(name))
+            undo.callback(put, METHODS, name, METHODS.get(name))
             register_method(name)(method)
         if metrics is not None and not isinstance(metrics, Mapping):
             raise ConfigError("metrics", metrics, 'names with functions, as in {"ece": ece}')
         if metrics:
             for name, metric in metrics.items():
-                undo.callback(_put, METRICS, name, METRICS.get(name))
+                undo.callback(put, METRICS, name, METRICS.get(name))
                 register_metric(name)(metric)
             changes["run.metrics"] = list(dict.fromkeys([*config.run.metrics, *metrics]))
         yield config.replace(changes) if changes else config
@@ -83,11 +91,3 @@ def _own_name(part: Any) -> str:
         part = part.func
     name = getattr(part, "__name__", None) or type(part).__name__
     return "own" if isinstance(part, tuple) or not NAME.fullmatch(name) else name
-
-
-def _put(table: MutableMapping[str, Any], name: str, part: Any) -> None:
-    """Puts a part into its table; None leaves none of this name there."""
-    if part is None:
-        table.pop(name, None)
-    else:
-        table[name] = part

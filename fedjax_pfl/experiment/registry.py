@@ -248,10 +248,15 @@ def with_own_parts(parts: OwnParts) -> Iterator[None]:
     finally:
         for kind, own in now.items():
             for name, part in own.items():
-                if part is None:
-                    del _KINDS[kind].table[name]
-                else:
-                    _KINDS[kind].table[name] = part
+                put(_KINDS[kind].table, name, part)
+
+
+def put(table: MutableMapping[str, Any], name: str, part: Any) -> None:
+    """Puts a part into its table; None leaves none of this name there."""
+    if part is None:
+        table.pop(name, None)
+    else:
+        table[name] = part
 
 
 def _register(kind: str, name: str, part: Part) -> Part:

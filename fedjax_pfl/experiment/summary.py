@@ -31,7 +31,7 @@ MEASURES = (
     "hm",
     "correct",
 )
-"""The built-in metrics at each evaluation point, and ``correct`` of ``labels.csv``: not for a user's own metric."""
+"""The built-in metrics, and ``correct`` of ``labels.csv``: names that a user's own metric cannot have."""
 FALLING = ("loss", "std_clients", "train_loss")
 """The metrics, without their evaluation point, that are better when small."""
 # For these metrics the largest value is the best. Those that are neither here nor above do not score a model.
