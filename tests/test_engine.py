@@ -808,3 +808,52 @@ def test_a_client_that_was_never_selected_is_scored_on_the_initial_model_as_it_i
         for name in ("fedavg_ft", "fedavg")
     )
     chex.assert_trees_all_close(tuned, plain, rtol=1e-6)
+
+
+def test_in_an_empty_round_diagnostics_stay_those_of_the_last_participants(federation):
+    method = Method(
+        init=lambda key, clients: (jnp.int32(0), ()),
+        local=lambda now, view, client, data: Update((), (), NOTHING, (view, ()), {"t": now.t.astype(jnp.float32)}),
+        aggregate=lambda now, server, clients, uploads, cohort: (server, clients),
+        personal=lambda view, client: jnp.int32(0),
+        predict=one_answer,
+    )
+    engine = Engine(method, 7, Participation(0.2, 0.2, sampling="poisson"), diagnostics=("t",))
+    _, selected = drawn(engine, KEY, federation.train.count, 12)
+    run, step = jax.jit(engine.init)(KEY, federation), jax.jit(engine.round)
+    newest, empty = math.nan, 0
+    assert np.isnan(run.diagnostics["t"])
+    for t in range(12):
+        run = step(KEY, at(t), run, jnp.array(False), federation)
+        newest, empty = (t, empty) if selected[t] else (newest, empty + 1)
+        np.testing.assert_equal(float(run.diagnostics["t"]), float(newest))
+    assert 0 < empty < 12
+
+
+def test_updates_of_the_present_alone_are_compared(federation):
+    """What stands in the row of an absent client would be as far from the view as zeros are."""
+    sizes = np.array(TRAIN_SIZES)
+
+    def local(now, view, client, data):
+        return Update((), view + jax.nn.one_hot(data.count % 2, 2), NOTHING, post=(view, ()))
+
+    method = Method(
+        init=lambda key, clients: (jnp.full(2, 50.0), ()),
+        local=local,
+        aggregate=lambda now, server, clients, uploads, cohort: (server, clients),
+        personal=lambda view, client: jnp.int32(0),
+        predict=one_answer,
+    )
+    engine = Engine(method, 7, Participation(0.6, 0.9, 0.3), diagnostics=(UPDATE_COSINE,))
+    run, step = jax.jit(engine.init)(KEY, federation), jax.jit(engine.round)
+    numbers = set()
+    for t, ids in enumerate(drawn(engine, KEY, federation.train.count, 6)[0]):
+        present = [i for i in ids.tolist() if i < 7]
+        numbers.add(len(present))
+        run = step(KEY, at(t), run, jnp.array(False), federation)
+        alike = [(sizes[i] + sizes[j]) % 2 == 0 for i in present for j in present if j < i]
+        if present:
+            expected = np.mean(alike) if alike else np.nan
+            np.testing.assert_allclose(run.diagnostics[UPDATE_COSINE], expected, atol=1e-5)
+    assert max(numbers) > 2
+    assert min(numbers) < engine.cohort_size

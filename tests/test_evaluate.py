@@ -7,6 +7,7 @@ import pytest
 from sklearn.metrics import f1_score
 
 from fedjax_pfl.data.federated import client_data, pack
+from fedjax_pfl.engine.metrics import measure
 from fedjax_pfl.engine.scoring import BATCH, Scores, scores_of, tally
 from fedjax_pfl.experiment.summary import harmonic_mean, summarize
 
@@ -102,3 +103,12 @@ def test_i_local_is_the_mean_of_the_clients_harmonic_means_not_that_of_their_mea
     found = summarize(Scores(accuracy * 4, accuracy, f1, f1, accuracy), np.array([4, 4, 4, 0]))
     assert found["i_local"] == pytest.approx((1 / 3 + 1) / 3, rel=1e-6)
     assert found["i_local"] != pytest.approx(float(harmonic_mean(found["accuracy"], found["macro_f1"])), abs=0.01)
+
+
+def test_what_a_metric_gives_for_padding_does_not_count():
+    logits, labels = jnp.array([[1.0, 2.0], [3.0, 0.0], [jnp.inf, -jnp.inf]]), jnp.array([0, 1, 0])
+    own = {"sample": lambda logits, labels: jnp.sum(logits, axis=1) + labels.astype(jnp.float32)}
+    found = jax.jit(lambda mask: measure(own, logits, labels, mask))
+    assert float(found(jnp.array([1.0, 1.0, 0.0]))["sample"]) == 3.5
+    assert float(found(jnp.zeros(3))["sample"]) == 0
+    assert np.isnan(float(found(jnp.ones(3))["sample"]))

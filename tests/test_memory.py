@@ -273,3 +273,46 @@ def test_ten_thousand_clients_take_what_is_announced():
     )
     announced, taken = json.loads(ran.stdout.splitlines()[-1])
     assert taken / 1.5 < announced < taken * 1.5
+
+
+@pytest.mark.parametrize(("name", "copied"), [("fedrep", False), ("fedamp", True)])
+def test_the_states_that_the_server_writes_to_are_copied_where_models_are_scored(
+    name, copied, model, trainer, federation
+):
+    """Others are read in place; of those on the host, a device holds two groups."""
+    method = METHODS[name](model, trainer)
+    engine, own = Engine(method, 7, Participation(3 / 7, 3 / 7)), jax.eval_shape(lambda: method.init(KEY, 7)[1])
+    on_device, on_host = (survey(engine, federation, "gpu", on_host=where)[0] for where in (False, True))
+    assert on_device.scored == copied * 7 * size(own)
+    assert on_host.scored == 2 * 3 * size(own)
+
+
+def test_a_client_needs_what_scoring_its_model_takes(model, trainer, federation):
+    plain = METHODS["fedavg"](model, trainer)
+
+    def predict(params, x):
+        return plain.predict(params, x) + jnp.linalg.inv(jnp.eye(500) + params["head"]["bias"][0])[0, 0]
+
+    before, after = (survey(Engine(of, 7), federation, "gpu")[0] for of in (plain, plain._replace(predict=predict)))
+    assert after.per_client > 4 * 500**2 > before.per_client
+
+
+def test_a_client_needs_what_its_part_of_a_calibration_takes(model, trainer, federation):
+    def local(now, view, client, data):
+        return jnp.linalg.inv(jnp.eye(500) + view["head"]["bias"][0])[0]
+
+    plain = METHODS["fedavg"](model, trainer)
+    calibrated = plain._replace(calibrate=Calibration(local, lambda now, server, uploads, cohort: server))
+    before, after = (survey(Engine(of, 7), federation, "gpu")[0] for of in (plain, calibrated))
+    assert after.per_client > 4 * 500**2 > before.per_client
+
+
+def test_states_on_the_host_are_held_by_the_process_where_its_cpu_is_the_device(model, trainer, federation):
+    method = METHODS["fedrep"](model, trainer)
+    states = 7 * size(jax.eval_shape(lambda: method.init(KEY, 7)[1]))
+    for backend, elsewhere in (("cpu", 0), ("gpu", states)):
+        on_device, on_host = (
+            survey(Engine(method, 7), federation, backend, on_host=where)[0].resident for where in (False, True)
+        )
+        assert on_device - on_host == elsewhere
+    assert states > 0

@@ -532,3 +532,26 @@ def test_a_method_that_has_changed_since_is_noticed(fedavg):
     other = dataclasses.replace(fedavg[0], config=fedavg[0].config.replace({"model.hidden": 9}))
     with pytest.raises(ConfigError, match=r"state = 'this result' is not usable: one that fits the config"):
         other.predict(X)
+
+
+def test_models_that_are_made_of_what_the_server_writes_are_those_that_pre_scores():
+    """FedFomo's are mixed of the others' newest models, not of those that a client was sent in its last round."""
+    result = simulate(config("fedfomo", data={**HELD, "partition": {"kind": "iid"}}, training={"lr": 0.05}))
+    federation, _ = divide(result.config, DIGITS)
+    losses, own, before = [], result.state.clients.params, result.state.clients.reference
+    for client in range(CLIENTS):
+        rows, params = rows_of(federation.test, client), result.params(client)
+        for alone in (own, before):  # the others have a part in it
+            assert np.abs(params["head"]["kernel"] - alone["head"]["kernel"][client]).max() > 1e-4
+        shares = result.predict_proba(DIGITS.images[rows], client=client)[np.arange(len(rows)), DIGITS.labels[rows]]
+        losses.append(-np.log(shares).mean())
+    np.testing.assert_allclose(np.mean(losses), result.history["pre.loss"][-1], rtol=1e-4)
+
+
+def test_a_newcomers_rate_has_decayed_as_that_of_the_round():
+    result = simulate(with_new_client("fedavg", training={"lr_decay": 0.3}))
+    federation, _ = divide(result.config, DIGITS)
+    train, test = rows_of(federation.train, NEW), rows_of(federation.test, NEW)
+    model = result.adapt(DIGITS.images[train], DIGITS.labels[train], epochs=2, client=NEW)
+    shares = model.predict_proba(DIGITS.images[test])[np.arange(len(test)), DIGITS.labels[test]]
+    assert -np.log(shares).mean() == pytest.approx(result.history["new_post.loss"][-1], rel=1e-4)

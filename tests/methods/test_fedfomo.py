@@ -233,3 +233,16 @@ def test_the_others_models_go_down_and_one_model_comes_back(model, trainer, fede
     assert found == (3 * (parameters + 1), parameters + 3, 5 * parameters + 3)
     assert exchanged(fedfomo(model, trainer, candidates=1), federation) == (0, parameters, 2 * parameters)
     assert exchanged(fedfomo(model, trainer, candidates=20), federation).up == parameters + N - 1
+
+
+def test_a_client_says_how_much_of_its_mix_is_the_others(model, trainer, federation, mixtures, descent):
+    method = fedfomo(model, trainer, candidates=3)
+    rows = client(federation.train, 2), client(federation.validation, 2)
+    data = client_data(federation.x, federation.y, rows[0], validation=rows[1])
+    others = rows_of(descent(0.6), descent(-0.5))
+    own = Client(descent(0.3), descent(0.0), Candidates(others, jnp.array([1, 4])))
+    update = jax.jit(method.local)(now(KEY, 0), (), own, data)
+    expected = mixtures(descent(0.0), descent(0.3), others)
+    near(update.diagnostics["weight_of_others"], expected.weight_of_others)
+    near(update.upload.gains, expected.gains)
+    assert 0.1 < float(expected.weight_of_others) < 0.9

@@ -171,3 +171,9 @@ def test_prototypes_go_down_and_class_means_come_back(model, trainer, federation
     assert floats.down == floats.up == CLASSES * model.dim + CLASSES
     unread = exchanged(fedtgp(model, trainer, lam=0.0), federation)
     assert (unread.down, unread.up) == (0, 0)
+
+
+def test_both_layers_of_the_generator_are_drawn_apart(model, trainer):
+    server, _ = fedtgp(model, trainer).init(KEY, N)
+    hidden, out = (np.ravel(server.generator[name]["kernel"]) for name in ("hidden", "out"))
+    assert abs(np.corrcoef(hidden, out)[0, 1]) < 0.5

@@ -161,3 +161,14 @@ def test_the_model_goes_down_and_comes_back_and_nothing_stays(model, trainer, fe
     parameters = 16 * 8 + 8 + 8 * 3 + 3
     for version in VERSIONS:
         assert exchanged(perfedavg(model, trainer, version=version), federation) == (parameters, parameters, 0)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_loss_told_is_that_after_the_inner_step(version, federation):
+    matrix, centre, w = curved()
+    a = 0.3
+    method = perfedavg(quadratic(matrix, centre, w), Trainer(batch_size=32, lr=0.05), inner_lr=a, version=version)
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    update = jax.jit(method.local)(now(KEY, 0), method.init(KEY, N)[0], (), data)
+    away = (np.eye(4) - a * matrix) @ (w - centre)
+    near(update.info.loss, np.log(3) + 0.5 * away @ matrix @ away)

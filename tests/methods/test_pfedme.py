@@ -115,3 +115,18 @@ def test_beta_says_how_far_the_server_goes_towards_the_mean_whose_running_statis
 def test_the_model_goes_down_and_comes_back_and_another_stays(model, trainer, federation):
     parameters = 16 * 8 + 8 + 8 * 3 + 3
     assert exchanged(pfedme(model, trainer), federation) == (parameters, parameters, parameters)
+
+
+def test_the_loss_of_a_batch_is_the_mean_over_the_steps_of_the_personal_model(federation):
+    matrix, centre, w = curved()
+    lam, rate, steps = 2.0, 0.1, 3
+    options = {"lam": lam, "inner_steps": steps, "personal_lr": rate, "local_steps": 1}
+    method = pfedme(quadratic(matrix, centre, w), Trainer(batch_size=4, lr=0.2), **options)
+    _, _, update = local(method, federation, client(federation.train, 4))
+    theta, losses = w, []
+    for _ in range(steps):
+        away, apart = theta - centre, theta - w
+        losses.append(np.log(3) + 0.5 * away @ matrix @ away + 0.5 * lam * apart @ apart)
+        theta = theta - rate * (matrix @ away + lam * apart)
+    near(update.info.loss, np.mean(losses))
+    assert np.ptp(losses) > 0.1

@@ -7,9 +7,11 @@ import pytest
 from jax import lax
 
 from fedjax_pfl.data.federated import Batch, client_data
+from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.ops.finetune import finetune
 from fedjax_pfl.ops.losses import balanced_cross_entropy, cross_entropy, label_loss, masked_mean, proximal, supervised
-from tests.reference import MLP, client, held, now, softmax_loss, to_numpy
+from tests.play import KEY, update_of
+from tests.reference import MLP, client, client_key, held, now, softmax_loss, to_numpy
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(0, 3, (6, 4)).astype(np.float32)
@@ -110,30 +112,29 @@ def test_the_regulariser_is_a_term_of_the_supervised_loss_over_the_samples_alone
     assert float(label_loss(regular, z, model.classify(params["head"], z), batch)) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("scope", ["full", "extractor", "head"])
-def test_the_regulariser_acts_where_an_extractor_is_trained_and_not_on_a_head_alone(scope, model, trainer, federation):
-    params = model.init(jax.random.key(0))
-    rows = client(federation.train, 4)
-
-    def tuned(model):
-        data = client_data(federation.x, federation.y, rows)
-        options = {"epochs": 2, "lr": None, "scope": scope}
-        return jax.jit(lambda: finetune(now(jax.random.key(1), 0), model, trainer, params, data, **options))()
-
-    found, plain = tuned(model._replace(regularizer=mean_square)), tuned(model)
-    if scope == "head":
-        jax.tree.map(np.testing.assert_array_equal, found, plain)
-        return
+def test_the_regulariser_acts_where_a_model_is_trained(model, trainer, federation):
     mlp = MLP(federation.x, federation.y)
 
     def gradient(w, rows):
-        pull = 0.6 * mlp.features(w, rows) / len(rows)
-        plain = mlp.gradient(w, rows) if scope == "full" else mlp.extractor_gradient(w, rows)
+        plain, pull = mlp.gradient(w, rows), 0.6 * mlp.features(w, rows) / len(rows)
         extra = mlp.extract_gradient(w["extractor"], rows, pull)
         return {**plain, "extractor": jax.tree.map(np.add, plain["extractor"], extra)}
 
-    own = held(federation.train, 4)
-    options = {"gradient": gradient, "phase": "finetune", "epochs": 2}
-    expected, _ = mlp.train(to_numpy(params), jax.random.key(1), 0, own, trainer, **options)
+    found = update_of(fedavg(model._replace(regularizer=mean_square), trainer), federation, 4).upload
+    start, rows = to_numpy(model.init(KEY)), held(federation.train, 4)
+    expected, _ = mlp.train(start, client_key(KEY, 0, 4), 0, rows, trainer, gradient=gradient)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+    plain = update_of(fedavg(model, trainer), federation, 4).upload
     assert not np.allclose(found["extractor"]["hidden_layer"]["kernel"], plain["extractor"]["hidden_layer"]["kernel"])
+
+
+@pytest.mark.parametrize("scope", ["full", "extractor", "head"])
+def test_the_regulariser_does_not_act_where_a_model_is_fine_tuned(scope, model, trainer, federation):
+    params = model.init(jax.random.key(0))
+    data = client_data(federation.x, federation.y, client(federation.train, 4))
+
+    def tuned(model):
+        options = {"epochs": 2, "lr": None, "scope": scope}
+        return jax.jit(lambda: finetune(now(jax.random.key(1), 0), model, trainer, params, data, **options))()
+
+    jax.tree.map(np.testing.assert_array_equal, tuned(model._replace(regularizer=mean_square)), tuned(model))

@@ -205,3 +205,15 @@ def test_a_config_names_rule_and_options(aggregation, rule):
     cohort = Cohort(jnp.arange(5), jnp.arange(1.0, 6.0), 5, 5)
     found, _ = method.aggregate(Round(jax.random.key(1), at(0)), None, (), uploads, cohort)
     near(found, rule(uploads, cohort.weight), 1e-6)
+
+
+@pytest.mark.parametrize("rule", [krum, multi_krum])
+def test_as_many_rows_without_numbers_as_others_leave_the_choice_among_these_what_it_is(rule):
+    present = PRESENT[1]
+    half = np.flatnonzero(present)[::2]
+    spoilt = jax.tree.map(np.copy, STACKED)
+    for leaf in jax.tree.leaves(spoilt):
+        leaf[half] = np.nan
+    others = present & ~np.isin(np.arange(ROWS), half)
+    assert others.sum() == len(half) == 4
+    near(called(rule, spoilt, present, byzantine=0.25), called(rule, STACKED, others, byzantine=0.25))

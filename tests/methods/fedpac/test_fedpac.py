@@ -397,3 +397,18 @@ def test_a_lone_participant_without_the_pull_does_fedrep(play, model, trainer):
     jax.tree.map(close, found.state.server.extractor, expected.state.server)
     jax.tree.map(close, found.state.clients.inbox, expected.state.clients)
     assert not np.allclose(expected.state.server["hidden_layer"]["bias"], start.state.server["hidden_layer"]["bias"])
+
+
+def test_a_head_that_has_diverged_on_features_that_have_not_is_left_out(model, trainer, federation):
+    """As in the round in which a client diverges: its statistics are of the extractor that it received."""
+    method = fedpac(model, trainer)
+    server, one = method.init(KEY, N)
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    upload = method.local(now(KEY, 0), method.broadcast(server), one, data).upload
+    rng = np.random.default_rng(0)
+    rows = jax.tree.map(lambda leaf: np.float32(leaf * rng.uniform(0.5, 2, (4, *(1,) * leaf.ndim))), to_numpy(upload))
+    for leaf in jax.tree.leaves(rows.head):
+        leaf[3] = np.nan
+    kept, cohort = jax.tree.map(lambda leaf: np.stack([leaf] * 4), one), Cohort(jnp.arange(4), jnp.ones(4), N, N)
+    heads = jax.jit(lambda rows: method.aggregate(now(KEY, 0), server, kept, rows, cohort)[1])(rows)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(heads))

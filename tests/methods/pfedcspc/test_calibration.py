@@ -334,3 +334,18 @@ def test_pairs_that_are_far_enough_apart_and_absent_ones_cost_nothing():
         value, gradients = hinged(**case)
         assert float(value) == 0
         assert not any(gradient.any() for gradient in gradients)
+
+
+def test_the_partners_of_a_pair_are_drawn_apart(corpus, rows, augmented):
+    compared = 0
+    for place, row in enumerate(rows):
+        near, far = partners(corpus, row) if row < COUNT else ((), ())
+        if min(len(near), len(far)) > 1:
+            u = used(corpus)["u"][row]
+            both = zip((augmented.positive, augmented.negative), (near, far), (-1, 1), strict=True)
+            positive, negative = (draws(kind[place], u, others, sign) % len(others) for kind, others, sign in both)
+            table = np.zeros((len(near), len(far)))
+            np.add.at(table, (positive, negative), 1)
+            assert chisquare(table.ravel()).pvalue > 1e-4
+            compared += 1
+    assert compared > 2

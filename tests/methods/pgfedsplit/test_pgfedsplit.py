@@ -897,3 +897,16 @@ def test_an_interval_outside_its_bounds_is_refused(options, model, trainer):
     with pytest.raises(ConfigError, match=r"method\.name") as refusal:
         make_engine(config, DataShape("some", (4, 4, 1), 2, None))
     assert "interval" in str(refusal.value)
+
+
+def test_a_client_that_fills_no_batch_keeps_the_mixture_with_the_head_that_it_receives(model, trainer, federation):
+    method = pgfedsplit(model, replace(trainer, batch_size=8, drop_last=True), r=0.5, alpha=0.25)
+    server, personal = method.init(KEY, N)
+    known = Prototypes(jnp.ones((CLASSES, model.dim)), jnp.ones(CLASSES, bool))
+    head = server.head._replace(sent=jnp.array(True), value=jax.tree.map(lambda leaf: leaf + 1, personal.head))
+    server = server._replace(gaussians=server.gaussians._replace(prototypes=known), head=head)
+    data = client_data(federation.x, federation.y, client(federation.train, 0))
+    update = jax.jit(method.local)(now(KEY, 1), method.broadcast(server), personal, data)
+    assert int(update.info.steps) == 0
+    for kept in (update.upload.head, update.client.head):
+        jax.tree.map(lambda kept, own: near(kept, own + 0.75), kept, personal.head)
