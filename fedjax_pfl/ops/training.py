@@ -44,9 +44,9 @@ def permutation(key: Key[Array, ""], count: Count, capacity: int) -> Int[Array, 
     return jnp.argsort(jnp.where(jnp.arange(capacity) < count, draws, jnp.inf))
 
 
-def _batches(samples: Count, batch_size: int, width: int, drop_last: bool) -> Count:
+def _batches(samples: Count, batch_size: int, drop_last: bool) -> Count:
     """The number of batches in an epoch over this number of samples."""
-    return samples // batch_size if drop_last else (samples + width - 1) // width
+    return samples // batch_size if drop_last else -(-samples // batch_size)
 
 
 def scan_batches(
@@ -79,9 +79,7 @@ def scan_batches(
       The carry after the last step.
     """
     assert (epochs is None) != (steps is None), "either epochs or steps"
-    width = min(batch_size, data.capacity)
-
-    in_epoch = _batches(data.count, batch_size, width, drop_last)
+    in_epoch = _batches(data.count, batch_size, drop_last)
     # Side by side, all clients run as many steps as the largest, and each keeps its carry after its own last step. With
     # separate bounds, the loop over epochs would need a selection, too, and the compiler would not know its length.
     side_by_side = data.most is not None and steps is None
@@ -94,7 +92,7 @@ def scan_batches(
         key_order, key_steps = jax.random.split(key_epoch)
         seen = data.in_epoch(phase_key(key_epoch, "augment"))
         order = permutation(key_order, data.count, data.capacity)
-        batch_at = seen.batches(order, width)
+        batch_at = seen.batches(order, min(batch_size, data.capacity))
 
         def batch_step(number: Int[Array, ""], carry: Carry) -> Carry:
             batch = batch_at(number)
@@ -105,7 +103,7 @@ def scan_batches(
                 return new
             return jax.tree.map(lambda new, old: jnp.where(number < in_epoch, new, old), new, carry)
 
-        longest = _batches(data.longest, batch_size, width, drop_last)
+        longest = _batches(data.longest, batch_size, drop_last)
         left = in_epoch if steps is None else jnp.minimum(in_epoch, steps - number * in_epoch)
         return lax.fori_loop(0, longest if side_by_side else left, batch_step, carry)
 
@@ -212,11 +210,10 @@ class Trainer:
 
     def info(self, totals: LossTotals, data: ClientData) -> TrainInfo:
         """The mean loss over the samples seen (0 if there are none), and the number of steps."""
-        width = min(self.batch_size, data.capacity)
-        in_epoch = _batches(data.count, self.batch_size, width, self.drop_last)
-        samples_in_epoch = in_epoch * width if self.drop_last else data.count
+        in_epoch = _batches(data.count, self.batch_size, self.drop_last)
+        samples_in_epoch = in_epoch * self.batch_size if self.drop_last else data.count
         epochs, left = jnp.divmod(totals.steps, jnp.maximum(in_epoch, 1))
-        samples = epochs * samples_in_epoch + jnp.minimum(left * width, samples_in_epoch)
+        samples = epochs * samples_in_epoch + left * self.batch_size
         return TrainInfo(totals.total / jnp.maximum(samples.astype(jnp.float32), 1.0), totals.steps)
 
     def over_batches(
