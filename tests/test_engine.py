@@ -395,6 +395,18 @@ def test_the_mean_cosine_of_two_updates_is_that_of_all_pairs():
     assert float(found(opposite, np.array([True, True]))) == pytest.approx(-1.0)
 
 
+def standing_still(local, **fields):
+    """A method whose server keeps its view, which is far from zeros, whatever it is sent."""
+    return Method(
+        init=lambda key, clients: (jnp.full(2, 50.0), ()),
+        local=local,
+        aggregate=lambda now, server, clients, uploads, cohort: (server, clients),
+        personal=lambda view, client: jnp.int32(0),
+        predict=one_answer,
+        **fields,
+    )
+
+
 @pytest.mark.parametrize("change", [False, True])
 def test_updates_are_compared_whether_the_method_sends_them_or_what_became_of_the_view(change, federation):
     """Two directions at right angles, of clients of even and odd size; the view is far from both."""
@@ -405,19 +417,33 @@ def test_updates_are_compared_whether_the_method_sends_them_or_what_became_of_th
         step = jax.nn.one_hot(data.count % 2, 2)
         return Update((), step if change else view + step, NOTHING, post=(view, ()))
 
-    method = Method(
-        init=lambda key, clients: (jnp.full(2, 50.0), ()),
-        local=local,
-        aggregate=lambda now, server, clients, uploads, cohort: (server, clients),
-        personal=lambda view, client: jnp.int32(0),
-        predict=one_answer,
-        sends_change=change,
-    )
-    engine = Engine(method, 7, diagnostics=(UPDATE_COSINE,))
+    engine = Engine(standing_still(local, sends_change=change), 7, diagnostics=(UPDATE_COSINE,))
     run = jax.jit(engine.init)(KEY, federation)
     run = jax.jit(engine.round)(KEY, at(0), run, jnp.array(False), federation)
     assert float(run.diagnostics[UPDATE_COSINE]) == pytest.approx(cosine, abs=1e-5)
     assert 0.2 < cosine < 0.8
+
+
+def test_updates_of_the_present_alone_are_compared(federation):
+    """What stands in the row of an absent client would be as far from the view as zeros are."""
+    sizes = np.array(TRAIN_SIZES)
+
+    def local(now, view, client, data):
+        return Update((), view + jax.nn.one_hot(data.count % 2, 2), NOTHING, post=(view, ()))
+
+    engine = Engine(standing_still(local), 7, Participation(0.6, 0.9, 0.3), diagnostics=(UPDATE_COSINE,))
+    run, step = jax.jit(engine.init)(KEY, federation), jax.jit(engine.round)
+    numbers = set()
+    for t, ids in enumerate(drawn(engine, KEY, federation.train.count, 6)[0]):
+        present = [i for i in ids.tolist() if i < 7]
+        numbers.add(len(present))
+        run = step(KEY, at(t), run, jnp.array(False), federation)
+        alike = [(sizes[i] + sizes[j]) % 2 == 0 for i in present for j in present if j < i]
+        if present:
+            expected = np.mean(alike) if alike else np.nan
+            np.testing.assert_allclose(run.diagnostics[UPDATE_COSINE], expected, atol=1e-5)
+    assert max(numbers) > 2
+    assert min(numbers) < engine.cohort_size
 
 
 @pytest.mark.parametrize("acts", [False, True])
@@ -828,32 +854,3 @@ def test_in_an_empty_round_diagnostics_stay_those_of_the_last_participants(feder
         newest, empty = (t, empty) if selected[t] else (newest, empty + 1)
         np.testing.assert_equal(float(run.diagnostics["t"]), float(newest))
     assert 0 < empty < 12
-
-
-def test_updates_of_the_present_alone_are_compared(federation):
-    """What stands in the row of an absent client would be as far from the view as zeros are."""
-    sizes = np.array(TRAIN_SIZES)
-
-    def local(now, view, client, data):
-        return Update((), view + jax.nn.one_hot(data.count % 2, 2), NOTHING, post=(view, ()))
-
-    method = Method(
-        init=lambda key, clients: (jnp.full(2, 50.0), ()),
-        local=local,
-        aggregate=lambda now, server, clients, uploads, cohort: (server, clients),
-        personal=lambda view, client: jnp.int32(0),
-        predict=one_answer,
-    )
-    engine = Engine(method, 7, Participation(0.6, 0.9, 0.3), diagnostics=(UPDATE_COSINE,))
-    run, step = jax.jit(engine.init)(KEY, federation), jax.jit(engine.round)
-    numbers = set()
-    for t, ids in enumerate(drawn(engine, KEY, federation.train.count, 6)[0]):
-        present = [i for i in ids.tolist() if i < 7]
-        numbers.add(len(present))
-        run = step(KEY, at(t), run, jnp.array(False), federation)
-        alike = [(sizes[i] + sizes[j]) % 2 == 0 for i in present for j in present if j < i]
-        if present:
-            expected = np.mean(alike) if alike else np.nan
-            np.testing.assert_allclose(run.diagnostics[UPDATE_COSINE], expected, atol=1e-5)
-    assert max(numbers) > 2
-    assert min(numbers) < engine.cohort_size

@@ -351,16 +351,21 @@ def test_absent_clients_get_no_weight():
     np.testing.assert_array_equal(weights_of(h, v, present), found)
 
 
-@pytest.mark.parametrize("what", ["nothing is finite", "its squares are not"])
-def test_a_client_that_has_diverged_is_left_out_and_gets_finite_heads(what, model, trainer, federation):
-    """Its own is a combination of the others', or the one that it had."""
-    method = fedpac(model, trainer)
+def of_four(method, federation):
+    """The initial server, the states of four clients, and uploads of theirs that differ by factors."""
     server, one = method.init(KEY, N)
     data = client_data(federation.x, federation.y, client(federation.train, 2))
     upload = method.local(now(KEY, 0), method.broadcast(server), one, data).upload
     rng = np.random.default_rng(0)
     rows = jax.tree.map(lambda leaf: np.float32(leaf * rng.uniform(0.5, 2, (4, *(1,) * leaf.ndim))), to_numpy(upload))
-    kept = jax.tree.map(lambda leaf: np.stack([leaf] * 4), one)
+    return server, jax.tree.map(lambda leaf: np.stack([leaf] * 4), one), rows
+
+
+@pytest.mark.parametrize("what", ["nothing is finite", "its squares are not"])
+def test_a_client_that_has_diverged_is_left_out_and_gets_finite_heads(what, model, trainer, federation):
+    """Its own is a combination of the others', or the one that it had."""
+    method = fedpac(model, trainer)
+    server, kept, rows = of_four(method, federation)
 
     def with_last(tree, value):
         return jax.tree.map(lambda leaf: np.concatenate([leaf[:3], np.full_like(leaf[3:], value)]), tree)
@@ -380,6 +385,17 @@ def test_a_client_that_has_diverged_is_left_out_and_gets_finite_heads(what, mode
         jax.tree.map(lambda leaf, own: np.testing.assert_array_equal(leaf[3], own[3]), found, kept)
 
 
+def test_a_head_that_has_diverged_on_features_that_have_not_is_left_out(model, trainer, federation):
+    """As in the round in which a client diverges: its statistics are of the extractor that it received."""
+    method = fedpac(model, trainer)
+    server, kept, rows = of_four(method, federation)
+    for leaf in jax.tree.leaves(rows.head):
+        leaf[3] = np.nan
+    cohort = Cohort(jnp.arange(4), jnp.ones(4), N, N)
+    heads = jax.jit(lambda rows: method.aggregate(now(KEY, 0), server, kept, rows, cohort)[1])(rows)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(heads))
+
+
 def test_without_variance_a_client_keeps_its_own_head_or_all_share():
     h, _ = some_statistics(3)
     np.testing.assert_allclose(weights_of(h, np.zeros(3)), np.eye(3), atol=1e-6)
@@ -397,18 +413,3 @@ def test_a_lone_participant_without_the_pull_does_fedrep(play, model, trainer):
     jax.tree.map(close, found.state.server.extractor, expected.state.server)
     jax.tree.map(close, found.state.clients.inbox, expected.state.clients)
     assert not np.allclose(expected.state.server["hidden_layer"]["bias"], start.state.server["hidden_layer"]["bias"])
-
-
-def test_a_head_that_has_diverged_on_features_that_have_not_is_left_out(model, trainer, federation):
-    """As in the round in which a client diverges: its statistics are of the extractor that it received."""
-    method = fedpac(model, trainer)
-    server, one = method.init(KEY, N)
-    data = client_data(federation.x, federation.y, client(federation.train, 2))
-    upload = method.local(now(KEY, 0), method.broadcast(server), one, data).upload
-    rng = np.random.default_rng(0)
-    rows = jax.tree.map(lambda leaf: np.float32(leaf * rng.uniform(0.5, 2, (4, *(1,) * leaf.ndim))), to_numpy(upload))
-    for leaf in jax.tree.leaves(rows.head):
-        leaf[3] = np.nan
-    kept, cohort = jax.tree.map(lambda leaf: np.stack([leaf] * 4), one), Cohort(jnp.arange(4), jnp.ones(4), N, N)
-    heads = jax.jit(lambda rows: method.aggregate(now(KEY, 0), server, kept, rows, cohort)[1])(rows)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(heads))
