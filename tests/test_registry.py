@@ -4,6 +4,7 @@ import enum
 import pickle
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Annotated
@@ -30,8 +31,10 @@ from fedjax_pfl import (
 )
 from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.data.sources import SOURCES, load
+from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.experiment import programs, registry
 from fedjax_pfl.experiment.build import divide
+from fedjax_pfl.experiment.parts import with_parts
 from fedjax_pfl.method import Method
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
@@ -122,6 +125,14 @@ def test_parts_from_python_run_as_those_of_the_package(plain, monkeypatch):
     monkeypatch.setattr(programs, "ThreadPoolExecutor", compiled)
     with pytest.raises(CompiledError):  # another function under the same name is another program
         simulate(given, method=mine, metrics={**METRICS_OF_MINE, "Brier": lambda logits, labels: brier(logits, labels)})
+
+
+def test_metrics_from_python_come_beside_those_of_the_config():
+    register_metric("first")(brier)
+    given = config({"run.metrics": ["first"]})
+    with with_parts(given, method=mine, metrics={"second": brier, "first": brier}) as found:
+        assert found.method == {"name": "mine", "mu": 0.5}
+        assert found.run.metrics == ["first", "second"]
 
 
 def test_a_registered_method_is_known_to_configs_and_compiled_anew_when_registered_again(tmp_path, plain):
@@ -229,6 +240,34 @@ def test_a_partition_under_a_name():
         np.bincount(dataset.labels[np.arange(at * 30 + 4, at * 30 + 20)], minlength=10).tolist() for at in range(5)
     ]
     assert manifest["class_counts"] == expected
+
+
+def test_a_partial_is_what_it_is_of_with_other_defaults():
+    given = partial(mine, mu=0.3)
+    register_method("mine_partial")(given)
+    assert config({"method.name": "mine_partial"}).method == {"name": "mine_partial", "mu": 0.3}
+    assert config({"method.name": "mine_partial", "method.mu": 0.1}).method["mu"] == 0.1
+    factory = METHODS["mine_partial"]
+    assert factory.__doc__ == mine.__doc__
+    register_method("mine_partial")(given)
+    assert METHODS["mine_partial"] is factory, "its programs need not be compiled again"
+
+    def shifted(logits, labels, by: float):
+        return logits[jnp.arange(len(labels)), labels] + by
+
+    register_metric("mine_partial")(partial(shifted, by=2.0))
+    np.testing.assert_allclose(METRICS["mine_partial"](jnp.eye(3), jnp.arange(3)), 3.0)
+
+    register_dataset("mine_partial")(partial(digits))
+    assert SOURCES["mine_partial"][1] == "Digits below a number."
+    assert load("mine_partial:2").classes == 2
+
+    def blocks(labels, clients, seed, size, *, length: int):
+        return [np.arange(client * length, (client + 1) * length) for client in range(clients)]
+
+    register_partition("mine_partial")(partial(blocks, length=20))
+    _, manifest = divide(config({"data.partition.kind": "mine_partial"}), load("digits"))
+    assert manifest["sizes"] == [20] * 5
 
 
 def test_a_partition_of_other_sizes_than_are_asked_for_is_refused():

@@ -81,8 +81,12 @@ def search(how: str, steps: int, lr: float, tv: float) -> Search:
 
 
 def total_variation(image: Image) -> Float[Array, ""]:
-    """The mean difference between neighbours, below each other and beside each other: mean |dy| + mean |dx|."""
-    return jnp.mean(jnp.abs(jnp.diff(image, axis=0))) + jnp.mean(jnp.abs(jnp.diff(image, axis=1)))
+    """The mean difference between neighbours, below each other and beside each other: mean |dy| + mean |dx|.
+
+    A single row or column has neighbours in one direction only; the other one adds 0.
+    """
+    apart = (jnp.abs(jnp.diff(image, axis=axis)) for axis in (0, 1))
+    return sum((jnp.mean(differences) for differences in apart if differences.size), jnp.zeros(()))
 
 
 def psnr(images: Num[Any, "*n h w c"], targets: Num[Any, "*n h w c"]) -> Float[Array, "*n"]:
@@ -158,8 +162,9 @@ def invert(
         return prior + distance(expected_upload(send, guess, label), seen, nothing)
 
     def better(new: _Scored, old: _Scored) -> _Scored:
-        guess = jax.tree.map(lambda a, b: jnp.where(new[1] < old[1], a, b), new[0], old[0])
-        return guess, jnp.minimum(new[1], old[1])
+        # A search that has run away to NaN keeps what it found before.
+        found: _Scored = jax.tree.map(lambda a, b: jnp.where(new[1] < old[1], a, b), new, old)
+        return found
 
     def step(_: Int[Array, ""], carry: tuple) -> tuple:
         guess, state, best = carry

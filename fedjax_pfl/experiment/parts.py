@@ -1,6 +1,5 @@
 """The user's own parts of a run: those passed to `simulate`, and those that a config names."""
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from fedjax_pfl.experiment.registry import (
 from fedjax_pfl.method import Method
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
+from fedjax_pfl.models.own import behind
 
 
 @contextmanager
@@ -87,7 +87,5 @@ def parts_of(configs: Sequence[Config]) -> OwnParts:
 
 def _own_name(part: Any) -> str:
     """The name of a part from Python: its name in the source, or else ``own``."""
-    while isinstance(part, functools.partial):
-        part = part.func
-    name = getattr(part, "__name__", None) or type(part).__name__
+    name = getattr(behind(part), "__name__", None) or type(part).__name__
     return "own" if isinstance(part, tuple) or not NAME.fullmatch(name) else name

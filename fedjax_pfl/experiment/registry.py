@@ -135,12 +135,13 @@ def register_dataset(name: str) -> Callable[[Part], Part]:
     _check_name("dataset", name)
 
     def register(given: Part) -> Part:
-        _check("dataset", name, given)
+        function = _spelled_out(given)
+        _check("dataset", name, function)
 
         def load(argument: str) -> Dataset:
-            return as_dataset(given(argument), name=name)
+            return as_dataset(function(argument), name=name)
 
-        SOURCES[name] = load, (inspect.getdoc(given) or "your own").splitlines()[0]
+        SOURCES[name] = load, (inspect.getdoc(function) or "your own").splitlines()[0]
         return given
 
     return register
@@ -163,15 +164,17 @@ def register_partition(name: str) -> Callable[[Part], Part]:
     _check_name("partition", name)
 
     def register(given: Part) -> Part:
-        @functools.wraps(given)
+        function = _spelled_out(given)
+
+        @functools.wraps(function)
         def partition(labels: np.ndarray, clients: int, seed: int, size: int | None, **options: Any) -> Partition:
-            made = _checked_rows(name, given(labels, clients, seed, size, **options), len(labels), clients)
+            made = _checked_rows(name, function(labels, clients, seed, size, **options), len(labels), clients)
             if size is not None and any(len(rows) != size for rows in made.parts):
                 asked = f"{size} with those to test on"
                 raise ConfigError("data.samples_per_client", asked, f"nothing: {name} gives clients other numbers")
             return made
 
-        _check("partition", name, given)
+        _check("partition", name, function)
         PARTITIONS[name] = partition
         return given
 
@@ -260,9 +263,28 @@ def put(table: MutableMapping[str, Any], name: str, part: Any) -> None:
 
 
 def _register(kind: str, name: str, part: Part) -> Part:
-    _check(kind, name, part)
-    _KINDS[kind].table[name] = part
+    _check(kind, name, function := _spelled_out(part))
+    _KINDS[kind].table[name] = function
     return part
+
+
+@functools.lru_cache(maxsize=256)
+def _of_partial(part: functools.partial) -> Callable[..., Any]:
+    @functools.wraps(part.func)
+    def function(*args: Any, **options: Any) -> Any:
+        return part(*args, **options)
+
+    about: Any = function
+    about.__signature__ = inspect.signature(part)
+    return function
+
+
+def _spelled_out(part: Any) -> Any:
+    """A ``functools.partial`` as a function with its signature, types and docstring; any other part itself.
+
+    The same partial is the same function, so that its programs are not compiled again.
+    """
+    return _of_partial(part) if isinstance(part, functools.partial) and inspect.isroutine(part.func) else part
 
 
 def _check(kind: str, name: str, part: Any) -> None:

@@ -46,22 +46,23 @@ class LinenNetwork:
         hook: Hook | None = None,
     ) -> Any:
         """Flax's ``module.apply``; batch normalisation is that of ``norm.py``."""
-        within = False  # a layer that the module itself calls
+        inside = set()  # the layers whose call has begun: a method of theirs that it calls is part of it
 
         def intercept(
             call: Callable[..., Any], args: tuple, kwargs: dict, context: nn.module.InterceptorContext
         ) -> Any:
-            nonlocal within
             module = context.module
             if isinstance(module, nn.BatchNorm) and context.method_name == "__call__":
                 call = _batch_norm(module, mask)
-            if hook is None or within or len(module.path) != 1 or context.method_name == "setup" or not args:
+            if hook is None or len(module.path) != 1 or context.method_name == "setup" or not args:
                 return call(*args, **kwargs)
-            within = True
+            if (name := module.path[0]) in inside:
+                return call(*args, **kwargs)
+            inside.add(name)
             try:
-                return hook(module.path[0], module, args[0], lambda value: call(value, *args[1:], **kwargs))
+                return hook(name, module, args[0], lambda value: call(value, *args[1:], **kwargs))
             finally:
-                within = False
+                inside.remove(name)
 
         # "params" is where Flax turns for randomness of any name.
         rngs = None if key is None else {"params": key}

@@ -146,7 +146,7 @@ def values_read_by(part: Any) -> list[tuple[str, bool | int | float | str]]:
     A program is compiled with their values. In a notebook they may be set anew in another cell than the function's, and
     then the program has to be compiled again. Functions defined in it count, those it calls do not.
     """
-    function = inspect.unwrap(part)
+    function = inspect.unwrap(behind(part))
     if not isinstance(function, types.FunctionType):
         return []
     around = dict(function.__globals__)
@@ -209,20 +209,27 @@ def _options(given: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
     For a function these are its keyword-only arguments; for a class, the fields or arguments of ``__init__`` that a
     config can hold: numbers, strings, flags, and lists or tuples of them.
     """
-    name, mro = _name(given), inspect.getmro(given) if inspect.isclass(given) else ()
+    of = behind(given)
+    by_place, by_name = (given.args, given.keywords) if isinstance(given, functools.partial) else ((), {})
+    name, mro = _name(given), inspect.getmro(of) if inspect.isclass(of) else ()
     of_class = bool(mro)
     of_nnx = any(kind in mro for kind in _nnx())
     if of_class and not of_nnx and nn.Module not in mro:
         raise _unknown(given)
     # NNX hides the arguments behind those of a metaclass; a Linen class has its hints as a dataclass.
-    source = getattr(given, "__init__") if of_nnx else given  # noqa: B009  # of a class, which mypy does not know
+    source = getattr(of, "__init__") if of_nnx else of  # noqa: B009  # of a class, which mypy does not know
     try:
-        parameters = dict(inspect.signature(source).parameters)
+        parameters = {
+            argument: p.replace(default=by_name.get(argument, p.default))
+            for argument, p in inspect.signature(source).parameters.items()
+        }
         hints = typing.get_type_hints(source, include_extras=True)
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError("model", name, f"something whose signature can be read: {error}") from None
     if of_nnx:
         parameters.pop(next(iter(parameters)), None)  # self, whatever it is called
+    for argument in list(parameters)[: len(by_place)]:
+        del parameters[argument]
     takes_rngs = parameters.pop("rngs", None) is not None
     for flax in ("self", "parent", "name") if of_class else ():
         parameters.pop(flax, None)
@@ -253,9 +260,9 @@ def _described(factory: Callable[..., Any], given: Any, options: list[inspect.Pa
     """The factory with these options as its signature."""
     about: Any = factory
     about.__name__ = _name(given)
-    if isinstance(given, types.FunctionType):
-        about.__wrapped__ = given  # for values_read_by
-    written = None if isinstance(given, tuple | list) else given.__doc__
+    if isinstance(of := behind(given), types.FunctionType):
+        about.__wrapped__ = of  # for values_read_by
+    written = None if isinstance(of, tuple | list) else of.__doc__
     # A dataclass without a docstring has its signature there.
     about.__doc__ = written if written and not written.startswith(f"{_name(given)}(") else f"{_name(given)}: your own."
     about.__signature__ = inspect.Signature(options)
@@ -322,9 +329,14 @@ def _unknown(given: Any) -> ConfigError:
 
 
 def _is_torch(given: Any) -> bool:
-    kind = given if inspect.isclass(given) else type(given)
+    kind = behind(given) if inspect.isclass(behind(given)) else type(given)
     return any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__)
 
 
 def _name(given: Any) -> str:
-    return getattr(given, "__name__", None) or type(given).__name__
+    return getattr(behind(given), "__name__", None) or type(given).__name__
+
+
+def behind(part: Any) -> Any:
+    """The function or class of which a part is a ``functools.partial``; any other part itself."""
+    return part.func if isinstance(part, functools.partial) else part

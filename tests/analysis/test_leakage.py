@@ -1,19 +1,23 @@
 """Gradient inversion: against the closed form of a linear model, and NumPy's gradients of what a method uploads."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
 from fedjax_pfl import METHODS, Config, ConfigError, Result, leakage, plot_leakage, register_method, register_model
-from fedjax_pfl.analysis.inversion import distance, invert, psnr, search, total_variation
-from fedjax_pfl.analysis.leakage import _setting, _victim
+from fedjax_pfl.analysis.inversion import Found, Search, distance, invert, psnr, search, total_variation
+from fedjax_pfl.analysis.leakage import _inferred_label, _setting, _victim, _visible
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.experiment.build import DataShape
+from fedjax_pfl.experiment.build import DataShape, attackers
 from fedjax_pfl.experiment.kept import Kept
-from fedjax_pfl.method import State, TrainInfo, Update
+from fedjax_pfl.method import SentIf, State, TrainInfo, Update
+from fedjax_pfl.methods.fedpac.method import Server
 from fedjax_pfl.models.conv import conv2d
 
 SHAPE, CLASSES = (3, 3, 1), 4
@@ -73,6 +77,13 @@ def test_total_variation_is_that_of_numpy():
     np.testing.assert_allclose(total_variation(jnp.asarray(image)), np.mean(down) + np.mean(across), rtol=1e-5)
 
 
+def test_a_single_row_of_pixels_varies_beside_each_other_only():
+    image = IMAGES[0][:1]
+    np.testing.assert_allclose(total_variation(image), np.abs(np.diff(image, axis=1)).mean(), rtol=1e-6)
+    np.testing.assert_allclose(total_variation(image.swapaxes(0, 1)), total_variation(image), rtol=1e-6)
+    assert total_variation(image[:, :1]) == 0
+
+
 def test_a_distance_is_a_mean_of_shares_over_the_arrays_that_have_changed():
     arrays = {name: RNG.normal(size=(3, 2, size)).astype(np.float32) for name, size in (("a", 2), ("b", 5), ("c", 1))}
     guess, seen, nothing = ({name: value[row] for name, value in arrays.items()} for row in range(3))
@@ -120,6 +131,30 @@ def test_the_last_step_counts(how, label):
     assert found.objective < distance(sent, gradients(IMAGES[0], LABELS[0]), nothing)
 
 
+def test_the_label_is_that_of_the_best_guess_and_not_of_the_last():
+    """One step that goes much too far, to the true label and to pixels worse than the noise."""
+    far = Search(optax.with_extra_args_support(optax.sgd(1e4)), by_line=False, steps=1, tv=0.0)
+    pixels, logits = jax.random.split(jax.random.key(0))
+    likeliest = int(jax.random.normal(logits, (CLASSES,)).argmax())
+    found = jax.jit(inverted(far, False))(IMAGES[0], (likeliest + 1) % CLASSES)
+    np.testing.assert_array_equal(found.pixels, jax.random.uniform(pixels, SHAPE))
+    assert found.label == likeliest
+
+
+def test_a_search_that_ends_in_nan_keeps_what_it_has_found():
+    def roots(pixels, label):
+        """Of what has left [0, 1] on the dark side, not a number."""
+        del label
+        return {"a": jnp.sqrt(pixels)}
+
+    seen, nothing = {"a": jnp.full(SHAPE, 0.1)}, {"a": jnp.zeros(SHAPE)}
+    how = search("adam", 5, 3.0, 0.0)
+    found = invert(jax.random.key(0), roots, seen, nothing, jnp.int32(0), shape=SHAPE, classes=2, how=how)
+    noise = jax.random.uniform(jax.random.split(jax.random.key(0))[0], SHAPE)
+    np.testing.assert_array_equal(found.pixels, noise)
+    np.testing.assert_allclose(found.objective, distance(roots(noise, 0), seen, nothing), rtol=1e-6)
+
+
 def test_the_prior_smooths_and_is_no_part_of_the_distance():
     attack = jax.jit(inverted(search("adam", 60, 0.1, 0.0), True))
     sent, nothing = gradients(jnp.asarray(IMAGES[0]), LABELS[0]), {"bias": np.zeros(4), "weights": np.zeros((9, 4))}
@@ -150,6 +185,28 @@ def test_the_same_seed_is_the_same_attack(of_fedavg, digits):
     again = leakage(CONFIG, *digits, steps=200, tv=0.0, restarts=4)
     for name in ("images", "psnr", "found", "loss"):
         np.testing.assert_array_equal(getattr(again, name), getattr(of_fedavg, name))
+
+
+def test_of_all_starts_the_smallest_objective_is_kept_and_the_search_is_as_asked(digits, monkeypatch):
+    """By a stand-in for the search, which ends with what it draws from its key; some have diverged."""
+    asked = []
+
+    def draw(key, send, seen, nothing, label, *, shape, classes, how):
+        found = jax.random.uniform(key)
+        objective = jnp.where(found < 0.5, jnp.nan, found)
+        return Found(jnp.full(shape, found), jnp.int32(7), 10 * found, objective)
+
+    monkeypatch.setattr("fedjax_pfl.analysis.leakage.search", lambda *how: asked.append(how))
+    monkeypatch.setattr("fedjax_pfl.analysis.leakage.invert", draw)
+    found = leakage(CONFIG, *digits, optimiser="lbfgs", steps=3, lr=0.2, tv=0.05, restarts=4, seed=2)
+    assert asked == [("lbfgs", 3, 0.2, 0.05)]
+    keys = [jax.random.fold_in(jax.random.key(2), start) for start in range(4)]
+    starts = np.array([jax.random.uniform(key) for key in keys])
+    best = starts[starts >= 0.5].min()
+    assert starts.min() < 0.5 < best < starts[0]
+    np.testing.assert_allclose(found.images, np.full_like(found.targets, best), rtol=1e-6)
+    np.testing.assert_allclose(found.loss, [10 * best] * 2, rtol=1e-6)
+    np.testing.assert_array_equal(found.found, [7, 7])
 
 
 def victim_of(run, client=0):
@@ -200,6 +257,49 @@ def test_fedper_sends_its_extractor_and_keeps_its_head(digits):
         for name, expected in hidden_gradient(extractor, known, image, label).items():
             np.testing.assert_allclose(found[name] / 0.1, expected, atol=1e-5)
             assert np.abs(expected).max() > 0.01
+
+
+def test_the_attacker_knows_the_round_and_what_the_server_has_written_to_the_client():
+    now, view, own, _ = victim_of(CONFIG.replace("method.name", "fedpac")).state
+    assert int(now.t) == 0
+    written = jax.tree.map(lambda leaf: jnp.stack([leaf + client for client in range(4)]), own)
+    now, _, own, assumed = victim_of(result_of("fedpac", State(Server(view.extractor, None), written)), 2).state
+    assert int(now.t) == 3
+    for inbox in (own.inbox, assumed.inbox):
+        jax.tree.map(np.testing.assert_array_equal, inbox, jax.tree.map(lambda leaf: leaf[2], written.inbox))
+
+
+def test_the_victim_is_honest_and_knows_who_it_is(tables_as_before):
+    @register_method("who")
+    def who(model, train):
+        def local(now, view, client, data):
+            sent = {"id": data.id, "samples": jnp.sum(data.class_counts)}
+            return Update(client, sent, TrainInfo(jnp.zeros(()), jnp.int32(0)))
+
+        return METHODS["fedavg"](model, train)._replace(local=local)
+
+    malicious = CONFIG.replace({"method.name": "who", "attack.kind": "sign_flip", "attack.share": 0.75})
+    assert attackers(malicious)[2]
+    victim = victim_of(malicious, 2)
+    now, view, own, _ = victim.state
+    sent = victim.send(now, view, own, True)(jnp.zeros((8, 8, 1)), jnp.int32(1))
+    assert {name: float(value) for name, value in sent.items()} == {"id": 2, "samples": 1}
+
+
+def test_a_label_is_told_by_the_sign_that_its_bias_has_alone_or_by_the_classes_held():
+    """Trained weights move against the gradient; what is sent may be either, or class statistics."""
+    nothing, gradient = np.float32([0.5, 0.5, 0.5, 0.5]), np.float32([0.2, 0.1, -0.7, 0.4])
+    for sent in (nothing + gradient, nothing - 0.1 * gradient):
+        assert _inferred_label({"b": sent}, {"b": nothing}, "b") == 2
+    held = {"per_class/held": np.float32([0, 0, 0, 1]), "extractor/kernel": gradient}
+    assert _inferred_label(held, held, None) == 3
+    assert _inferred_label({"extractor/kernel": gradient}, {"extractor/kernel": nothing}, None) is None
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_what_is_not_sent_in_a_round_is_not_seen(sent):
+    found = _visible(SentIf(jnp.array(sent), {"kernel": jnp.ones(3)}))
+    np.testing.assert_array_equal(found.value["kernel"], [float(sent)] * 3)
 
 
 @pytest.mark.parametrize(("last", "bias"), [(True, "head/out/bias"), (False, None)])
@@ -326,3 +426,16 @@ def test_a_picture_has_targets_above_and_a_row_for_each_attack(of_fedavg):
     pyplot.close("all")
     with pytest.raises(ConfigError, match=r"found = \[\] is not usable: attacks on the same images, one or more"):
         plot_leakage({})
+
+
+def test_a_picture_has_the_first_twelve_images_of_attacks_on_the_same(of_fedavg):
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    repeated = {name: np.repeat(getattr(of_fedavg, name), 8, axis=0) for name in ("targets", "images", "psnr")}
+    many = dataclasses.replace(of_fedavg, **repeated)
+    assert len(plot_leakage(many).images) == 2 * 12
+    pyplot.close("all")
+    with pytest.raises(ConfigError, match=r"found = \['a', 'b'\] is not usable: attacks on the same images"):
+        plot_leakage({"a": of_fedavg, "b": many})

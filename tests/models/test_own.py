@@ -3,11 +3,17 @@
 Held against NumPy, Flax's own ``apply``, and the package's `mlp` under the same initial weights.
 """
 
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Literal
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from annotated_types import Ge
 from flax import nnx
 
 from fedjax_pfl import Config, ConfigError, register_model, simulate
@@ -17,6 +23,7 @@ from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS, build
 from fedjax_pfl.models.base import normalised
 from fedjax_pfl.models.own import own_model, values_read_by
+from fedjax_pfl.models.randomness import within_step
 from fedjax_pfl.ops.losses import supervised
 from fedjax_pfl.ops.training import Trainer
 from tests.play import update_of
@@ -164,6 +171,22 @@ def test_a_head_that_is_no_dense_layer_is_a_tree_by_layer(features, of_extractor
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient))
 
 
+def test_it_is_cut_behind_the_last_call_of_the_layer_that_is_named():
+    class Again(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(16, name="a")
+            z = layer(nn.tanh(layer(x.reshape(len(x), -1))))
+            return nn.Dense(CLASSES, name="out")(nn.Dense(5, name="b")(z))
+
+    model = fitted(Again(), "a")
+    params = some(model)
+    layer = params["extractor"]["a"]
+    assert (params["extractor"].keys(), params["head"].keys()) == ({"a"}, {"b", "out"})
+    z = dense(np.tanh(dense(PIXELS, layer)), layer)
+    np.testing.assert_allclose(computed(model.features, {"a": layer}, X), z, rtol=1e-4, atol=1e-5)
+
+
 def test_a_layer_without_parameters_can_be_named_too():
     assert some(fitted(Three(), "Dropout_0"))["head"].keys() == {"kernel", "bias"}
 
@@ -219,6 +242,63 @@ def test_a_layer_of_the_extractor_may_be_used_more_often_in_training():
         np.testing.assert_allclose(found, np.tanh(dense(z, theta["b"])), rtol=1e-4, atol=1e-5)
 
 
+class InSequence(nn.Module):
+    """Layers that Flax names after this module, and that an ``nn.Sequential`` calls."""
+
+    head: bool
+
+    @nn.compact
+    def __call__(self, x):
+        x = x.reshape(len(x), -1)
+        layers = [nn.Dense(8), nn.relu, nn.Dense(5), nn.relu]
+        if self.head:
+            return nn.Sequential([*layers, nn.Dense(CLASSES)])(x)
+        return nn.Dense(CLASSES)(nn.Sequential(layers)(x))
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_layers_within_a_sequential_are_layers(head):
+    model = fitted(InSequence(head))
+    params = some(model)
+    assert model.layers == ("Dense_0", "Dense_1")
+    theta = params["extractor"]
+    z = relu(dense(relu(dense(PIXELS, theta["Dense_0"])), theta["Dense_1"]))
+    np.testing.assert_allclose(computed(model.features, theta, X), z, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(computed(model.apply, params, X), dense(z, params["head"]), rtol=1e-4, atol=1e-5)
+
+
+class Block(nn.Module):
+    """A layer that calls a method of its own."""
+
+    outputs: int
+
+    def setup(self):
+        self.linear = nn.Dense(self.outputs)
+
+    def __call__(self, x):
+        return self.of_bounded(jnp.tanh(x))
+
+    def of_bounded(self, x):
+        return self.linear(x)
+
+
+class Blocks(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = Block(5)(x.reshape(len(x), -1))
+        return Block(CLASSES)(x)
+
+
+def test_a_layer_that_calls_a_method_of_its_own_is_cut_before_its_own_call():
+    model = fitted(Blocks())
+    params = some(model)
+    assert model.layers == ("Block_0",)
+    z = dense(np.tanh(PIXELS), params["extractor"]["Block_0"]["linear"])
+    np.testing.assert_allclose(computed(model.features, params["extractor"], X), z, rtol=1e-4, atol=1e-5)
+    logits = dense(np.tanh(z), params["head"]["Block_1"]["linear"])
+    np.testing.assert_allclose(computed(model.classify, params["head"], z), logits, rtol=1e-4, atol=1e-5)
+
+
 def test_a_pair_is_an_extractor_and_a_head():
     model = fitted((Flat(), nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(CLASSES)])))
     params = some(model)
@@ -229,6 +309,49 @@ def test_a_pair_is_an_extractor_and_a_head():
     np.testing.assert_allclose(computed(model.apply, params, X), logits, rtol=1e-4, atol=1e-5)
     linear = some(fitted((Flat(), nn.Dense(CLASSES))))
     assert linear["head"].keys() == {"kernel", "bias"}
+
+
+class Times(nn.Module):
+    @nn.compact
+    def __call__(self, x, factor):
+        return factor * nn.Dense(5, name="inner")(x)
+
+
+class Argued(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(CLASSES, name="out")(Times(name="outer")(x.reshape(len(x), -1), 3.0))
+
+
+class NNXTimes(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(16, 5, rngs=rngs)
+
+    def __call__(self, x, factor):
+        return factor * self.inner(x)
+
+
+class NNXArgued(nnx.Module):
+    def __init__(self, rngs):
+        self.outer, self.out = NNXTimes(rngs), nnx.Linear(5, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.outer(x.reshape(len(x), -1), 3.0))
+
+
+@pytest.mark.parametrize("given", [Argued(), NNXArgued], ids=["linen", "nnx"])
+def test_a_layer_may_be_called_with_more_than_x(given):
+    model = fitted(given)
+    theta = some(model)["extractor"]
+    z = 3 * dense(PIXELS, theta["outer"]["inner"])
+    np.testing.assert_allclose(computed(model.features, theta, X), z, rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_that_say_how_to_be_sharded_are_arrays_like_all_others():
+    boxed = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "wide"))
+    model = fitted(net(lambda self, x: nn.Dense(CLASSES)(nn.Dense(4, kernel_init=boxed)(flat(x)))))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    assert shapes["extractor"]["Dense_1"]["kernel"].shape == (16, 4)
 
 
 def test_a_module_of_the_packages_contract_stays_what_it_is():
@@ -328,6 +451,50 @@ def test_unless_the_module_is_frozen(normed):
     np.testing.assert_array_equal(moved(model, params)["running_mean"], norm["running_mean"])
     z = expected(params, norm["running_mean"], norm["running_var"])
     np.testing.assert_allclose(computed(model.features, params["extractor"], X, MASK), z, rtol=1e-4, atol=1e-5)
+
+
+def test_a_flag_is_what_its_name_says():
+    told = []
+
+    def call(self, x, train, training, is_train, is_training, deterministic, eval, inference, use_running_average):
+        told.append((train, training, is_train, is_training, deterministic, eval, inference, use_running_average))
+        return nn.Dense(CLASSES)(nn.Dense(4)(flat(x)))
+
+    model = fitted(net(call))
+    theta = jax.eval_shape(model.init, jax.random.key(0))["extractor"]
+    for mask, expected in ((MASK, (True,) * 4 + (False,) * 4), (None, (False,) * 4 + (True,) * 4)):
+        jax.eval_shape(model.features, theta, X, mask)
+        assert told[-1] == expected
+
+
+class Bare(nn.Module):
+    """Batch normalisation without scale and bias, over the last axis by its number, in half precision."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        norm = nn.BatchNorm(not train, axis=1, use_scale=False, use_bias=False, dtype=jnp.bfloat16, name="norm")
+        return nn.Dense(CLASSES, dtype=jnp.float32)(norm(x.reshape(len(x), -1)))
+
+
+class NNXBare(nnx.Module):
+    """The same."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(16, axis=1, use_scale=False, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        self.out = nnx.Linear(16, CLASSES, dtype=jnp.float32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.norm(x.reshape(len(x), -1)))
+
+
+@pytest.mark.parametrize("given", [Bare(), NNXBare], ids=["linen", "nnx"])
+def test_a_norm_may_have_neither_scale_nor_bias_and_half_precision(given):
+    model = fitted(given)
+    assert some(model)["extractor"]["norm"].keys() == {"running_mean", "running_var"}
+    mean, var = np.float32(RNG.uniform(-1, 1, 16)), np.float32(RNG.uniform(0.5, 2, 16))
+    found = computed(model.features, {"norm": {"running_mean": mean, "running_var": var}}, X)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(found), (PIXELS - mean) / np.sqrt(var + 1e-5), rtol=1e-2, atol=1e-2)
 
 
 class Told(nn.Module):
@@ -469,6 +636,47 @@ def test_a_training_pass_outside_of_a_step_is_refused(dropping):
         computed(model.features, params["extractor"], X, MASK)
 
 
+class NNXTwice(nnx.Module):
+    """The same features twice, each with its own dropout."""
+
+    def __init__(self, rngs):
+        self.wide, self.out = nnx.Linear(16, 20, rngs=rngs), nnx.Linear(40, CLASSES, rngs=rngs)
+        self.first, self.second = (nnx.Dropout(RATE, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        z = self.wide(x.reshape(len(x), -1))
+        return self.out(jnp.concatenate([self.first(z), self.second(z)], axis=1))
+
+
+def dropped(model):
+    """Which features a training pass drops, in a step of its own."""
+
+    def features(theta, key):
+        with within_step(lambda: key):
+            return model.features(theta, X, MASK)
+
+    return computed(features, some(model)["extractor"], jax.random.key(0)) == 0
+
+
+def test_each_dropout_of_nnx_draws_its_own_units():
+    first, second = np.split(dropped(fitted(NNXTwice)), 2, axis=1)
+    assert first.any()
+    assert (first != second).mean() > RATE / 2
+
+
+class Noisy(nn.Module):
+    """Dropout that asks for randomness under a name of its own."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        z = nn.Dense(20)(x.reshape(len(x), -1))
+        return nn.Dense(CLASSES)(nn.Dropout(RATE, rng_collection="noise", deterministic=not train)(z))
+
+
+def test_randomness_may_have_any_name():
+    assert 0 < dropped(fitted(Noisy())).mean() < 2 * RATE
+
+
 # ---- NNX
 
 
@@ -591,6 +799,25 @@ def test_a_parameter_that_is_called_mean_is_trained_like_all_others():
     np.testing.assert_allclose(trained["mean"], theta["centre"]["mean"] - 0.1 * gradient["mean"], rtol=1e-4, atol=1e-5)
 
 
+class NNXTold(nnx.Module):
+    """Flags of both senses; and a norm that is frozen by its call."""
+
+    def __init__(self, rngs):
+        self.norm, self.out = nnx.BatchNorm(16, rngs=rngs), nnx.Linear(16, CLASSES, rngs=rngs)
+
+    def __call__(self, x, train: bool, deterministic: bool):
+        x = self.norm(x.reshape(len(x), -1), use_running_average=True)
+        return self.out((2.0 if train else 1.0) * x + (0.0 if deterministic else 1.0))
+
+
+def test_an_nnx_module_is_told_which_pass_it_is_in():
+    model = fitted(NNXTold)
+    norm = {name: RNG.uniform(0.5, 2.0, 16).astype(np.float32) for name in some(model)["extractor"]["norm"]}
+    x = (PIXELS - norm["running_mean"]) / np.sqrt(norm["running_var"] + 1e-5) * norm["scale"] + norm["bias"]
+    for mask, z in ((None, x), (MASK, 2 * x + 1)):
+        np.testing.assert_allclose(computed(model.features, {"norm": norm}, X, mask), z, rtol=1e-4, atol=1e-5)
+
+
 def test_an_instance_brings_its_weights_and_a_class_draws_them(nnx_model):
     instance = NNXNet(rngs=nnx.Rngs(3))
     factory, kernel = own_model(instance), instance.out.kernel[...]
@@ -657,6 +884,61 @@ def test_a_registered_class_runs_with_its_fields_as_options(registered):
     assert second.summary["timing"]["compile_seconds"] < 0.5 * first.summary["timing"]["compile_seconds"]
     with pytest.raises(ConfigError, match=r"model\.widht"):
         Config(**TABLES, model={"name": registered, "widht": 6})
+
+
+class NNXWidth(nnx.Module):
+    """Two layers, of a width."""
+
+    def __init__(self, width: int = 4, *, rngs):
+        self.body, self.out = nnx.Linear(16, width, rngs=rngs), nnx.Linear(width, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.body(x.reshape(len(x), -1)))
+
+
+def of_width(*, width: int = 4):
+    """Three layers, the first of a width."""
+    return Three(hidden=width)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "width"),
+    [
+        (partial(of_width, width=9), {"width": 9}, 9),
+        (partial(Three, hidden=7), {"hidden": 7}, 7),
+        (partial(Three, 7), {}, 7),
+        (partial(NNXWidth, width=6), {"width": 6}, 6),
+        (partial(NNXWidth, 6), {}, 6),
+    ],
+    ids=["function", "linen", "linen by place", "nnx", "nnx by place"],
+)
+def test_a_partial_is_what_it_is_of_with_other_defaults(given, options, width):
+    factory = own_model(given)
+    assert {name: p.default for name, p in inspect.signature(factory).parameters.items()} == options
+    assert factory.__name__ == given.func.__name__
+    assert factory.__doc__ == given.func.__doc__
+    shapes = jax.eval_shape(factory().fit(SHAPE, CLASSES).init, jax.random.key(0))
+    first = next(iter(shapes["extractor"].values()))
+    assert first["kernel"].shape == (16, width)
+
+
+def test_options_are_the_fields_of_plain_types_and_the_arguments_by_name_alone():
+    class Held(nn.Module):
+        widths: tuple[int, ...] = (4,)
+        rate: float | None = None
+        kind: Literal["a", "b"] = "a"
+        depth: Annotated[int, Ge(1)] = 1
+        activation: Callable = nn.relu
+        mixed: tuple[int, Callable] = (1, nn.relu)
+
+    def made(width=3, *, hidden: Annotated[int, Ge(1)] = 4):
+        return Three(hidden=hidden)
+
+    options = inspect.signature(own_model(Held)).parameters
+    assert list(options) == ["widths", "rate", "kind", "depth"]
+    of_function = inspect.signature(own_model(made)).parameters
+    assert list(of_function) == ["hidden"]
+    assert options["depth"].annotation == of_function["hidden"].annotation == Annotated[int, Ge(1)]
 
 
 def test_the_same_model_is_the_same_program():
@@ -748,6 +1030,14 @@ class Listed(nnx.Module):
         return self.layers[1](self.layers[0](flat(x)))
 
 
+class NNXAcross(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.out = nnx.BatchNorm(4, axis=1, rngs=rngs), nnx.Linear(16, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(flat(self.norm(x)))
+
+
 class Required(nn.Module):
     hidden: int
 
@@ -796,6 +1086,11 @@ MISTAKES = {
         None,
         "model = 'Net before Dense_0' is not usable: features must be [batch, dim] floats, not float32 [2, 4, 4, 2]; "
         "flatten or pool before",
+    ),
+    "whole_numbers_at_the_cut": (
+        net(lambda self, x: nn.Embed(9, CLASSES)(nn.Dense(4)(flat(x)).astype(int)).mean(axis=1)),
+        None,
+        "model = 'Net before Embed_0' is not usable: features must be [batch, dim] floats, not int32 [2, 4]; flatten",
     ),
     "logits_are_maps": (
         net(lambda self, x: nn.Dense(CLASSES)(nn.Dense(4)(flat(x)))[:, None]),
@@ -905,11 +1200,26 @@ MISTAKES = {
         None,
         "model = 'BatchNorm_0' is not usable: nn.BatchNorm over the last axis, without axis_name",
     ),
+    "norm_over_devices": (
+        net(lambda self, x: nn.Dense(3)(nn.BatchNorm(use_running_average=True, axis_name="d")(nn.Dense(4)(flat(x))))),
+        None,
+        "model = 'BatchNorm_0' is not usable: nn.BatchNorm over the last axis, without axis_name",
+    ),
+    "nnx_norm_over_another_axis": (
+        lambda rngs: NNXAcross(rngs),
+        None,
+        "model = 'BatchNorm' is not usable: nnx.BatchNorm over the last axis, without axis_name",
+    ),
     "pair_that_does_not_fit": (
         (Flat(), net(lambda self, z: nn.Dense(CLASSES)(z.reshape(len(z), 9)))()),
         None,
         "model = '(Flat, Net)' is not usable: it fails on samples of shape [4, 4, 1] (TypeError: cannot reshape array "
         "of shape (2, 7) (size 14) into shape (2, 9) (size 18))",
+    ),
+    "pair_whose_head_has_nothing_to_train": (
+        (Flat(), net(lambda self, z: z[:, :CLASSES])()),
+        None,
+        "model = '(Flat, Net)' is not usable: its head needs parameters",
     ),
     "pair_of_three": (
         (Flat(), Flat(), Flat()),
