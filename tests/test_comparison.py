@@ -335,6 +335,12 @@ def test_a_legend_is_of_the_columns_that_there_are():
     assert "Not compared" not in alone
 
 
+def test_one_row_is_compared_with_none_whatever_its_seeds():
+    alone = Comparison(config(), [cell for cell in synthetic().cells if cell.method == "local"], "local").markdown()
+    assert "too few" in synthetic().markdown()
+    assert "too few" not in alone
+
+
 def test_a_table_says_if_its_runs_were_made_with_several_versions():
     versions = {"local": {"fedjax_pfl": "0.1.0", "jax": "0.9"}, "fedavg": {"fedjax_pfl": "0.2.0", "jax": "0.9"}}
 

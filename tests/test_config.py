@@ -341,6 +341,11 @@ def test_numbers_of_numpy_and_paths_are_taken(tmp_path):
         plain.replace("training.rounds", np.float64(2.5))
 
 
+def test_a_seed_may_be_any_of_32_bits():
+    found = Config(data={**DATA, "seed": 2**31}, method=METHOD, run={"seed": 2**32 - 1})
+    assert (found.data.seed, found.run.seed) == (2**31, 2**32 - 1)
+
+
 def test_tuples_and_ranges_are_lists():
     run = {"export": ("features",), "metrics": ("auc",), "export_clients": range(3)}
     config = Config(data={**DATA, "mean": (0.5, 0.4, 0.3)}, method=METHOD, run=run)

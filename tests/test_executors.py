@@ -230,6 +230,38 @@ def test_jobs_that_are_at_work_are_found_by_the_same_call(slurm, tmp_path):
 
 
 @pytest.fixture
+def begun(slurm, tmp_path):
+    """Of two seeds, whose job is at work: seeds -> what another call says first, or its cells."""
+
+    def call(seeds):
+        def interrupt(line):
+            said.append(line)
+            raise KeyboardInterrupt
+
+        said, grid = [], {"run.seed": seeds}
+        try:
+            return sweep(config("digits"), grid, out=tmp_path / "out", progress=interrupt, executor="submitit").cells
+        except KeyboardInterrupt:
+            return said[0]
+
+    assert call([0, 1]).endswith("handed over as job 7")
+    return call
+
+
+def test_a_job_at_work_on_these_runs_in_another_order_is_not_taken_for_theirs(begun):
+    """Its results would come in that order."""
+    clash = "job 7 is at work on some of these runs: wait for its end, or cancel it"
+    assert [cell.error for cell in begun([1, 0])] == [clash] * 2
+
+
+def test_a_job_that_has_left_its_result_is_not_waited_for_while_slurm_ends_it(begun, slurm, tmp_path):
+    assert begun([0, 1]).endswith("found as job 7")
+    slurm.is_in("COMPLETING")
+    (tmp_path / "out" / "jobs" / "7_0_result.pkl").write_bytes(pickle.dumps(("success", ["it failed"] * 2)))
+    assert begun([0, 1]).endswith("handed over as job 7")
+
+
+@pytest.fixture
 def handlers():
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
     before = [signal.getsignal(number) for number in numbers]

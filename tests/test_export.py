@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Config, ConfigError, Result, compare
+from fedjax_pfl.data.federated import Clients
 from fedjax_pfl.data.sources import load
+from fedjax_pfl.engine.scoring import Outputs
+from fedjax_pfl.experiment.export import export_of
 
 HIDDEN, CLIENTS = 8, 5
 WHO, SEEDS = [1, 3], (4, 5)
@@ -67,6 +70,19 @@ def test_features_are_what_the_last_layer_of_a_kept_model_reads(results):
             x = digits.images[exported["sample"][rows]].reshape(rows.sum(), -1) / 255
             x = (x - result.config.data.mean) / result.config.data.std
             np.testing.assert_allclose(z, np.maximum(x @ hidden["kernel"] + hidden["bias"], 0), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_samples_and_a_model_that_has_diverged_has_no_answer_to_them():
+    """Behind a client's samples are padding and its arbitrary outputs."""
+    index, labels = np.array([[4, 2, 0], [1, 0, 0], [3, 0, 5]], np.int32), np.array([2, 1, 0, 1, 2, 0], np.int32)
+    scored = Clients(index, np.array([2, 1, 3], np.int32), np.zeros((3, 3), np.float32))
+    logits = np.float32([[[0, 1, 2], [5, np.nan, 0], [9, 9, 9]], [[0, 3, 1], [np.inf, 0, 0], 3 * [-np.inf]]])
+    found = export_of(Outputs(logits, None), scored, labels, [0, 2], ["predictions"])
+    rows = [(0, 4, 2, 2), (0, 2, 0, -1), (2, 3, 1, 1), (2, 0, 2, -1), (2, 5, 0, -1)]
+    columns = dict(zip(("client", "sample", "label", "prediction"), zip(*rows, strict=True), strict=True))
+    assert {name: tuple(found[name].tolist()) for name in columns} == columns
+    np.testing.assert_array_equal(found["logits"], [*logits[0, :2], *logits[1]])
+    assert "features" not in found
 
 
 @pytest.mark.parametrize(

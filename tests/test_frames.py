@@ -534,6 +534,17 @@ def test_latex_of_ties_divergence_one_seed_and_what_failed():
     assert "over one seed;" in alone
 
 
+def test_latex_says_of_how_many_seeds_its_means_are():
+    comments, _ = parse(Sweep(by_hand().cells[1:], {"method.name": "local"}).to_latex())
+    assert comments[0].endswith("over 2 to 3 seeds; bold: the highest mean of a column.")
+
+
+def test_the_round_of_a_divergence_is_a_whole_number_or_nothing():
+    cells = [cell({"run.seed": 0}, 0.5), cell({"run.seed": 1}, 0.5, diverged_round=2)]
+    found = Sweep(cells, {}).to_frame()["diverged_round"]
+    assert (str(found.dtype), found.isna().tolist(), found[1]) == ("Int64", [True, False], 2)
+
+
 def test_latex_escapes_what_it_would_take_for_commands():
     value = r"50% of a_b & {c}~^<>|#$\d"
     _, (headings, row) = parse(Sweep([cell({"model.kind": value, "run.seed": 0}, 0.5)], {}).to_latex(["headline"]))

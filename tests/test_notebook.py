@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import Comparison, Config, ConfigError, Sweep, partition_html, simulate
+from fedjax_pfl.experiment import headline
 from fedjax_pfl.experiment import progress as module
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.progress import Progress, duration, lines, reporting
@@ -214,6 +215,17 @@ def test_a_result_shows_the_numbers_of_its_summary(result):
     assert result.partition["hash"] in page.text
     assert "lr = 0.1" in page.text
     assert "background:transparent" in result._repr_html_()
+
+
+def test_the_other_columns_of_a_result_are_its_numbers_too(result):
+    told = distinct(result).summary
+    keys = {"by validation": "by_validation", "mean of last 10": "mean_last_10"}
+    keys |= {"best weighted": "weighted_best", "std of clients": "std_clients"}
+    headings, *rows = headline.table(told)
+    for row, point in zip(rows, ("pre", "post"), strict=True):
+        shown = dict(zip(headings, row, strict=True))
+        expected = {name: percent(told["personal"][point][key]) for name, key in keys.items()}
+        assert {name: shown[name] for name in keys} == expected
 
 
 def test_what_is_special_about_a_run_is_said(result):

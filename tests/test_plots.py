@@ -24,7 +24,7 @@ from fedjax_pfl import (
 )
 from fedjax_pfl.cli.commands import main
 from fedjax_pfl.experiment.html import partition_html
-from fedjax_pfl.experiment.plots.style import class_colours, legend_above, line_style
+from fedjax_pfl.experiment.plots.style import class_colours, legend_above, line_style, quantity
 from fedjax_pfl.experiment.tables import Cell
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -211,6 +211,22 @@ def test_lines_differ_without_colours_and_legends_cover_nothing():
     assert ax.get_window_extent().height > 1.5 * ax.figure.dpi  # inches: the figure has grown by the legend
 
 
+@pytest.mark.parametrize(
+    ("metric", "factor", "label"),
+    [
+        ("pre.accuracy", 100, "PRE accuracy (%)"),
+        ("validation_post.accuracy", 100, "validation POST accuracy (%)"),
+        ("new_pre.macro_f1", 100, "new PRE macro-F1 (%)"),
+        ("global_macro_f1", 100, "global macro-F1 (%)"),
+        ("pre.loss", 1, "PRE loss"),
+        ("train_loss", 1, "training loss"),
+        ("diagnostics.attention", 1, "diagnostics attention"),
+    ],
+)
+def test_shares_are_drawn_in_percent_and_all_else_as_it_is(metric, factor, label):
+    assert quantity(metric) == (factor, label)
+
+
 # Client 1 is malicious, client 4 new, client 2 has no samples to be scored on.
 CLIENTS = {"pre_accuracy": [0.5, 0.0, np.nan, 0.9, 0.1], "post_accuracy": [0.6, 0.0, np.nan, 1.0, 0.1]}
 CLIENTS = {name: np.array(values) for name, values in CLIENTS.items()} | {"attacker": np.array([0, 1, 0, 0, 0])}
@@ -296,6 +312,11 @@ def test_shades_order_clients_by_the_class_that_they_have_most_of():
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("client, by main class", "class")
     assert ax.figure.axes[1].get_ylabel() == "samples"  # the colour bar
     assert ax.get_legend() is None
+
+
+def test_a_quarter_of_the_most_samples_is_half_as_dark():
+    (drawn,) = plot_partition(PARTITION, "shades").collections
+    np.testing.assert_allclose(drawn.norm([0, 25 / 4, 25]), [0, 0.5, 1])
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(5, 10), (20, 10), (4, 3), (20, 2), (5, 40)])
@@ -447,6 +468,28 @@ def test_features_by_t_sne():
     assert plot_features(run, method="pca").get_legend() is None  # of ten clients, all have one marker
 
 
+def test_as_many_clients_as_there_are_markers_have_one_each():
+    ax = plot_features(result(exported=featured(clients=8)), method="pca")
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [f"client {one}" for one in range(8)]
+    assert len({drawn.get_paths()[0].vertices.tobytes() for drawn in ax.collections[:8]}) == 8
+
+
+@pytest.mark.parametrize(("samples", "perplexity"), [(60, 59 / 3), (99, 30)])
+def test_the_perplexity_is_30_or_a_third_of_the_samples(samples, perplexity, monkeypatch):
+    asked = []
+
+    class Tsne:
+        def __init__(self, components, *, perplexity, **options):
+            asked.append(perplexity)
+
+        def fit_transform(self, features):
+            return features[:, :2]
+
+    monkeypatch.setattr("sklearn.manifold.TSNE", Tsne)
+    plot_features(result(exported=featured(samples)))
+    assert asked == pytest.approx([perplexity])
+
+
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
@@ -533,6 +576,12 @@ def test_sensitivity_to_a_hyperparameter_of_one_method():
 )
 def test_the_scale_of_a_hyperparameter(values, scale):
     assert plot_sensitivity(tuned(values), "fedprox.mu", "post").get_xscale() == scale
+
+
+def test_a_sweep_that_compares_after_training_has_its_sensitivity_there():
+    ax = plot_sensitivity(tuned()._replace(point="post"), "fedprox.mu")
+    assert ax.get_ylabel() == "POST accuracy (%)"
+    np.testing.assert_allclose(ax.containers[0].lines[0].get_ydata(), 50)
 
 
 def test_a_method_without_the_hyperparameter_does_not_fix_the_scale():
@@ -666,6 +715,16 @@ def test_the_command_draws_clients_and_partitions(folder, command):
     write_run(folder / "other", "local", 2, [0.1], counts=[[1, 2]])
     said = call(folder / "other", folder / "table", "-o", folder / "q.png", "--kind", "partition")
     assert "is not usable: runs that share one partition; those of other seeds or settings have others" in said
+
+
+def test_the_command_draws_clients_at_the_point_of_the_metric(folder, command):
+    call, figures = command
+    call(folder / "table" / "local-0", "-o", folder / "c.svg", "--kind", "clients", "--metric", "post.accuracy")
+    (ax,) = figures[0].axes
+    assert ax.get_xlabel() == "POST accuracy of a client (%)"
+    (row,) = ax.collections
+    reach = row.get_paths()[0].vertices[:, 0]
+    np.testing.assert_allclose([reach.min(), reach.max()], [25, 100])
 
 
 LONG = "fedprox, fedprox.mu=0.0{}, training.lr=0.05, data.partition.beta=0.1, run.out=" + 40 * "x"

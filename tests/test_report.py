@@ -11,6 +11,7 @@ import time
 from html import unescape
 from html.parser import HTMLParser
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -310,6 +311,61 @@ def test_one_run_has_its_own_headline_and_both_points_as_curves(folder):
     assert "4.5 MB exchanged" in page.text
 
 
+def judged(home, run, headline):
+    path = home / run / "summary.json"
+    summary = {**json.loads(path.read_text(encoding="utf-8")), "headline": headline}
+    path.write_text(json.dumps(summary), encoding="utf-8")
+
+
+def test_runs_that_are_all_judged_after_training_are_shown_and_compared_there(folder, tmp_path):
+    home = shutil.copytree(folder, tmp_path / "runs")
+    for run in folder.iterdir():
+        judged(home, run.name, "post")
+    page = Page(report_html([home]))
+    assert page.numbers["shown"] == ["post.accuracy"]
+    assert "Difference: POST minus that of fedavg" in page.text
+    assert Page(report_html([home / "fedavg-seed0"])).numbers["shown"] == ["post.accuracy", "pre.accuracy"]
+    judged(home, "fedprox-seed1", "pre")
+    page = Page(report_html([home]))
+    assert page.numbers["shown"] == ["pre.accuracy"]
+    assert "Difference: PRE minus that of fedavg" in page.text
+
+
+def test_the_title_says_what_runs_share(folder, tmp_path):
+    assert "4 runs: digits, dirichlet, mlp" in Page(report_html([folder])).text
+    home = shutil.copytree(folder, tmp_path / "runs")
+    write(home / "other", config(source="npz:x"))
+    assert "5 runs: dirichlet, mlp" in Page(report_html([home])).text
+
+
+def test_runs_from_several_machines_are_named_beside_theirs(folder, tmp_path):
+    home = shutil.copytree(folder, tmp_path / "runs")
+    path = home / "fedprox-seed0" / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**summary, "environment": {"jax": "0.0.8", "cpu": "new"}}), encoding="utf-8")
+    page = Page(report_html([home]))
+    assert page.table("jax") == [
+        ["0.0.7", "abacus", "3", "—", "fedavg, seed 0; fedavg, seed 1; fedprox, seed 1"],
+        ["0.0.8", "—", "—", "new", "fedprox, seed 0"],
+    ]
+
+
+def test_clients_that_are_scored_on_validation_samples_have_as_many_of_these(tmp_path):
+    run = write(tmp_path / "run", config().replace({"data.validation_share": 0.2, "data.evaluate_on": "validation"}))
+    partition = json.loads((run / "partition.json").read_text(encoding="utf-8"))
+    (run / "partition.json").write_text(json.dumps({**partition, "n_validation": [2, 3, 5]}), encoding="utf-8")
+    dots = Page(report_html([run])).numbers["strips"][1]["dots"]
+    assert {client: samples for _, _, client, samples, _ in dots} == {0: 2, 1: 3, 2: 5}
+
+
+def test_of_many_partitions_the_first_six_are_shown(tmp_path):
+    for seed in range(8):
+        write(tmp_path / str(seed), config(seed=seed), rounds=1, ended=False)
+    page = Page(report_html([tmp_path]))
+    assert len([rows for heading, *rows in page.tables if heading[:2] == ["client", "size"]]) == 6
+    assert "2 more partitions are not shown" in page.text
+
+
 COMPARED = """# digits, dirichlet, mlp
 
 The *legend*.
@@ -559,6 +615,13 @@ def test_runs_that_are_alike_are_told_apart_by_their_folders_and_none_counts_twi
     paths = [write(tmp_path / name, config()) for name in "ab"]
     assert differing_values(gather([*paths, tmp_path])) == [{"run.out": str(path)} for path in paths]
     assert differing_values(gather([paths[0], paths[0]])) == [{}]
+
+
+def test_a_run_by_two_names_counts_once(tmp_path, monkeypatch):
+    run = write(tmp_path / "run")
+    (tmp_path / "link").symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    assert [begun.path for begun in gather([Path("run"), run, tmp_path / "link"])] == [Path("run")]
 
 
 def test_a_run_that_is_there_twice_leaves_its_other_seeds_only_once(tmp_path):

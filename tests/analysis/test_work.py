@@ -8,8 +8,10 @@ from jax import lax
 
 from fedjax_pfl.analysis.work import Work, _walk, client_work
 from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.method import Update
 from fedjax_pfl.methods import METHODS
 from tests.conftest import CLASSES, TRAIN_SIZES
+from tests.toys import NO_STEPS
 
 N, PIXELS, HIDDEN, BATCH, EPOCHS = len(TRAIN_SIZES), 16, 8, 4, 2
 MEAN = round(np.mean(TRAIN_SIZES))
@@ -80,6 +82,17 @@ def test_the_steps_of_a_loop_may_depend_on_the_counter_of_the_one_around_it():
     args = jnp.int32(4), jnp.zeros((2, 2))
     assert count(shrinking, *args, known=[np.int32(4), None]) == Work((4 + 3 + 2) * product, True)
     assert count(shrinking, *args, known=[None, None]).whole is False
+
+
+def test_it_is_the_work_of_round_1_whose_terms_may_be_off_in_round_0(model, trainer, federation):
+    def local(now, view, client, data):
+        kernel = view["head"]["kernel"]
+        sent = lax.cond(now.t == 1, lambda: kernel.T @ kernel, lambda: jnp.zeros((CLASSES, CLASSES)))
+        return Update(client, sent, NO_STEPS)
+
+    method = METHODS["fedavg"](model, trainer)._replace(local=local)
+    found = client_work(Engine(method, N), jax.random.key(0), federation)
+    assert found == Work(2 * CLASSES * HIDDEN * CLASSES, True)
 
 
 def test_steps_are_counted_to_the_last_and_cut_short_epoch(model, trainer, federation):

@@ -35,6 +35,12 @@ def test_labels_and_valid_tell_samples_from_padding(i):
     np.testing.assert_array_equal(counts, data.class_counts)
 
 
+def test_validation_samples_are_of_the_same_client():
+    own, other = (jax.tree.map(lambda leaf, i=i: leaf[i], CLIENTS) for i in (2, 3))
+    data = client_data(jnp.asarray(X), jnp.asarray(Y), own, jnp.int32(7), other)
+    assert (int(data.id), int(data.validation.id), int(data.validation.count)) == (7, 7, COUNTS[3])
+
+
 @functools.partial(jax.jit, static_argnames="batch_size")
 def mapped(i, batch_size):
     def rows_and_place(x, positions):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedjax_pfl.data import folders
+from fedjax_pfl.data import cache, folders
 from fedjax_pfl.data.cache import cached
 from fedjax_pfl.data.dataset import from_arrays
 from fedjax_pfl.data.sources import load
@@ -35,7 +35,7 @@ def decoded(monkeypatch):
 
 def draw(path, size=(5, 4), mode="RGB"):
     """Writes an image of random pixels, and returns them as [h, w, c]."""
-    channels = {"RGB": 3, "RGBA": 4, "L": 1}[mode]
+    channels = {"RGB": 3, "RGBA": 4, "L": 1, "LA": 2}[mode]
     pixels = RNG.integers(0, 256, (size[1], size[0], channels), dtype=np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels if channels > 1 else pixels[..., 0]).save(path)
@@ -161,6 +161,7 @@ def test_lists_may_have_names_as_labels_and_spaces_in_paths(tmp_path):
             "{root}/train.txt, line 3: there is no image {root}/a/2.png",
         ),
         ({"train.txt": "a/1.png 0\nb/1.png"}, None),  # the folder's name is the label
+        ({"train.txt": "a/1.png\nb/2.JPG"}, "{root}/train.txt, line 2: there is no image {root}/b/2.JPG"),
         ({"train.txt": "a/1.png 0\nb 1.png"}, "{root}/train.txt, line 2: a path and a label are needed"),
         ({"train.txt": "a/1.png 0\nsoup"}, "{root}/train.txt, line 2: a path and a label are needed"),
         ({"train.txt": "\n"}, "{root}/train.txt names no images"),
@@ -198,6 +199,22 @@ def test_grayscale_images_keep_one_channel_if_all_are(tmp_path):
     np.testing.assert_array_equal(data.images, [np.repeat(a, 3, -1), transparent[..., :3], np.repeat(b, 3, -1)])
 
 
+def test_gray_images_that_are_transparent_have_one_channel_too(tmp_path):
+    (a,) = draw_all(tmp_path, "a/1.png", mode="L")
+    b = draw(tmp_path / "b" / "1.png", mode="LA")
+    np.testing.assert_array_equal(load(f"folder:{tmp_path}").images, [a, b[..., :1]])
+
+
+def test_colours_and_not_their_places_in_a_palette_are_resized(tmp_path):
+    draw_all(tmp_path, "a/1.png", "b/1.png")
+    with Image.open(tmp_path / "b" / "1.png") as image:
+        image.quantize(5).save(tmp_path / "b" / "1.png")
+    with Image.open(tmp_path / "b" / "1.png") as image:
+        assert image.mode == "P"
+        expected = image.convert("RGB").resize((3, 3), Image.Resampling.BILINEAR)
+    np.testing.assert_array_equal(load(f"folder:{tmp_path}?size=3").images[1], expected)
+
+
 def test_images_of_several_sizes_need_the_option_size(tmp_path):
     draw(tmp_path / "a" / "1.png")
     draw(tmp_path / "b" / "1.png", size=(6, 4))
@@ -214,6 +231,10 @@ def test_images_of_several_sizes_need_the_option_size(tmp_path):
 @pytest.mark.parametrize("option", ["?", "?size", "?size=0", "?size=-4", "?size=1025", "?size=4.5", "?width=4"])
 def test_unusable_options(tmp_path, option):
     assert refused(f"folder:{tmp_path}{option}").startswith("the only option is ?size=N")
+
+
+def test_the_largest_size_and_the_smallest_can_be_asked_for():
+    assert [folders.options(f"a?size={size}") for size in (1, 1024)] == [("a", 1), ("a", 1024)]
 
 
 def test_a_folder_may_have_a_question_mark_in_its_name(tmp_path):
@@ -319,6 +340,15 @@ def test_a_changed_folder_is_read_anew_and_its_cache_replaced(tmp_path, caches, 
     assert same(load(source), load(source))
     assert not decoded
     assert len(list(caches.iterdir())) == 1
+
+
+def test_what_another_version_has_cached_is_read_anew(tmp_path, decoded, monkeypatch):
+    draw_all(tmp_path, "a/1.png", "b/1.png")
+    first = load(f"folder:{tmp_path}")
+    decoded.clear()
+    monkeypatch.setattr(cache, "_VERSION", cache._VERSION + 1)
+    assert same(load(f"folder:{tmp_path}"), first)
+    assert decoded
 
 
 def test_a_file_of_another_size_or_behind_a_link_is_a_change(tmp_path, decoded):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedjax_pfl.data import hugging_face
 from fedjax_pfl.data.divide import deal
 from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.sources import load
@@ -103,6 +104,12 @@ def test_gray_images_have_one_channel_and_three_among_others():
     check(as_dataset(of_images(transparent)), COLOURS)
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 6])
+def test_images_are_decoded_in_chunks(chunk, monkeypatch):
+    monkeypatch.setattr(hugging_face, "_CHUNK", chunk)
+    check(as_dataset(of_images()), COLOURS)
+
+
 NUMBERS = RNG.normal(size=(6, 3))
 VALUE = datasets.Value
 
@@ -140,6 +147,8 @@ LIST, FLOATS = datasets.Sequence(VALUE("int64")), datasets.Sequence(VALUE("float
     [
         (lambda: row(LIST, [1, 2], "kind"), r"must be said: hf:NAME\?label=COLUMN, or .*; present: x \("),
         (lambda: row(LIST, [1, 300]), r"samples must be uint8 \(pixels\) or floats, got int64"),
+        (lambda: row(datasets.Array2D((1, 2), "int64"), [[0, 256]]), r"must be uint8 .* or floats, got int64"),
+        (lambda: row(datasets.Array2D((1, 2), "int64"), [[-1, 255]]), r"must be uint8 .* or floats, got int64"),
         (lambda: row(VALUE("string"), "word"), "or floats, got <U4"),
         (
             lambda: made({"x": LIST, "y": VALUE("int64")}, x=[[1], [1, 2]], y=[0, 1]),

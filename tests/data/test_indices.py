@@ -138,6 +138,18 @@ MISTAKES = {
     "nothing": (((), {}), {}, FIELD, "present: none"),
     "no offsets": (((), {"train": [1], "test": [2]}), {}, FIELD, "needs an array 'train_offsets'"),
     "wrong offsets": (((), {**RUN, "test_offsets": [0, 1, 3]}), {}, FIELD, "test_offsets must ascend from 0 to 2"),
+    "offsets that begin late": (
+        ((), {**RUN, "test_offsets": [1, 1, 2]}),
+        {},
+        FIELD,
+        "test_offsets must ascend from 0 to 2",
+    ),
+    "offsets that fall": (
+        ((), {**RUN, "train_offsets": [0, 5, 4]}),
+        {},
+        FIELD,
+        "train_offsets must ascend from 0 to 4",
+    ),
     "fewer tested": (((), {**RUN, "test_offsets": [0, 2]}), {}, FIELD, "2 clients that train, and 1 that are tested"),
     "nothing to train on": (
         ((), {**RUN, "train_offsets": [0, 4, 4]}),
@@ -264,6 +276,7 @@ PIXELS = {"batch_size": 10, "mean": 0.5, "std": 0.5}
     ("images", "expected"),
     [
         (COLOURS, ((COLOURS / 255 - 0.5) / 0.5).transpose(0, 3, 1, 2)),  # ToTensor, Normalize(0.5, 0.5)
+        (COLOURS / np.float32(9), (COLOURS / np.float32(9)).transpose(0, 3, 1, 2)),
         (COLOURS[:, 0, :, 0] / np.float32(9), COLOURS[:, 0, :, 0] / np.float32(9)),
     ],
 )
@@ -298,6 +311,17 @@ def test_pfllib_is_told_that_clients_are_balanced_up_to_one_sample(tmp_path, lar
     holdings = Holdings(splits, np.array([100]), None)
     export(str(tmp_path / "made"), MADE, holdings, partition={"kind": "iid"}, **PIXELS)
     assert json.loads((tmp_path / "made" / "config.json").read_text())["balance"] is balanced
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("iid", (False, "iid")), ("pathological", (True, "pat")), ("natural", (True, "natural"))]
+)
+def test_pfllib_is_told_of_the_partition_in_its_own_words(tmp_path, kind, said):
+    holdings = Holdings([Split(np.arange(5), np.zeros(0, int), np.array([100]))], np.array([100]), None)
+    export(str(tmp_path / "made"), MADE, holdings, partition={"kind": kind}, **PIXELS)
+    found = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert (found["non_iid"], found["partition"]) == said
+    assert found["alpha"] is None
 
 
 def test_a_config_becomes_a_folder_for_pfllib(tmp_path, monkeypatch, capsys):

@@ -246,6 +246,10 @@ MISTAKES = {
         [PART, (NUMBERS[:, 1:], Y)],
         r"those of client 0 are float64 \(7,\), and of client 1 float64 \(6,\)",
     ),
+    "a client with samples of another type": (
+        [PART, (NUMBERS.astype(np.float32), Y)],
+        r"one type and shape: those of client 0 are float64 \(7,\), and of client 1 float32 \(7,\)",
+    ),
     "hidden samples": ((np.ma.masked_equal(NUMBERS, NUMBERS[0, 0]), Y), "the samples are a masked array with entries"),
     "no labels": (FederatedData(NUMBERS, None), "FederatedData needs x and y"),
     "users and clients": (FederatedData(*PART, users=Y, clients=[[0, 1]]), "not both"),

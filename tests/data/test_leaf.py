@@ -103,6 +103,12 @@ def test_the_alphabet_has_80_symbols():
     assert len(ALPHABET) == len(set(ALPHABET)) == 80
 
 
+def test_the_symbols_are_in_the_order_of_ascii():
+    """As in LEAF, where a label may be given as a number: 24 is a question mark, 25 an A, 53 an a and 79 the brace."""
+    assert sorted(ALPHABET) == list(ALPHABET)
+    assert [ALPHABET[token] for token in (0, 1, 24, 25, 53, 79)] == list("\n ?Aa}")
+
+
 def test_text_becomes_tokens_and_unknown_characters_spaces(tmp_path):
     texts = ["To be,", "or not", "\n!}[]z", "a\u00e9@~\u4e16b", "\ud83d\ude00xyzw\ude00"]
     shard(tmp_path / "a.json", {"ROLE": (texts, [" ", "}", "\u00e9", 7, 79.0])})

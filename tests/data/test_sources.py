@@ -47,6 +47,16 @@ def test_npz_round_trip_under_all_names(tmp_path, image, label):
     assert (data.name, data.classes, data.train_rows) == ("mine", 3, None)
 
 
+def test_of_arrays_under_two_names_the_one_that_is_listed_first_counts(tmp_path):
+    others = {"x": IMAGES[1:3], "y": LABELS[1:3], "x_test": IMAGES[:1], "y_test": LABELS[:1], "writer": LABELS[1:3]}
+    parts = {"image": IMAGES, "label": LABELS, "image_test": TEST_IMAGES, "label_test": TEST_LABELS}
+    users = {"user": LABELS + 1, "user_test": TEST_LABELS}
+    data = load(save(tmp_path / "a.npz", **others, **parts, **users))
+    np.testing.assert_array_equal(data.images, np.concatenate([IMAGES, TEST_IMAGES]))
+    np.testing.assert_array_equal(data.labels, [*LABELS, *TEST_LABELS])
+    np.testing.assert_array_equal(data.users, [*(LABELS + 1), *TEST_LABELS])
+
+
 @pytest.mark.parametrize(("image", "label"), [("image_test", "label_test"), ("x_test", "y_test")])
 def test_official_test_part_follows_the_training_rows(tmp_path, image, label):
     source = save(tmp_path / "a.npz", image=IMAGES, label=LABELS, **{image: TEST_IMAGES, label: TEST_LABELS})
@@ -89,6 +99,13 @@ def test_any_other_sample_or_label_is_other_data(row):
     relabelled[row], changed[row, 3] = (y[row] + 1) % 3, 0.0
     data = (x, y), (x, relabelled), (changed, y), (x[:-1], y[:-1])
     assert len({fingerprint(from_arrays(*of)) for of in data}) == len(data)
+
+
+def test_the_same_numbers_in_another_shape_or_of_clients_instead_of_users_are_other_data():
+    x, y, users = np.zeros((6, 4), np.float32), np.arange(6) % 3, np.arange(6) % 2
+    data = [from_arrays(x.reshape(6, *shape), y) for shape in ((4,), (2, 2), (4, 1))]
+    data += [from_arrays(x, y, users=users), from_arrays(x, y, users=users)._replace(divided=True)]
+    assert len(set(map(fingerprint, data))) == len(data)
 
 
 def test_relative_paths_are_looked_up_here_and_then_in_the_data_folder(tmp_path, monkeypatch):
@@ -243,6 +260,12 @@ def test_labels_may_be_as_many_as_the_samples_of_both_parts():
     first, second = eval(hint, {"numpy": np, "y": labels[::2], "y_test": test_labels})
     np.testing.assert_array_equal(first, np.arange(550))
     np.testing.assert_array_equal(second, np.arange(550, 750))
+
+
+def test_numbers_of_classes_below_a_thousand_need_not_be_held_by_as_many_samples():
+    assert from_arrays(np.zeros((3, 1)), np.array([0, 999, 5])).classes == 1000
+    with pytest.raises(ConfigError, match="the largest of 3 different ones is 1000: "):
+        from_arrays(np.zeros((3, 1)), np.array([0, 1000, 5]))
 
 
 def test_arrays_given_in_python_name_the_field_data():

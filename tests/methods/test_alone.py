@@ -153,6 +153,27 @@ def test_a_client_calibrates_on_its_samples_without_copies_and_augmentation(mode
     assert int(found.count) == int(data.count) < int(augmented.count)
 
 
+def test_a_client_is_the_first_of_its_federation_in_all_that_it_does(model, trainer, data):
+    """Whatever it is called among the others: the server that it meets has one row."""
+    seen = []
+
+    def told(data, answer):
+        seen.append(int(data.id))
+        return answer
+
+    method = fedavg(model, trainer)._replace(
+        init=lambda key, clients: ((), ()),
+        setup=lambda now, view, own, data: told(data, (own, view)),
+        local=lambda now, view, own, data: told(data, Update(own, view, NO_STEPS)),
+        aggregate=lambda now, server, clients, uploads, cohort: (server, clients),
+        personalize=lambda now, view, own, data: told(data, (view, own)),
+    )
+    _, own = alone(method).init(KEY, N)
+    for work in (alone(method).setup, alone(method).local, alone(method).personalize):
+        work(now(KEY, 0), (), own, data._replace(id=jnp.array(5)))
+    assert seen == [0, 0, 0]
+
+
 def test_dispatch_work_and_aggregation_have_keys_of_their_own(model, trainer, data):
     def bits(now):
         return jax.random.key_data(now.key)
@@ -205,6 +226,19 @@ def test_a_method_that_selects_does_so_alone_too(model, trainer):
 def test_a_step_takes_as_many_batches_as_with_others(model, trainer):
     method = METHODS["perfedavg"](model, trainer)
     assert alone(method).batches_per_step == method.batches_per_step > 1
+
+
+def test_after_training_a_client_is_scored_on_what_it_has_trained(model, trainer, data):
+    """As with others; a server that takes half a step is not yet where its client is."""
+    method = fedavg(model, trainer)._replace(
+        init=lambda key, clients: (jnp.zeros(()), ()),
+        local=lambda now, view, own, data: Update(own, view + 1, NO_STEPS),
+        aggregate=lambda now, server, clients, uploads, cohort: (server + uploads[0] / 2, clients),
+    )
+    _, own = alone(method).init(KEY, N)
+    update = alone(method).local(now(KEY, 0), (), own, data)
+    assert alone(method).personal(*update.trained) == 1
+    assert alone(method).personal((), update.client) == 0.5
 
 
 def test_its_server_speaks_of_the_round_that_is_done(model, trainer, federation):

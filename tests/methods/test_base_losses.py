@@ -14,7 +14,7 @@ from fedjax_pfl.method import TrainInfo
 from fedjax_pfl.methods.base_loss import Last
 from fedjax_pfl.methods.fedasam import asam_loss, fedasam
 from fedjax_pfl.methods.fedavg import fedavg
-from fedjax_pfl.methods.feddecorr import decorrelated, feddecorr
+from fedjax_pfl.methods.feddecorr import decorrelated, decorrelation, feddecorr
 from fedjax_pfl.methods.fedntd import fedntd, not_true_distillation
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.methods.grace import grace
@@ -219,6 +219,12 @@ def test_decorrelation_sees_correlations_alone(norm, model):
     assert float(found(z, np.float32(np.arange(9) == 0))) == 0
 
 
+@pytest.mark.parametrize(("norm", "expected"), [("code", 0.0), ("paper", 1.0)])
+def test_a_single_feature_is_correlated_with_itself_alone(norm, expected):
+    z = np.random.default_rng(2).normal(size=(6, 1)).astype(np.float32)
+    assert float(decorrelation(z, np.ones(6, np.float32), norm=norm)) == pytest.approx(expected, rel=1e-5)
+
+
 def test_fedasam_scores_the_mean_of_what_it_captured(model, federation):
     train = Trainer(epochs=1, batch_size=4, lr=0.2)
     method = fedasam(model, train, rho=RHO, eta=ETA, swa_start=1, swa_cycle=2, swa_lr=0.02)
@@ -258,6 +264,20 @@ def test_with_cycles_of_a_round_the_rate_stays_and_every_model_is_captured(model
     assert int(end.captured) == 2
     jax.tree.map(near, end.params, models[3])
     jax.tree.map(near, end.average, jax.tree.map(lambda a, b: (a + b) / 2, models[2], models[3]))
+
+
+class Rate(Trainer):
+    """Trains nothing, and reports its learning rate as the loss."""
+
+    def __call__(self, now, loss, params, data, **options):
+        return params, TrainInfo(self.rate(now.t), now.t)
+
+
+def test_the_rate_within_a_cycle_decays_from_round_to_round_as_any_other(model, federation):
+    method = fedasam(model, Rate(lr=0.2, lr_decay=0.5), swa_start=2, swa_cycle=3, swa_lr=0.05)
+    w, data = model.init(KEY), client_data(federation.x, federation.y, client(federation.train, 2))
+    found = [float(method.local(now(KEY, t), w, (), data).info.loss) for t in range(6)]
+    assert found == pytest.approx(np.array([0.2, 0.2, 0.15, 0.1, 0.05, 0.15]) * 0.5 ** np.arange(6), rel=1e-6)
 
 
 def test_fedasam_looks_around_without_touching_running_statistics(model_with_norm):

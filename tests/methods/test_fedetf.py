@@ -131,6 +131,11 @@ def test_the_etf_is_a_simplex_of_unit_vectors(dim, classes):
     assert np.abs(found - other).max() > 0.1
 
 
+def test_the_projection_begins_within_1_over_the_root_of_the_features(model, trainer):
+    server, _ = fedetf(model, trainer, projection_dim=40).init(KEY, N)
+    assert 0.9 < np.abs(server["projection"]["kernel"]).max() * model.dim**0.5 <= 1
+
+
 def test_classes_that_are_equally_frequent_leave_nothing_of_the_prior(model, trainer, federation):
     def trained(gamma, row):
         method = fedetf(model, trainer, gamma=gamma)

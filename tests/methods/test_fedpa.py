@@ -293,6 +293,13 @@ def test_the_generator_stays_as_it_is_where_nobody_has_trained(model):
     assert any((new != old).any() for new, old in zip(*map(jax.tree.leaves, (some.params, before.params)), strict=True))
 
 
+def test_the_generator_begins_within_1_over_the_root_of_its_inputs(model):
+    """As PyTorch's layers do; the hidden one reads noise and a one-hot label."""
+    begun = GeneratorTraining(model, Generator(50, CLASSES, model.dim), 20, 4, 6, 0.1, 0.5).init(KEY).params
+    for layer, inputs in (("hidden", 20 + CLASSES), ("feature", 50)):
+        assert 0.9 < np.abs(begun[layer]["kernel"]).max() * inputs**0.5 <= 1
+
+
 def test_features_of_one_class_are_as_diverse_as_can_be():
     rng = np.random.default_rng(0)
     noise, z = jnp.asarray(rng.random((6, 3)), jnp.float32), jnp.asarray(rng.normal(0, 1, (6, 4)), jnp.float32)

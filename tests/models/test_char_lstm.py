@@ -85,4 +85,6 @@ def test_flax_recurrent_kernels_are_orthogonal_and_biases_zero():
             kernel = theta[layer][f"h{gate}"]["kernel"]
             np.testing.assert_allclose(kernel @ kernel.T, np.eye(16), atol=1e-5)
             assert not theta[layer][f"h{gate}"]["bias"].any()
+    table = theta["embedding_layer"]["embedding"]
+    assert table.std() == pytest.approx(table.shape[1] ** -0.5, rel=0.3)
     assert theta["lstm2"]["ii"]["kernel"].std() == pytest.approx(0.25, rel=0.15)

@@ -128,6 +128,15 @@ def test_a_small_one_is_the_same_in_numpy():
     assert len(found_maps) == 1
 
 
+def test_its_layer_normalisations_have_the_epsilon_of_the_papers_code():
+    """With an embedding this small, it is most of what the tokens of the first block are divided by."""
+    _, params = drawn()
+    theta = params["extractor"]
+    theta = {**theta, "embedding": jax.tree.map(lambda leaf: 1e-4 * leaf, theta["embedding"])}
+    (found, _), _ = looked()({**params, "extractor": theta}, jnp.asarray(images()))
+    np.testing.assert_allclose(found, reference(to_numpy(theta), images())[0], rtol=1e-3, atol=1e-4)
+
+
 def test_the_features_are_computed_from_the_map():
     """Or nothing could be differentiated with respect to it, as Grad-CAM does."""
     model, params = drawn()

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.models import MODELS, build
+from fedjax_pfl.models.cnn import CNN
+from fedjax_pfl.models.projection import Projected
 from tests.reference import to_numpy
 
 KEY = jax.random.key(0)
@@ -157,6 +159,26 @@ def test_flax_weights_are_lecun_normal_and_biases_zero():
         assert np.asarray(layer["kernel"]).std() == pytest.approx(fan_in**-0.5, rel=0.1)
         assert not np.asarray(layer["bias"]).any()
     assert not np.asarray(params["head"]["bias"]).any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_and_what_it_is_made_of_begin_as_asked_for_and_as_in_torch_unless_told(name):
+    for init in ("torch", "flax"):
+        module = MODELS[name](init=init)
+        assert {module.init_style, getattr(module, "encoder", module).init_style} == {init}
+    assert MODELS[name]() == MODELS[name](init="torch")
+
+
+def test_every_layer_of_a_network_with_a_projection_head_begins_as_in_flax():
+    network = Projected(CNN(((24, 3, 0),), 40, nn.relu, "flax", hidden=(30,)), 50, "flax")
+    # This generator of random numbers takes a fraction of the others' time to compile.
+    params = jax.jit(network.init)(jax.random.key(0, impl="rbg"), jnp.zeros((1, 8, 8, 3)))["params"]
+    layers = {**params["encoder"], **params["projection"]}
+    assert set(layers) == {"conv1", "hidden1", "dense", "hidden", "out"}
+    for layer in layers.values():
+        kernel = np.asarray(layer["kernel"])
+        assert kernel.std() == pytest.approx(np.prod(kernel.shape[:-1]) ** -0.5, rel=0.1)
+        assert not np.asarray(layer["bias"]).any()
 
 
 def test_the_initial_model_depends_on_the_key():

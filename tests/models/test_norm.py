@@ -54,6 +54,13 @@ def test_a_training_pass_normalises_with_the_samples_of_the_batch(samples):
         np.testing.assert_allclose(found_d_params[name], d_params[name], rtol=1e-4, atol=1e-5)
 
 
+def test_channels_that_hardly_vary_are_divided_by_the_root_of_epsilon():
+    """PyTorch's, 1e-5, which is as much as their variance is here."""
+    x = 1e-3 * (X - 2)
+    expected = plain(PARAMS, x, jnp.mean(x, (0, 1, 2)), jnp.var(x, (0, 1, 2)))
+    np.testing.assert_allclose(apply(x, mask_of(5))[0], expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("samples", [5, 3, 2])
 def test_it_hands_over_the_way_to_the_batch_statistics(samples):
     _, gradient, _ = apply(X, mask_of(samples))

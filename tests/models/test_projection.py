@@ -66,6 +66,10 @@ def test_resnet18_proj_hands_its_options_on():
     assert found == Projected(resnet18(**options), 7, "flax")
 
 
+def test_resnet18_proj_has_resnet18s_defaults():
+    assert MODELS["resnet18_proj"]().encoder == resnet18()
+
+
 def test_other_models_have_no_projection():
     for name in MODELS.keys() - {"char_lstm"}:  # which reads no images; it has none either
         model = join(MODELS[name](), (32, 32, 3))

@@ -199,6 +199,15 @@ def test_a_bottleneck_is_the_same_in_numpy(norm, inputs, stride):
     assert_close(found, np.maximum(y + shortcut, 0))
 
 
+def test_group_normalisation_has_the_epsilon_of_pytorch():
+    """Which is all that images of so little contrast are divided by."""
+    layer = ConvNorm(4, 1, 1, "group", 4, "torch")
+    x = np.random.default_rng(3).normal(0, 1e-4, (2, 3, 3, 4)).astype(np.float32)
+    params = {"kernel": jnp.eye(4)[None, None], "norm": {"scale": jnp.ones(4), "bias": jnp.zeros(4)}}
+    found = jax.jit(lambda params, x: layer.apply({"params": params}, x, None))(params, jnp.asarray(x))
+    np.testing.assert_allclose(found, group_norm(to_numpy(params["norm"]), x.astype(float)), rtol=1e-3, atol=1e-6)
+
+
 def test_torchs_initialisation_is_that_of_its_resnet():
     params = jax.jit(join(ResNet((48,), (1,), "cifar", "batch", 1, "torch"), (8, 8, 3)).init)(KEY)
     for name, leaf in leaves(params["extractor"]).items():
@@ -206,6 +215,16 @@ def test_torchs_initialisation_is_that_of_its_resnet():
             assert leaf.std() == pytest.approx((2 / (leaf.shape[0] * leaf.shape[1] * leaf.shape[3])) ** 0.5, rel=0.1)
         else:
             np.testing.assert_array_equal(leaf, 1.0 if name.endswith(("['scale']", "['running_var']")) else 0.0)
+
+
+def test_flax_draws_every_convolution_by_its_fan_in():
+    init = ResNet((48,), (1,), "cifar", "group", 4, "flax").init
+    # This generator of random numbers takes a fraction of the others' time to compile.
+    params = jax.jit(init)(jax.random.key(0, impl="rbg"), jnp.zeros((1, 8, 8, 3)))["params"]
+    kernels = [np.asarray(leaf) for name, leaf in leaves(params).items() if "kernel" in name]
+    assert len(kernels) == 3
+    for kernel in kernels:
+        assert kernel.std() == pytest.approx(np.prod(kernel.shape[:-1]) ** -0.5, rel=0.1)
 
 
 # --- Batch normalisation in a round ----------------------------------------------------------------------------------

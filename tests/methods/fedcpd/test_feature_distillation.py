@@ -194,3 +194,14 @@ def test_the_weights_are_those_of_the_definition(start, shapes):
             np.testing.assert_array_equal(fusion["cv1"], np.zeros((channels, deepest)))
             np.testing.assert_array_equal(fusion["cv3"], identity)
             np.testing.assert_array_equal(fusion["cv2"], identity.transpose(0, 1, 3, 2))
+
+
+def test_gates_are_drawn_for_each_level_anew_by_the_number_of_their_inputs():
+    """Uniformly within 1 / sqrt(inputs), as PyTorch does: the channels, the hidden units, a window of two pictures."""
+    levels = init_distiller(jax.random.key(4), ((9, 9, 64), (9, 9, 64)))
+    inputs = {"reduce": 64, "expand": 64 // 16, "spatial": 2 * 7**2}
+    for name, number in inputs.items():
+        first, second = (np.ravel(level["gates"][name]) for level in levels)
+        assert abs(np.corrcoef(first, second)[0, 1]) < 0.5
+        for leaf in (first, second):
+            assert 0.9 < np.abs(leaf).max() * number**0.5 <= 1
