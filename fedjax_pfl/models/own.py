@@ -101,7 +101,7 @@ def own_model(given: Any, *, features: str | None = None) -> Callable[..., Any]:
         and z -> logits. A Linen module x, mask -> (z, maps), which gets a linear head (``base.py``). An NNX module,
         whose weights are the initial ones whatever the seed; or a class or function of ``rngs``, which draws the
         weights. A function, whose keyword-only arguments are options, that returns one of these; or a class of modules,
-        whose fields of plain types are options.
+        whose fields of plain types are options; or a ``functools.partial`` of either.
       features: the layer (child module or attribute) after which a classifier is cut; following layers without
         parameters still belong to the extractor. Unless given, the cut is before the last layer with parameters.
 
