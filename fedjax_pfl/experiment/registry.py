@@ -284,7 +284,7 @@ def _spelled_out(part: Any) -> Any:
 
     The same partial is the same function, so that its programs are not compiled again.
     """
-    return _of_partial(part) if isinstance(part, functools.partial) and inspect.isroutine(part.func) else part
+    return _of_partial(part) if isinstance(part, functools.partial) else part
 
 
 def _check(kind: str, name: str, part: Any) -> None:
