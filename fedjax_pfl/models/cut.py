@@ -5,6 +5,7 @@ all that follow are the head. Which parameters a side has is read off its trace,
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -81,6 +82,8 @@ class _Call(NamedTuple):
     name: str
     layer: Any
     out: Any
+    begun: int  # when it began and ended, counted over all calls: a layer may call another one
+    ended: int
 
 
 def pair(extractor: Network, head: Network, x: jax.ShapeDtypeStruct) -> Halves:
@@ -188,18 +191,18 @@ def cut(network: Network, x: jax.ShapeDtypeStruct, features: str | None) -> Halv
 
 def _position(network: Network, calls: Sequence[_Call], shapes: dict[str, Any], features: str | None) -> int:
     """Which of the calls is the first of the head."""
-    after = -1
+    ended = -1
     if features is not None:
-        after = max((at for at, call in enumerate(calls) if call.name == features), default=len(calls))
-        if after == len(calls):
+        ended = max((call.ended for call in calls if call.name == features), default=-1)
+        if ended < 0:
             raise ConfigError("features", features, f"one of the layers of {network.name}: {_listed(calls)}")
-    found = [at for at, call in enumerate(calls) if at > after and call.name in shapes]
+    found = [at for at, call in enumerate(calls) if call.begun > ended and call.name in shapes]
     if not found:
         why = (
             "it calls no layer with parameters" if features is None else f"no layer with parameters follows {features}"
         )
         raise ConfigError("model", network.name, f"{why}, so that there would be no head; layers: {_listed(calls)}")
-    return found[-1 if features is None else 0]
+    return found[-1] if features is None else min(found, key=lambda at: calls[at].begun)
 
 
 def _listed(calls: Sequence[_Call]) -> str:
@@ -265,17 +268,18 @@ def has_statistics(params: PyTree) -> bool:
 
 
 def _calls(network: Network, x: jax.ShapeDtypeStruct, *, training: bool = False) -> list[_Call]:
-    """Which layers the network calls, in order, in a pass; at the end, without a name, what it returns."""
+    """Which layers the network calls in a pass, by their ends; at last, without a name, what it returns."""
     calls: list[_Call] = []
+    clock = itertools.count()
 
     def record(name: str, layer: Any, value: Any, go: Callable[[Any], Any]) -> Any:
-        out = go(value)
-        calls.append(_Call(name, layer, out))
+        begun, out = next(clock), go(value)
+        calls.append(_Call(name, layer, out, begun, next(clock)))
         return out
 
     def trace(key: Key[Array, ""], x: Array) -> None:
         mask = jnp.ones(len(x)) if training else None
-        calls.append(_Call("", None, network.run(network.init(key, x), x, mask, key, record)))
+        record("", None, x, lambda x: network.run(network.init(key, x), x, mask, key, record))
 
     jax.eval_shape(trace, jax.random.key(0), x)
     return calls

@@ -311,6 +311,34 @@ def test_a_pair_is_an_extractor_and_a_head():
     assert linear["head"].keys() == {"kernel", "bias"}
 
 
+class Wrapped(nn.Module):
+    """Layers that others call, which have parameters, too."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.WeightNorm(nn.Dense(5))(x.reshape(len(x), -1))
+        return nn.WeightNorm(nn.Dense(CLASSES))(nn.tanh(x))
+
+
+@pytest.mark.parametrize("features", [None, "WeightNorm_0", "Dense_0"])
+def test_a_layer_that_another_one_calls_is_on_the_same_side_of_the_cut(features):
+    model = fitted(Wrapped(), features)
+    params = some(model)
+    assert model.layers == ("Dense_0", "WeightNorm_0")
+    assert [part.keys() for part in params.values()] == [{"Dense_0", "WeightNorm_0"}, {"Dense_1", "WeightNorm_1"}]
+
+    def normalised_dense(x, part, number):
+        layer = part[f"Dense_{number}"]
+        length = np.sqrt((layer["kernel"] ** 2).sum(axis=0))
+        scale = part[f"WeightNorm_{number}"][f"Dense_{number}/kernel/scale"]
+        return x @ (layer["kernel"] / length * scale) + layer["bias"]
+
+    z = np.tanh(normalised_dense(PIXELS, params["extractor"], 0))
+    np.testing.assert_allclose(computed(model.features, params["extractor"], X), z, rtol=1e-4, atol=1e-5)
+    logits = normalised_dense(z, params["head"], 1)
+    np.testing.assert_allclose(computed(model.apply, params, X), logits, rtol=1e-4, atol=1e-5)
+
+
 class Times(nn.Module):
     @nn.compact
     def __call__(self, x, factor):
