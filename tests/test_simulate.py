@@ -3,8 +3,10 @@ import itertools
 import json
 import math
 import os
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from fedjax_pfl.data.sources import load
 from fedjax_pfl.data.split import draw_test, manifest
 from fedjax_pfl.engine.memory import Hardware, peak_bytes, survey
 from fedjax_pfl.engine.metrics import METRICS
+from fedjax_pfl.experiment import programs
 from fedjax_pfl.experiment.build import divide, even_chunk, make_engine, shape_of
 from fedjax_pfl.experiment.programs import alike, lay_out
 from fedjax_pfl.experiment.summary import flat
@@ -116,6 +119,7 @@ def test_summary_has_the_promised_fields(reference):
     assert summary["timing"].keys() == {"compile_seconds", "seconds_per_round", "total_seconds"}
     assert summary["environment"]["platform"] == "cpu"
     assert summary["environment"]["device_count"] == 2
+    assert summary["environment"]["clients_side_by_side"] == 1
 
 
 def test_summary_agrees_with_the_client_table(reference):
@@ -202,6 +206,8 @@ def test_traffic_leaves_out_the_classes_that_are_not_held(fedpac):
     assert traffic["megabytes_total"] == result.history["megabytes"][-1] == pytest.approx(sent / 1e6, rel=1e-9)
     assert traffic["megabytes_dense"] == pytest.approx(dense / 1e6, rel=1e-9)
     assert traffic["megabytes_total"] < traffic["megabytes_dense"]
+    assert traffic["floats_up_per_client_round"] == model + classes + 1 + 2 * 8 * classes
+    assert traffic["floats_down_per_client_round"] == model + flags + 8 * classes
 
 
 def test_progress_is_reported_up_to_the_last_round(reference):
@@ -246,6 +252,59 @@ def test_other_seeds_and_numbers_of_the_same_shapes_compile_nothing(reference, m
     again = simulate(config(data=data))
     assert numbers(again.summary) == numbers(reference[0].summary)
     assert other.history["train_loss"][-1] != again.history["train_loss"][0]
+
+
+def test_another_program_is_compiled_for_all_that_is_neither_input_nor_shape(monkeypatch):
+    """A program is known by the fields of its config; the shapes of its arrays stay as they are here."""
+    compiled, none = [], SimpleNamespace(lower=lambda: SimpleNamespace(compile=lambda options: None))
+    parts = dict.fromkeys(("init", "rounds", "score"), (none, ()))
+    monkeypatch.setattr(programs, "traced", lambda program: compiled.append(program) or parts)
+    monkeypatch.setattr(programs, "_store", OrderedDict())
+    monkeypatch.setattr(programs, "_KEPT", 100)
+    given = config("fedprox", data={"validation_share": 0.2}, training={"augment": "crop_flip"}, run={"seed": 1})
+    program = lay_out([given], load("digits"))
+
+    def is_new(changes):
+        compiled.clear()
+        replace(program, configs=[given.replace(changes)]).compile()
+        return bool(compiled)
+
+    assert is_new({})
+    shapes = {"data.seed": 4, "data.partition.kind": "iid", "data.test_share": 0.3, "training.rounds": 9}
+    inputs = {"training.lr": 0.3, "training.lr_decay": 0.9, "method.mu": 0.5, "run.seed": 2}
+    written = {"run.out": "here", "run.eval_every": 1, "run.checkpoint_every": 3, "run.keep": "best"}
+    written |= {"run.export": ["predictions"], "run.client_history": True, "run.tensorboard": True}
+    of_program = {
+        "data.mean": 0.3,
+        "data.std": 0.3,
+        "data.evaluate_on": "validation",
+        "data.validation_share": 0.0,
+        "data.new_clients": 0.4,
+        "model.init": "flax",
+        "method.mu": 0.0,
+        "training.epochs": 2,
+        "training.batch_size": 8,
+        "training.momentum": 0.9,
+        "training.clip_norm": 1.0,
+        "training.drop_last": True,
+        "training.augment": "crop_flip_reflect",
+        "training.augment_every": "round",
+        "training.copies": "concat",
+        "training.decorrelate": 0.1,
+        "finetune.epochs": 1,
+        "calibration.samples_per_class": 2,
+        "participation.ratio": 0.5,
+        "participation.dropout": 0.1,
+        "participation.sampling": "poisson",
+        "participation.collaborate": False,
+        "aggregation.rule": "median",
+        "attack.kind": "label_flip",
+        "compression.kind": "int8",
+        "run.precision": "bfloat16",
+        "run.diagnostics": True,
+    }
+    assert [field for field, value in {**shapes, **inputs, **written}.items() if is_new({field: value})] == []
+    assert [field for field, value in of_program.items() if not is_new({field: value})] == []
 
 
 def test_a_coefficient_of_zero_is_left_out_of_the_program():
@@ -373,6 +432,9 @@ def test_validation_samples_are_scored_beside_the_test_samples(tested, validated
         for point in ("pre", "post"):
             found = result.history[f"validation_{point}.{metric}"]
             np.testing.assert_allclose(found, validated.history[f"{point}.{metric}"], rtol=1e-6)
+    assert {"pre.hm", "post.hm"} == {name for name in result.history if name.endswith(".hm")}, (
+        "none is half of test samples"
+    )
     best = int(np.argmax(result.history["validation_pre.accuracy"]))
     judged = result.summary["personal"]["pre"]
     assert judged["by_validation"] == result.history["pre.accuracy"][best]

@@ -113,17 +113,20 @@ def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, 
 
     Returns:
       ``pre`` and ``post`` from `summarize`, with ``hm``, the harmonic mean of the global accuracy and ``i_local``;
-      likewise ``validation_pre`` and ``validation_post`` if validation samples are scored in addition; ``global``,
-      ``global_macro_f1`` and ``global_macro_f1_union``, None without a global model; ``diagnostics``, if the method has
-      any. The config's own metrics are there for each point, as unweighted mean over clients, and for the global model.
+      ``validation_pre`` and ``validation_post``, without ``hm``, if validation samples are scored in addition;
+      ``global``, ``global_macro_f1`` and ``global_macro_f1_union``, None without a global model; ``diagnostics``, if
+      the method has any. The config's own metrics are there for each point, as unweighted mean over clients, and for
+      the global model.
     """
     shared = None if scores.shared is None else {name: float(x) for name, x in scores.shared._asdict().items()}
     accuracy = None if shared is None else shared["accuracy"]
     clients, benign = len(manifest["n_train"]), judged(manifest, new)
 
+    def means(of: Scores, samples: Sequence[int], who: Int[np.ndarray, " clients"]) -> dict[str, float]:
+        return summarize(Scores(*(values[who] for values in of)), np.asarray(samples)[who])
+
     def personal(of: Scores, samples: Sequence[int], who: Int[np.ndarray, " clients"]) -> dict[str, float | None]:
-        rows = Scores(*(values[who] for values in of))
-        found = summarize(rows, np.asarray(samples)[who])
+        found = means(of, samples, who)
         return {**found, "hm": None if accuracy is None else float(harmonic_mean(accuracy, found["i_local"]))}
 
     def own(of: Scored, samples: Sequence[int], who: Int[np.ndarray, " clients"]) -> dict[str, float]:
@@ -138,8 +141,8 @@ def line_of(scores: Evaluation, manifest: Mapping[str, Any], evaluated_on: str, 
         if new:
             those = np.arange(clients - new, clients)
             line[f"new_{point}"] = personal(of.test, samples, those) | own(of, samples, those)
-        if of.validation is not None:
-            line[f"validation_{point}"] = personal(of.validation, manifest["n_validation"], benign)
+        if of.validation is not None:  # without hm: the global accuracy is of test samples
+            line[f"validation_{point}"] = means(of.validation, manifest["n_validation"], benign)
     known = shared or dict.fromkeys(Scores._fields)
     of_all = {"global": known["accuracy"]} | {f"global_{name}": known[name] for name in ("macro_f1", "macro_f1_union")}
     of_all |= {f"global_{name}": float(value) for name, value in scores.shared_own.items()}
@@ -162,7 +165,7 @@ def metrics_of(
     measures = [*_SUMMARIZED, "hm"] if shared else list(_SUMMARIZED)
     tables = [f"{kind}{point}" for kind in (("", "new_") if new else ("",)) for point in POINTS]
     names = [f"{table}.{name}" for table in tables for name in (*measures, *own)]
-    names += [f"validation_{point}.{name}" for point in POINTS for name in measures] if validated else []
+    names += [f"validation_{point}.{name}" for point in POINTS for name in _SUMMARIZED] if validated else []
     names += [*_GLOBAL, *(f"global_{name}" for name in own)] if shared else []
     names += [f"{_DIAGNOSTICS}.{name}" for name in diagnostics]
     return ["round", "train_loss", *names, "megabytes", "seconds"]

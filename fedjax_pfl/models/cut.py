@@ -23,6 +23,7 @@ FLAGS = {
     **dict.fromkeys(("train", "training", "is_train", "is_training"), True),
     **dict.fromkeys(("deterministic", "eval", "inference", "use_running_average"), False),
 }
+_WAY_ON = "pass a pair (extractor, head), or, where a Sequential is the only layer, that one itself"
 # name, layer, input, go -> output: replaces each call of a layer by the network itself; go(input) is the original call.
 Hook = Callable[[str, Any, Any, Callable[[Any], Any]], Any]
 
@@ -155,8 +156,10 @@ def cut(network: Network, x: jax.ShapeDtypeStruct, features: str | None) -> Halv
     key, elsewhere = jax.random.key(0), "cut it elsewhere (features=), or pass a pair (extractor, head)"
     z, (left, *_) = reads(before, shapes, x, None, key)
     if not any(jax.tree.leaves(left)):
-        allowed = f"nothing with parameters comes before {layer}, so that there would be no extractor"
-        raise ConfigError("model", network.name, f"{allowed}; its layers: {_listed(calls)}")
+        why = f"nothing with parameters comes before {layer}, so that there would be no extractor"
+        if any(call.name in shapes and call.name != layer for call in calls[:at]):
+            why = f"{layer} is called within a transformation (nn.jit, nn.remat, nn.scan), where it cannot be cut"
+        raise ConfigError("model", network.name, f"{why}; its layers: {_listed(calls)}; {_WAY_ON}")
     check_features(f"{network.name} before {layer}", z)
     _, (right, reads_x, *_) = reads(behind, shapes, x, z, None, key)
     both = [name for name in shapes if any(jax.tree.leaves(left[name])) and any(jax.tree.leaves(right[name]))]
@@ -201,7 +204,8 @@ def _position(network: Network, calls: Sequence[_Call], shapes: dict[str, Any], 
         why = (
             "it calls no layer with parameters" if features is None else f"no layer with parameters follows {features}"
         )
-        raise ConfigError("model", network.name, f"{why}, so that there would be no head; layers: {_listed(calls)}")
+        why = f"{why}, so that there would be no head; layers: {_listed(calls)}; {_WAY_ON}"
+        raise ConfigError("model", network.name, why)
     return found[-1] if features is None else min(found, key=lambda at: calls[at].begun)
 
 
@@ -209,18 +213,42 @@ def _listed(calls: Sequence[_Call]) -> str:
     return ", ".join(dict.fromkeys(call.name for call in calls if call.name)) or "none"
 
 
-def flags(name: str, call: Callable[..., Any]) -> list[str]:
+def hooked(hook: Hook, name: str, layer: Any, call: Callable[..., Any], method: Any) -> Callable[..., Any]:
+    """A layer's call that goes through a hook, which sees the first argument, whether it is given by place or by name.
+
+    Args:
+      hook: the hook.
+      name: of the layer.
+      layer: the layer.
+      call: what is called, without ``self``.
+      method: the same as the class has it, with ``self``, for the name of its first argument.
+    """
+
+    def through(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            return hook(name, layer, args[0], lambda value: call(value, *args[1:], **kwargs))
+        first = next(itertools.islice(inspect.signature(method).parameters, 1, None), None)
+        if first not in kwargs:
+            return call(**kwargs)
+        return hook(name, layer, kwargs[first], lambda value: call(**{**kwargs, first: value}))
+
+    return through
+
+
+def flags(name: str, call: Callable[..., Any], *, besides: Sequence[str] = ()) -> list[str]:
     """Which of `FLAGS` a ``__call__(self, x, ...)`` has.
 
     Args:
       name: of the module, for messages.
       call: the function.
+      besides: names of further arguments that it may have.
 
     Raises:
       ConfigError: it wants other arguments besides x, or has another switch, which would be the same in all passes.
     """
     _, *given = (p for p in inspect.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD)
-    wanted = [p for p in given[1:] if p.name not in FLAGS and (p.default is p.empty or isinstance(p.default, bool))]
+    others = [p for p in given[1:] if p.name not in (*FLAGS, *besides)]
+    wanted = [p for p in others if p.default is p.empty or isinstance(p.default, bool)]
     if not given or given[0].kind is inspect.Parameter.KEYWORD_ONLY or wanted:
         found = ", ".join(p.name for p in given) or "none"
         allowed = f"a __call__ of x and flags among {', '.join(FLAGS)}; its arguments: {found}"

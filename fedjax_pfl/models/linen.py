@@ -5,12 +5,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Key, Shaped
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.models.base import Mask, Params
-from fedjax_pfl.models.cut import FLAGS, Hook, flags
+from fedjax_pfl.models.cut import FLAGS, Hook, flags, hooked
 from fedjax_pfl.models.norm import FLAX_STATISTICS, batch_norm
 
 # ``nn.jit`` keeps what it has traced. A run in another context is traced anew: with its own mask, and seen by its hook.
@@ -54,20 +55,25 @@ class LinenNetwork:
             module = context.module
             if isinstance(module, nn.BatchNorm) and context.method_name == "__call__":
                 call = _batch_norm(module, mask)
-            if hook is None or len(module.path) != 1 or context.method_name == "setup" or not args:
+            if hook is None or len(module.path) != 1 or context.method_name == "setup" or not (args or kwargs):
                 return call(*args, **kwargs)
             if (name := module.path[0]) in inside:
                 return call(*args, **kwargs)
             inside.add(name)
             try:
-                return hook(name, module, args[0], lambda value: call(value, *args[1:], **kwargs))
+                method = getattr(type(module), context.method_name, type(module).__call__)
+                return hooked(hook, name, module, call, method)(*args, **kwargs)
             finally:
                 inside.remove(name)
 
-        # "params" is where Flax turns for randomness of any name.
-        rngs = None if key is None else {"params": key}
+        # "params" is where Flax turns for randomness of any name. Modules without a flag ask for the other two to know
+        # whether they are trained: ``self.has_rng("dropout")``, ``self.is_mutable_collection("batch_stats")``.
+        training = mask is not None
+        rngs = {} if key is None else {"params": key, "dropout": key} if training else {"params": key}
+        mutable, how = ["batch_stats"] if training else [], self._arguments(training=training)
         with nn.intercept_methods(intercept), _run(object()):
-            return self._module.apply({"params": params}, x, rngs=rngs, **self._arguments(training=mask is not None))
+            out, _ = self._module.apply({"params": params}, x, rngs=rngs, mutable=mutable, **how)
+        return out
 
     def linear(self, name: str, layer: Any) -> "LinenNetwork | None":
         """A network of a single ``nn.Dense``; None for another layer."""
@@ -78,17 +84,17 @@ class LinenNetwork:
         return {name: training == FLAGS[name] for name in self._flags}
 
 
-def _batch_norm(module: nn.BatchNorm, mask: Mask) -> Callable[..., Any]:
-    """The function that replaces the call of a batch normalisation."""
+def _batch_norm(module: nn.BatchNorm, samples: Mask) -> Callable[..., Any]:
+    """The function that replaces the call of a batch normalisation; ``samples`` is the mask of a training pass."""
 
-    def call(x: Array, use_running_average: bool | None = None) -> Array:
+    def call(x: Array, use_running_average: bool | None = None, *, mask: Array | None = None) -> Array:
         frozen = module.use_running_average if use_running_average is None else use_running_average
-        if module.axis not in (-1, x.ndim - 1) or module.axis_name is not None:
-            raise ConfigError("model", module.name, "nn.BatchNorm over the last axis, without axis_name")
+        if not {*np.ravel(module.axis)} <= {-1, x.ndim - 1} or module.axis_name is not None or mask is not None:
+            raise ConfigError("model", module.name, "nn.BatchNorm over the last axis, without axis_name and mask")
         own = module.variables["params"]
         y = batch_norm(
             x,
-            None if frozen else mask,
+            None if frozen else samples,
             (own["running_mean"], own["running_var"]),
             own.get("scale", 1.0),
             own.get("bias", 0.0),

@@ -1,19 +1,24 @@
 """Flax NNX modules as networks that can be cut."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Key, Shaped
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.models.base import Mask, Params
-from fedjax_pfl.models.cut import FLAGS, Hook, flags
+from fedjax_pfl.models.cut import FLAGS, Hook, flags, hooked
 from fedjax_pfl.models.norm import FLAX_STATISTICS, batch_norm
 
+# layer, the call of its class -> the call that takes its place
+_Wrap = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 Path = tuple[Any, ...]  # attributes and keys (str), and places in lists (int)
 _GROUP = (nnx.List, nnx.Dict)
 
@@ -43,7 +48,9 @@ class NNXNetwork:
                 raise ConfigError(
                     "model", name, f"a function of rngs returns an nnx.Module, not {type(module).__name__}"
                 )
-            self._flags = flags(name, type(module).__call__)
+            call = type(module).__call__
+            self._flags = flags(name, call, besides=["rngs"])
+            self._takes_rngs = "rngs" in inspect.signature(call).parameters
             modules = dict(nnx.iter_modules(module))
             self._groups = {path[0] for path, group in modules.items() if len(path) == 1 and isinstance(group, _GROUP)}
             self._graph, state = nnx.split(module)
@@ -56,10 +63,14 @@ class NNXNetwork:
                 of_norm = issubclass(kind, nnx.BatchStat) and isinstance(modules.get(path[:-1]), nnx.BatchNorm)
                 if not (of_norm or issubclass(kind, nnx.Param | nnx.RngState)):
                     where = ".".join(map(str, path))
-                    allowed = (
-                        f"it keeps {where} ({kind.__name__}): only nnx.Param and nnx.BatchNorm's statistics can be kept"
-                    )
+                    what = f"({kind.__name__})" if issubclass(kind, nnx.Variable) else "(an array; make it in __call__)"
+                    allowed = f"it keeps {where} {what}: only nnx.Param and nnx.BatchNorm's statistics can be kept"
                     raise ConfigError("model", name, allowed)
+            known: dict[tuple[str, ...], Path] = {}
+            for path, kind in self._paths:
+                if (other := known.setdefault(self._named(path, kind), path)) != path:
+                    both = " and ".join(".".join(map(str, of)) for of in (other, path))
+                    raise ConfigError("model", name, f"other attributes: {both} would have one name among the layers")
             leaves, self._tree = jax.tree.flatten(state)
             return leaves
 
@@ -94,19 +105,19 @@ class NNXNetwork:
         leaves = [leaf(number, *kept) for number, kept in enumerate(self._paths)]
         module = nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
         module.eval() if mask is None else module.train()
-        modules = list(nnx.iter_modules(module))
-        called = {}
-        for path, layer in modules:
-            call = _batch_norm(layer, mask) if isinstance(layer, nnx.BatchNorm) else layer
+        for path, layer in list(nnx.iter_modules(module)):
+            wraps: list[_Wrap] = []
+            if isinstance(layer, nnx.BatchNorm):
+                wraps.append(functools.partial(_batch_norm, samples=mask))
             if hook is not None and (name := self._layer(path, layer)) is not None:
-                call = _hooked(hook, name, layer, call)
-            if call is not layer:
-                called[id(layer)] = _Called(layer, call)
-        # The module is taken apart after this one run: its attributes are set past NNX. A layer may be several of them.
-        for _, within in modules:
-            vars(within).update({name: called.get(id(kept), kept) for name, kept in vars(within).items()})
-        how = {name: (mask is not None) == FLAGS[name] for name in self._flags}
-        return called.get(id(module), module)(x, **how)
+                wraps.append(functools.partial(_hooked, hook=hook, name=name))
+            if wraps:  # the module is gone after this one run
+                vars(layer)["_wraps"] = tuple(wraps)
+                layer.__class__ = _wrapped(type(layer))
+        how: dict[str, Any] = {name: (mask is not None) == FLAGS[name] for name in self._flags}
+        if self._takes_rngs:
+            how["rngs"] = nnx.Rngs(jax.random.fold_in(key, len(self._paths)))
+        return module(x, **how)
 
     def linear(self, name: str, layer: Any) -> "NNXNetwork | None":
         """An ``nnx.Linear`` by itself."""
@@ -115,7 +126,7 @@ class NNXNetwork:
             found = nnx.iter_modules(self._make(rngs))
             return next(layer for path, layer in found if self._layer(path, layer) == name)
 
-        return NNXNetwork(name, alone) if type(layer) is nnx.Linear else None
+        return NNXNetwork(name, alone) if type(layer) is _wrapped(nnx.Linear) else None
 
     def _flat(self, path: Path) -> Path:
         """A path on which a layer in a list or dictionary of layers is one step."""
@@ -133,36 +144,34 @@ class NNXNetwork:
         return (*above, FLAX_STATISTICS[last] if issubclass(kind, nnx.BatchStat) else last)
 
 
-@jax.tree_util.register_static
-class _Called:
-    """A layer whose call is another function; to a transformation, such as ``nnx.remat``, its arrays are constants."""
+@functools.cache
+def _wrapped(kind: type) -> type:
+    """The class of a layer whose call goes through what it has in ``_wraps``; a subclass, for code that asks for it."""
 
-    def __init__(self, layer: nnx.Module, call: Callable[..., Any]):
-        self._layer, self._call = layer, call
+    @functools.wraps(kind.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        go: Callable[..., Any] = functools.partial(kind.__call__, self)
+        for wrap in self._wraps:
+            go = wrap(self, go)
+        return go(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-
-def _hooked(hook: Hook, name: str, layer: nnx.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    def hooked(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return hook(name, layer, x, lambda value: call(value, *args, **kwargs))
-
-    return hooked
+    return type(kind)(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-def _batch_norm(layer: nnx.BatchNorm, mask: Mask) -> Callable[..., Any]:
+def _hooked(layer: nnx.Module, call: Callable[..., Any], *, hook: Hook, name: str) -> Callable[..., Any]:
+    return hooked(hook, name, layer, call, type(layer).__call__)
+
+
+def _batch_norm(layer: nnx.BatchNorm, of_flax: Callable[..., Any], *, samples: Mask) -> Callable[..., Any]:
     """What stands in for the call of a batch normalisation."""
+    del of_flax
 
-    def call(x: Array, use_running_average: bool | None = None) -> Array:
-        if layer.axis not in (-1, x.ndim - 1) or layer.axis_name is not None:
-            raise ConfigError("model", "BatchNorm", "nnx.BatchNorm over the last axis, without axis_name")
+    def call(x: Array, use_running_average: bool | None = None, *, mask: Array | None = None) -> Array:
+        if not {*np.ravel(layer.axis)} <= {-1, x.ndim - 1} or layer.axis_name is not None or mask is not None:
+            raise ConfigError("model", "BatchNorm", "nnx.BatchNorm over the last axis, without axis_name and mask")
         y = batch_norm(
             x,
-            None if use_running_average else mask,
+            None if use_running_average else samples,
             (layer.mean[...], layer.var[...]),
             1.0 if layer.scale is None else layer.scale[...],
             0.0 if layer.bias is None else layer.bias[...],

@@ -339,6 +339,152 @@ def test_a_layer_that_another_one_calls_is_on_the_same_side_of_the_cut(features)
     np.testing.assert_allclose(computed(model.apply, params, X), logits, rtol=1e-4, atol=1e-5)
 
 
+class ByName(nn.Module):
+    """Layers that are called by the names of their arguments."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(6, name="a")(inputs=x.reshape(len(x), -1))
+        x = nn.BatchNorm(use_running_average=True, axis=(-1,), name="norm")(x=x)
+        return nn.Dense(CLASSES, name="out")(inputs=x)
+
+
+class NNXByName(nnx.Module):
+    def __init__(self, rngs):
+        self.a, self.norm = nnx.Linear(16, 6, rngs=rngs), nnx.BatchNorm(6, axis=(-1,), rngs=rngs)
+        self.out = nnx.Linear(6, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(inputs=self.norm(x=self.a(inputs=x.reshape(len(x), -1))))
+
+
+@pytest.mark.parametrize("given", [ByName(), NNXByName], ids=["linen", "nnx"])
+def test_a_layer_may_be_called_by_the_names_of_its_arguments(given):
+    model = fitted(given)
+    assert set(model.layers) == {"a", "norm"}
+    assert model.dim == 6
+    params = some(model)
+    norm = params["extractor"]["norm"]
+    norm["running_var"] = np.abs(norm["running_var"]) + 0.1
+    z = (dense(PIXELS, params["extractor"]["a"]) - norm["running_mean"]) / np.sqrt(norm["running_var"] + 1e-5)
+    logits = dense(z * norm["scale"] + norm["bias"], params["head"])
+    np.testing.assert_allclose(computed(model.apply, params, X), logits, rtol=1e-3, atol=1e-4)
+
+
+class Asking(nnx.Module):
+    """Asks what its layers are."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(16, 5, rngs=rngs), nnx.BatchNorm(5, rngs=rngs), nnx.Linear(5, 4, rngs=rngs)])
+        self.out = nnx.Linear(4, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        x = x.reshape(len(x), -1)
+        for layer in self.layers:
+            x = nnx.relu(layer(x)) if isinstance(layer, nnx.Linear) else layer(x)
+        return self.out(x)
+
+
+class Stack(nnx.Module):
+    """Layers that `nnx.vmap` has made, and that `nnx.scan` runs one after the other."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def made(rngs):
+            return nnx.Linear(5, 5, rngs=rngs)
+
+        self.a, self.blocks, self.out = nnx.Linear(16, 5, rngs=rngs), made(rngs), nnx.Linear(5, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, block):
+            return nnx.relu(block(x))
+
+        return self.out(run(self.a(x.reshape(len(x), -1)), self.blocks))
+
+
+@pytest.mark.parametrize("given", [Asking, Stack])
+def test_an_nnx_module_sees_its_layers_as_what_they_are(given):
+    module = given(nnx.Rngs(0))
+    model = fitted(module)
+    params = started(model)
+    module.eval()
+    expected = module(jnp.asarray(PIXELS, jnp.float32))
+    np.testing.assert_allclose(computed(model.apply, params, X), expected, rtol=1e-4, atol=1e-5)
+
+
+class Unflagged(nn.Module):
+    """Has no flag, and asks Flax whether it is trained."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = x.reshape(len(x), -1)
+        x = nn.BatchNorm(use_running_average=not self.is_mutable_collection("batch_stats"), name="norm")(x)
+        return nn.Dense(CLASSES)(nn.Dropout(RATE, deterministic=not self.has_rng("dropout"))(x))
+
+
+def test_a_linen_module_without_a_flag_may_ask_whether_it_is_trained():
+    model = fitted(Unflagged())
+    norm = {"running_mean": np.zeros(16), "running_var": np.ones(16), "scale": np.ones(16), "bias": np.zeros(16)}
+    theta = {"norm": {name: leaf.astype(np.float32) for name, leaf in norm.items()}}
+    np.testing.assert_allclose(computed(model.features, theta, X), PIXELS / np.sqrt(1 + 1e-5), rtol=1e-4, atol=1e-5)
+
+    def trained(theta, key):
+        with within_step(lambda: key):
+            return model.features(theta, X, jnp.ones(6))
+
+    found = computed(trained, theta, jax.random.key(0))
+    normalised_by_batch = (PIXELS - PIXELS.mean(axis=0)) / np.sqrt(PIXELS.var(axis=0) + 1e-5)
+    kept = found != 0
+    assert 0 < kept.mean() < 1
+    np.testing.assert_allclose(found[kept], normalised_by_batch[kept] / (1 - RATE), rtol=1e-3, atol=1e-3)
+
+
+class NNXGiven(nnx.Module):
+    """Dropout whose randomness comes with the call."""
+
+    def __init__(self, rngs):
+        self.a, self.dropout, self.out = (
+            nnx.Linear(16, 20, rngs=rngs),
+            nnx.Dropout(RATE),
+            nnx.Linear(20, CLASSES, rngs=rngs),
+        )
+
+    def __call__(self, x, rngs: nnx.Rngs):
+        return self.out(self.dropout(self.a(x.reshape(len(x), -1)), rngs=rngs))
+
+
+def test_an_nnx_module_may_be_given_its_randomness_when_it_is_called():
+    model = fitted(NNXGiven)
+    assert 0 < dropped(model).mean() < 2 * RATE
+    params = some(model)
+    np.testing.assert_allclose(
+        computed(model.apply, params, X),
+        dense(dense(PIXELS, params["extractor"]["a"]), params["head"]),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+class NNXOneName(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+        self.conv_1, self.out = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.conv_1(self.conv[1](self.conv[0](flat(x)))))
+
+
+class NNXArray(nnx.Module):
+    def __init__(self, rngs):
+        self.scale, self.a = jnp.ones(16), nnx.Linear(16, 4, rngs=rngs)
+        self.out = nnx.Linear(4, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.a(self.scale * flat(x)))
+
+
 class Times(nn.Module):
     @nn.compact
     def __call__(self, x, factor):
@@ -1090,7 +1236,7 @@ MISTAKES = {
     "one_layer": (
         net(lambda self, x: nn.Dense(3)(flat(x))),
         None,
-        "model = 'Net' is not usable: nothing with parameters comes before Dense_0, so that there would be no "
+        "model = 'Net' is not usable: nothing with parameters comes before Dense_0, so that there would be "
         "extractor; its layers: Dense_0",
     ),
     "no_layer": (
@@ -1243,6 +1389,32 @@ MISTAKES = {
         None,
         "model = '(Flat, Net)' is not usable: it fails on samples of shape [4, 4, 1] (TypeError: cannot reshape array "
         "of shape (2, 7) (size 14) into shape (2, 9) (size 18))",
+    ),
+    "nnx_one_name": (
+        NNXOneName,
+        None,
+        "model = 'NNXOneName' is not usable: other attributes: conv.1.bias and conv_1.bias would have one name among",
+    ),
+    "nnx_array": (
+        NNXArray(nnx.Rngs(0)),
+        None,
+        "model = 'NNXArray' is not usable: it keeps scale (an array; make it in __call__): only nnx.Param and nnx.",
+    ),
+    "one_layer_alone": (
+        net(lambda self, x: nn.Dense(CLASSES)(flat(x))),
+        None,
+        "model = 'Net' is not usable: nothing with parameters comes before Dense_0, so that there would be no "
+        "extractor; its layers: Dense_0; pass a pair (extractor, head), or, where a Sequential is the only layer, that ",
+    ),
+    "cut_within_a_transformation": (
+        net(lambda self, x: nn.Dense(CLASSES)(nn.remat(nn.Dense)(5, name="b")(nn.Dense(4, name="a")(flat(x))))),
+        "a",
+        "model = 'Net' is not usable: b is called within a transformation (nn.jit, nn.remat, nn.scan), where it cannot",
+    ),
+    "norm_with_a_mask": (
+        net(lambda self, x: nn.Dense(3)(nn.BatchNorm(True)(nn.Dense(4)(flat(x)), mask=jnp.ones((2, 1), bool)))),
+        None,
+        "model = 'BatchNorm_0' is not usable: nn.BatchNorm over the last axis, without axis_name and mask",
     ),
     "pair_whose_head_has_nothing_to_train": (
         (Flat(), net(lambda self, z: z[:, :CLASSES])()),
