@@ -614,6 +614,11 @@ CASES = {
         "run.out = 'complete' is not usable: the directory is not empty; name another one, or replace it: "
         "overwrite=True, --overwrite",
     ),
+    "run directory in which a run has begun": (
+        "run config.toml --out interrupted",
+        "run.out = 'interrupted' is not usable: the directory is not empty; go on with the run that has begun there: "
+        "resume=, --resume; name another one, or replace it: overwrite=True, --overwrite",
+    ),
     "run directory without a name": (
         "run config.toml run.out=",
         "run.out = '' is not usable: string should have at least 1 character",

@@ -180,6 +180,19 @@ def test_early_stopping_by_default_looks_at_validation_samples():
     assert result.summary["stopped"] == "no better accuracy on validation samples in 1 evaluations"
 
 
+@pytest.mark.parametrize("headline", ["pre", "post"])
+@pytest.mark.parametrize("evaluated_on", ["test", "validation"])
+def test_the_usual_metric_is_of_validation_samples_at_the_headline_point(headline, evaluated_on):
+    """They are scored in the place of the test samples, or beside them."""
+    tables = ("pre", "post", "validation_pre", "validation_post")
+    line = {"round": 1, **{table: {"accuracy": at / 10} for at, table in enumerate(tables)}}
+    given = config().replace({"data.evaluate_on": evaluated_on})
+    run = Running(given, headline, 1, [line], dict, [f"{table}.accuracy" for table in tables])
+    assert run.values(None) == [
+        line[headline if evaluated_on == "validation" else f"validation_{headline}"]["accuracy"]
+    ]
+
+
 def test_the_best_model_is_that_of_the_best_round(recorder, plain):
     best = BestModel("pre.accuracy")
     result = simulate(config(), callbacks=[best])

@@ -308,6 +308,37 @@ def test_a_variants_name_may_have_a_dot_and_begin_as_anothers(quick, monkeypatch
         assert str(refused).startswith(f"--set = '{wrong}' is not usable: {message}")
 
 
+def test_comparisons_and_sweeps_get_what_the_command_is_given(quick, tmp_path, monkeypatch):
+    given = []
+    for name in ("comparison.compare", "sweep.sweep"):
+        monkeypatch.setattr(f"fedjax_pfl.experiment.{name}", lambda *_, **options: given.append(options) or 1 / 0)
+    file, out = tmp_path / "s.toml", str(tmp_path / "out")
+    file.write_text('config = "quick.toml"\n[grid]\ntraining.lr = [0.1, 0.2]\n[baseline]\ntraining.lr = 0.2\n')
+    where = ["--out", out, "--executor", "submitit", "--job", "timeout_min=5", "--job", "slurm_partition=gpu"]
+    more = ["--methods", "local,fedavg", "--seeds", "3,4", "--baseline", "fedavg"]
+    invoke("compare", quick, *more, "--point", "post", *where, "--quiet")
+    invoke("sweep", file, "--point", "post", *where, "--quiet")
+    executor = {"name": "submitit", "timeout_min": 5, "slurm_partition": "gpu"}
+    both = {"point": "post", "out": out, "progress": None, "executor": executor}
+    assert given == [{**both, "seeds": [3, 4], "baseline": "fedavg"}, {**both, "baseline": {"training.lr": 0.2}}]
+
+
+def test_reports_and_plots_get_what_the_command_is_given(tmp_path, monkeypatch):
+    given = []
+    for where in ("report.report", "plots.files.write_plot"):
+        monkeypatch.setattr(f"fedjax_pfl.experiment.{where}", lambda *of, **options: given.append((of, options)) or [])
+    runs = [tmp_path / "a", tmp_path / "b"]
+    for overwrite in (True, False):
+        more = ["--overwrite"] if overwrite else []
+        invoke("report", *runs, "--out", tmp_path / "r.html", *more)
+        invoke("plot", *runs, "-o", tmp_path / "p.png", "--metric", "post.accuracy", "--x", "seconds", *more)
+        drawn = {"kind": "curves", "metric": "post.accuracy", "x": "seconds"}
+        assert given[-2:] == [
+            ((runs, tmp_path / "r.html"), {"overwrite": overwrite}),
+            ((runs, tmp_path / "p.png"), {**drawn, "overwrite": overwrite}),
+        ]
+
+
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [

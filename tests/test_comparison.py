@@ -18,6 +18,7 @@ from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.experiment.comparison import Comparison, refusals
 from fedjax_pfl.experiment.course import Course
 from fedjax_pfl.experiment.statistics import holm
+from fedjax_pfl.experiment.sweep import Sweep
 from fedjax_pfl.experiment.tables import Cell
 from fedjax_pfl.methods import METHODS as EVERY
 
@@ -372,6 +373,19 @@ def test_differences_are_the_tables_as_numbers():
     assert at_post.loc["fedavg", "difference"] == pytest.approx(0.6 - np.mean([0.5, 0.51, 0.54]))
     with pytest.raises(ConfigError, match="point = 'last'"):
         table.differences("last")
+
+
+def test_numbers_are_of_the_point_at_which_the_table_compares():
+    post = synthetic()._replace(point="post")
+    assert post.by_seed("local") == pytest.approx({0: 0.5, 1: 0.51, 2: 0.54})
+    assert synthetic().by_seed("local") == pytest.approx(dict.fromkeys(range(3), 0.5))
+    assert post.differences().equals(synthetic().differences("post"))
+    assert not post.differences().equals(synthetic().differences())
+    assert post.pivot().loc["local", "post"] == pytest.approx(np.mean([0.5, 0.51, 0.54]))
+    cells = [cell for cell in synthetic().cells if cell.method != "ditto"]
+    swept = Sweep(cells, {"method.name": "local"}, "post")
+    assert swept.differences().equals(Sweep(cells, {"method.name": "local"}).differences("post"))
+    assert swept.pivot().loc["local", "post"] == pytest.approx(np.mean([0.5, 0.51, 0.54]))
 
 
 def test_the_interval_over_clients_is_of_those_that_the_mean_is_over():

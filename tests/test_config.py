@@ -8,6 +8,7 @@ import pytest
 
 from fedjax_pfl import Config, ConfigError, compare, load_config, load_sweep, load_tune, simulate, sweep
 from fedjax_pfl.experiment.gathered import folders_of
+from fedjax_pfl.experiment.sections import Attack, Compression, Privacy
 
 DATA = {"source": "digits"}
 METHOD = {"name": "fedavg"}
@@ -411,3 +412,10 @@ def test_what_is_no_config_is_refused(given):
     for run in (simulate, lambda config: compare(config, ["local"]), lambda config: sweep(config, {"run.seed": [0]})):
         with pytest.raises(ConfigError, match=r"config = .* is not usable: a Config: load_config\(path\) of a file"):
             run(given)
+
+
+def test_what_is_not_given_is_what_the_descriptions_say():
+    assert [Attack(kind=kind).strength for kind in ("scaled", "gaussian", "sign_flip")] == [10.0, 1.0, None]
+    assert [Attack(kind=kind).malicious_share for kind in ("none", "label_flip")] == [0.0, 0.2]
+    assert Compression(kind="top_k").kept_share == 0.1
+    assert Privacy(clip=1.0, noise=1.0).target_delta == 1e-5

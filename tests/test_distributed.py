@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import simulate
+from fedjax_pfl.experiment import distributed
 from fedjax_pfl.experiment.reading import load_config
 
 # FedPAC's server solves a program per client and writes to each; clients come and go.
@@ -141,6 +142,21 @@ def test_two_processes_give_what_one_gives_also_after_an_interruption(alone, lau
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["environment"]["process_count"], summary["environment"]["device_count"]) == (2, 2)
     assert_same(out, alone)
+
+
+def test_the_first_process_says_how_long_a_block_is_and_any_of_them_that_the_run_ends(monkeypatch):
+    others = []
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([*others, own]))
+    for first, own, agreed in (
+        ([5, 0, 0], (3, None, False), (5, None, False)),
+        ([5, 0, 0], (3, None, True), (5, None, True)),
+        ([5, 0, 1], (3, None, False), (5, None, True)),
+        ([5, 0, 0], (3, signal.SIGTERM, False), (5, signal.SIGTERM, False)),
+        ([5, signal.SIGINT, 0], (3, None, False), (5, signal.SIGINT, False)),
+    ):
+        others[:] = [first]
+        assert distributed.agree(*own) == agreed
 
 
 def test_no_job_of_several_processes_is_one_clear_error():

@@ -86,6 +86,12 @@ def test_the_share_is_drawn_anew_each_round_from_its_whole_range():
     np.testing.assert_allclose(share, 0.5, atol=0.05)
 
 
+def test_however_small_the_drawn_share_is_one_client_takes_part():
+    ids, selected = cohorts(Participation(0.01, 0.2))
+    assert sorted(set(selected.tolist())) == [1, 2]
+    assert ((ids < 10).sum(axis=1) == selected).all()
+
+
 def test_selected_clients_drop_out_with_the_given_probability():
     ids, selected = cohorts(Participation(dropout=0.3))
     assert (selected == 10).all()

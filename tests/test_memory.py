@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,16 @@ from jax import lax
 
 from fedjax_pfl import Config
 from fedjax_pfl.data.federated import Federation, pack
-from fedjax_pfl.engine.memory import Hardware, Memory, _left_in_groups, peak_bytes, resident_set, survey
+from fedjax_pfl.engine.memory import (
+    Hardware,
+    Memory,
+    _left_in_groups,
+    _operations,
+    available,
+    peak_bytes,
+    resident_set,
+    survey,
+)
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
@@ -83,6 +93,23 @@ def test_a_container_or_job_has_no_more_than_its_control_groups_leave(tmp_path):
         own.write_text(f"9:name=systemd:/\n{line}\n")
         assert _left_in_groups(own, tmp_path) == left
     assert _left_in_groups(tmp_path / "absent", tmp_path) == []
+
+
+def test_what_others_use_of_an_accelerator_is_not_available(monkeypatch):
+    stats = {"bytes_limit": 1000, "bytes_in_use": 300}
+    monkeypatch.setattr("jax.local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    assert available() == 700
+    del stats["bytes_in_use"]
+    assert available() == 1000
+
+
+def test_operations_within_loops_are_compiled_too():
+    def looped(x):
+        x = lax.while_loop(lambda y: y < 10.0, lambda y: y * 2.0 + 1.0, x)
+        return lax.scan(lambda y, _: (lax.sin(y), None), x, None, length=5)[0]
+
+    # A loop with a comparison, a product and a sum; and one with a sine.
+    assert _operations(jax.make_jaxpr(looped)(jnp.float32(1.0)).jaxpr) == 4 + 2
 
 
 def test_further_runs_share_the_samples():

@@ -146,15 +146,31 @@ def test_a_share_leaves_some_of_either_kind(share):
         divide(config(data={"new_clients": share}), load("digits"))
 
 
+def with_rows(path, **uses):
+    """A config of clients with these rows of digits: use -> the rows of each client."""
+    rows = {use: np.concatenate(of_clients).astype(int) for use, of_clients in uses.items()}
+    ends = {f"{use}_offsets": np.cumsum([0, *map(len, of_clients)]) for use, of_clients in uses.items()}
+    np.savez(path, **rows, **ends)
+    partition = {"kind": "indices", "file": str(path)}
+    data = {"source": "digits", "clients": len(uses["test"]), "partition": partition}
+    data["validation_share"] = 0.2 if "validation" in uses else 0.0
+    return Config(data=data, model={"name": "mlp", "hidden": 4}, method={"name": "fedavg"})
+
+
+def test_a_batch_that_only_a_new_client_fills_trains_nobody(tmp_path):
+    given = with_rows(tmp_path / "rows.npz", train=[[0, 1], [2, 3, 4], range(5, 12)], test=[[12], [13], [14]])
+    given = given.replace({"training.drop_last": True, "training.batch_size": 4})
+    lay_out([given], load("digits"))
+    with pytest.raises(
+        ConfigError, match=r"training\.batch_size = 4 is not usable: at most 3 with training\.drop_last"
+    ):
+        lay_out([given.replace("data.new_clients", 0.34)], load("digits"))
+
+
 def test_validation_samples_that_nobody_has_whose_scores_are_reported_are_refused(tmp_path):
     """The last of three clients has the only one: it is new, or malicious."""
     uses = {"train": [[0], [1], [2]], "validation": [[], [], [3]], "test": [[4], [5], [6]]}
-    rows = {use: np.concatenate(of_clients).astype(int) for use, of_clients in uses.items()}
-    ends = {f"{use}_offsets": np.cumsum([0, *map(len, of_clients)]) for use, of_clients in uses.items()}
-    np.savez(tmp_path / "rows.npz", **rows, **ends)
-    partition = {"kind": "indices", "file": str(tmp_path / "rows.npz")}
-    data = {"source": "digits", "clients": 3, "partition": partition, "validation_share": 0.2}
-    honest = Config(data=data, model={"name": "mlp", "hidden": 4}, method={"name": "fedavg"})
+    honest = with_rows(tmp_path / "rows.npz", **uses)
     lying = [
         honest.replace({"attack.kind": "sign_flip", "attack.share": 0.34, "data.seed": seed}) for seed in range(30)
     ]

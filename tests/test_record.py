@@ -1,6 +1,7 @@
 """Event files for TensorBoard hold what ``metrics.jsonl`` holds; no file is ever half of one."""
 
 import importlib.util
+import json
 import math
 import shutil
 import sys
@@ -11,8 +12,11 @@ import pytest
 
 from fedjax_pfl import Config, ConfigError, compare, simulate, sweep
 from fedjax_pfl.data.rows import Holdings, Split
+from fedjax_pfl.experiment.build import DataShape
 from fedjax_pfl.experiment.callbacks import Running, TensorBoard
-from fedjax_pfl.experiment.record import _FILES, RunDirectory, write_atomically
+from fedjax_pfl.experiment.kept import Kept
+from fedjax_pfl.experiment.record import _FILES, RunDirectory, _not_kept, write_atomically
+from fedjax_pfl.experiment.sections import Run
 
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="the package tensorboard is not installed"
@@ -182,3 +186,60 @@ def test_a_directory_that_is_being_replaced_can_be_used_whenever_that_is_cut_sho
         assert run.complete == (steps == 0)
         cut += 1
     assert cut == len(_FILES) > 5
+
+
+def test_a_run_that_goes_on_leaves_nothing_of_what_its_end_had_written(tmp_path):
+    """Its continuation may not export or keep what the first part did."""
+    for name in _FILES:
+        (tmp_path / name).write_text("of the first part", "utf-8")
+    RunDirectory(tmp_path, resume=True).resume("", [], client_history=False)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.toml",
+        "metrics.jsonl",
+        "partition.json",
+        "partition.npz",
+    }
+
+
+def test_a_run_is_not_complete_before_all_of_it_is_written(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space left on device")
+
+    directory, column = RunDirectory(tmp_path), {"client": np.arange(2)}
+    for where, exported in (("numpy.savez_compressed", column), ("fedjax_pfl.experiment.record.write_state", {})):
+        with monkeypatch.context() as patched:
+            patched.setattr(where, full)
+            with pytest.raises(OSError, match="no space left"):
+                directory.finish(column, column, exported, {"rounds": 1}, Kept(1, DataShape("", (), 2, None), ()))
+        assert not directory.complete
+
+
+@pytest.mark.parametrize(
+    ("had", "asked", "lacking"),
+    [
+        ({}, {"keep": "best"}, ["keep"]),
+        ({"keep": "best"}, {}, ["keep"]),
+        ({"keep": "best"}, {"keep": "none"}, []),
+        ({"export": ["features"]}, {"export": ["features"], "export_clients": [3]}, []),
+        ({"export": ["features"], "export_clients": [1, 2]}, {"export": ["features"], "export_clients": [2]}, []),
+        (
+            {"export": ["features"], "export_clients": [1, 2]},
+            {"export": ["features"], "export_clients": [2, 3]},
+            ["export_clients"],
+        ),
+        ({"client_history": True}, {}, []),
+    ],
+)
+def test_a_complete_run_has_what_is_asked_for_or_it_is_named(had, asked, lacking):
+    assert list(_not_kept(Run(**had), Run(**asked))) == lacking
+
+
+def test_what_is_no_finite_number_is_null(tmp_path):
+    """As all of JSON's readers take it, of which many know neither NaN nor Infinity."""
+    directory = RunDirectory(tmp_path)
+    directory.append({"round": 1, "pre": {"loss": math.inf, "accuracy": 0.5}, "train_loss": -math.inf}, {})
+    directory.finish({}, {}, {}, {"rounds": 1, "timing": [math.nan, math.inf]}, None)
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"round": 1, "pre": {"loss": null, "accuracy": 0.5}, "train_loss": null}\n'
+    )
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"rounds": 1, "timing": [None, None]}

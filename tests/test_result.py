@@ -198,6 +198,14 @@ def test_a_newcomer_starts_from_what_is_broadcast_and_not_from_what_is_scored(ru
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), ccvr, fedavg)
 
 
+def test_a_newcomer_is_by_default_the_client_after_the_last(runs):
+    """The order of its batches is that of no client of the run."""
+    result, (x, y) = runs("ditto")[0], (DIGITS.images[200:213], DIGITS.labels[200:213])
+    heads = [result.adapt(x, y, 2, client=client).params["head"]["kernel"] for client in (None, CLIENTS, 0)]
+    np.testing.assert_array_equal(heads[0], heads[1])
+    assert np.abs(heads[0] - heads[2]).max() > 1e-4
+
+
 def test_a_newcomer_takes_the_steps_of_sgd(fedavg):
     """Five epochs of one batch each: gradient descent, by hand."""
     result, _ = fedavg
@@ -277,6 +285,18 @@ def test_every_kind_of_array_survives(tmp_path):
         np.testing.assert_array_equal(leaf, expected)
 
 
+def test_arrays_that_no_state_of_the_config_has_are_refused():
+    like = State({"bias": jax.ShapeDtypeStruct((3,), jnp.float32)}, ())
+    arrays = {"server/bias": np.zeros(3, np.float32), "server/scale": np.ones(3, np.float32)}
+    assert fitted({"server/bias": arrays["server/bias"]}, like, "here").server["bias"] is arrays["server/bias"]
+    for given, message in (
+        (arrays, r"fits the config: server/scale is float32\[3\] instead of missing"),
+        ({}, r"fits the config: server/bias is missing instead of float32\[3\]"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            fitted(given, like, "here")
+
+
 def test_a_result_without_a_directory_can_be_saved(fedavg, tmp_path):
     result, out = fedavg
     result.save(tmp_path / "saved")
@@ -325,6 +345,7 @@ def test_a_model_can_be_written_for_flax(runs, tmp_path):
         ("pre.loss", 2.0, 4),
         ("pre.std_clients", 0.2, 2),
         ("pre.mine", 3.0, 4),
+        ("pre.accuracy", 1.0, 4),
     ],
 )
 def test_a_loss_comes_down_to_its_target(fedavg, metric, target, round):
@@ -333,6 +354,7 @@ def test_a_loss_comes_down_to_its_target(fedavg, metric, target, round):
         "pre.loss": [np.nan, 1.9],
         "pre.std_clients": [0.1, 0.3],
         "pre.mine": [1, 3],
+        "pre.accuracy": [0.5, 1.0],
     }
     arrays = {name: np.array(values) for name, values in history.items()}
     result = dataclasses.replace(fedavg[0], history={"round": np.array([2, 4]), **arrays})

@@ -15,9 +15,11 @@ import pytest
 from fedjax_pfl import Callback, Config, ConfigError, Result, simulate
 from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.experiment.checkpoint import Checkpoints
-from fedjax_pfl.experiment.record import RunDirectory, complete_run
+from fedjax_pfl.experiment.checkpoint import Checkpoints, stop_on_signals
+from fedjax_pfl.experiment.programs import lay_out
+from fedjax_pfl.experiment.record import RunDirectory, check_alike, complete_run
 from fedjax_pfl.experiment.resume import versions
+from fedjax_pfl.experiment.sections import Run
 
 
 def config(out, **tables):
@@ -135,6 +137,17 @@ def test_a_signal_leaves_a_checkpoint_and_ends_the_run(number, whole, tmp_path):
     assert_same(simulate(without, resume=out), whole[0], out, whole[1])
 
 
+def test_a_second_signal_acts_at_once(capfd):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert capfd.readouterr().err == "\nstopping after the next round; a second signal ends it at once\n"
+
+
 def test_a_signal_that_comes_after_the_last_round_is_passed_on_when_the_run_is_complete(whole, tmp_path):
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
@@ -180,6 +193,36 @@ def test_another_config_is_refused_with_the_fields_that_differ(copy):
     )
     fails_untouched(copy, match, other)
     fails_untouched(copy, r"training\.rounds = 1 is not usable: 3 or more", config(copy, training={"rounds": 1}))
+
+
+def test_what_a_run_is_written_to_and_where_it_runs_may_change_but_nothing_that_its_numbers_depend_on():
+    given, refused = config("run", run={"export": ["predictions"]}), []
+    others = {
+        "seed": 1,
+        "eval_every": 3,
+        "checkpoint_every": 5,
+        "placement": "vmap",
+        "chunk": 2,
+        "client_state": "host",
+        "precision": "float32",
+        "out": "elsewhere",
+        "diagnostics": True,
+        "export": ["features"],
+        "export_clients": [0],
+        "keep": "none",
+        "client_history": True,
+        "metrics": ["mine"],
+        "tensorboard": True,
+        "compilation_cache": "off",
+    }
+    assert others.keys() == Run.model_fields.keys()
+    for field, value in others.items():
+        try:
+            check_alike(given, given.replace(f"run.{field}", value), "run")
+        except ConfigError:
+            refused.append(field)
+    # The rounds that are evaluated are those of the history, and of POST scores.
+    assert refused == ["seed", "eval_every", "precision", "diagnostics", "metrics"]
 
 
 def test_other_data_are_refused(copy):
@@ -240,6 +283,18 @@ def test_a_damaged_checkpoint_is_named_once(copy, caplog):
         logging.getLogger("asyncio").error("Task exception was never retrieved\nfuture: %s", file)
     assert [message for message in caplog.messages if "checkpoints" in message] == []
     assert "elsewhere" in caplog.text
+
+
+def test_a_checkpoint_with_arrays_of_another_shape_is_named(copy):
+    """As of a method whose state has changed since."""
+
+    def wider(leaf):
+        return jax.ShapeDtypeStruct((*leaf.shape, 2), leaf.dtype)
+
+    checkpoints, like = Checkpoints(copy / "checkpoints"), lay_out([config(copy)], load("digits")).one_run()
+    assert checkpoints.run(2, like).loss.shape == ()
+    with pytest.raises(ConfigError, match=r"a readable checkpoint \(\.loss is float32\[\] instead of float32\[2\]\)"):
+        checkpoints.run(2, like._replace(loss=wider(like.loss)))
 
 
 def test_a_checkpoint_of_another_version_is_named(copy):
@@ -376,6 +431,11 @@ def test_a_run_that_has_ended_in_a_directory_since_it_was_checked_is_not_replace
     assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["summary.json"]
 
 
+def test_the_last_round_has_a_checkpoint_whichever_it_is(tmp_path):
+    simulate(config(tmp_path / "run", training={"rounds": 3}))
+    assert Checkpoints(tmp_path / "run" / "checkpoints").rounds() == [2, 3]
+
+
 def test_checkpoints_need_a_run_directory():
     with pytest.raises(ConfigError, match=r"run\.checkpoint_every = 2 is not usable: 0 without a run directory"):
         simulate(config("", run={"out": None}))
@@ -394,3 +454,9 @@ def test_the_time_before_an_interruption_counts(copy, monkeypatch):
     result = simulate(config(copy), resume=copy)
     assert result.history["seconds"].min() > 1e6
     assert result.summary["timing"]["total_seconds"] > 1e6
+
+
+def test_the_rounds_before_an_interruption_count_in_the_time_per_round(copy, monkeypatch):
+    read = Checkpoints.read
+    monkeypatch.setattr(Checkpoints, "read", lambda self, round: read(self, round)._replace(round_seconds=6e6))
+    assert simulate(config(copy), resume=copy).summary["timing"]["seconds_per_round"] == pytest.approx(1e6, rel=1e-3)

@@ -129,6 +129,25 @@ def test_old_and_new_names_agree():
     assert found["global"] == found["metrics"]["global"]["last"] == 0.25
 
 
+def test_each_main_number_is_that_of_its_metric_after_the_last_round():
+    """All metrics fall, so that their best values are others."""
+    found, metrics = lines(CURVE), list(lines(CURVE[:1])[0]["pre"])
+    for at, line in enumerate(found):
+        for number, point in enumerate(("pre", "post")):
+            line[point] = {metric: 0.9 - 0.3 * at + 0.02 * m + 0.01 * number for m, metric in enumerate(metrics)}
+        line |= {"global": 0.8 - 0.3 * at, "global_macro_f1": 0.7 - 0.3 * at}
+    summary = summed_up(found)
+    for number, point in enumerate(("pre", "post")):
+        table = summary["personal"][point]
+        names = {"last": "accuracy", "std_clients": "std_clients", "worst_10_percent": "worst_10_percent"}
+        names |= {f"{metric}_last": metric for metric in ("weighted", "macro_f1", "macro_f1_union", "i_local", "hm")}
+        for name, metric in names.items():
+            expected = 0.9 - 0.6 + 0.02 * metrics.index(metric) + 0.01 * number
+            assert table[name] == pytest.approx(expected), name
+    of_all = [summary[name] for name in ("global", "global_macro_f1", "global_best", "global_best_round")]
+    assert of_all == pytest.approx([0.2, 0.1, 0.8, 1])
+
+
 def test_the_mean_of_lines_is_taken_number_by_number():
     first, second = lines(CURVE[:1])[0], lines(CURVE[1:2])[0]
     mean = mean_line([first, {**second, "round": 1}])

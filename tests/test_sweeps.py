@@ -1,6 +1,7 @@
 """Sweeps: rows of one program give what runs on their own give."""
 
 import csv
+import dataclasses
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from fedjax_pfl import Config, ConfigError, Result, compare, load_sweep, simulate, sweep
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.data.sources import load
+from fedjax_pfl.experiment import programs
 from fedjax_pfl.experiment.build import program_inputs
 from fedjax_pfl.experiment.checkpoint import Checkpoints
 from fedjax_pfl.experiment.executors import _run_on_ray
@@ -511,6 +513,39 @@ def test_a_killed_sweep_goes_on_to_the_same_bits(saves, saved, tmp_path, monkeyp
         jax.tree.map(np.testing.assert_array_equal, arrays(killed), arrays(whole))
 
 
+def test_the_time_of_a_program_is_shared_by_its_runs(saved, tmp_path, monkeypatch):
+    """Of four runs: 40 seconds for compilation, 8 for each round; and of those that go on, 100 each before."""
+    now, compiled, rounds, read = [0.0], programs._compile, programs.Program.rounds, Checkpoints.read
+
+    def taking(seconds, function):
+        def slow(*given, **options):
+            now[0] += seconds
+            return function(*given, **options)
+
+        return slow
+
+    begun = shutil.copytree(saved, tmp_path / "begun")
+    for run in begun.glob("*/"):
+        (run / "summary.json").unlink()
+        shutil.rmtree(run / "checkpoints" / "3")
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(programs, "_compile", taking(40.0, compiled))
+    monkeypatch.setattr(programs.Program, "rounds", taking(8.0, rounds))
+    fresh = sweep(config(run={"eval_every": 1}), SAVING).cells
+    monkeypatch.setattr(Checkpoints, "read", lambda *of: read(*of)._replace(seconds=100.0, round_seconds=20.0))
+    for cells, seconds, per_round in (
+        (fresh, [12.0, 14.0, 16.0], 2.0),
+        (sweep(saving(), SAVING, out=begun).cells, [112.0], (20.0 + 2.0) / 3),
+    ):
+        assert len(cells) == 4
+        for cell in cells:
+            timing = cell.summary["timing"]
+            assert timing["runs_in_the_program"] == 4
+            assert cell.history["seconds"][-len(seconds) :].tolist() == pytest.approx(seconds)
+            assert timing["total_seconds"] == pytest.approx(seconds[-1])
+            assert (timing["compile_seconds"], timing["seconds_per_round"]) == pytest.approx((10.0, per_round))
+
+
 def arrays(run):
     """What the newest checkpoint holds."""
     newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
@@ -526,6 +561,17 @@ def test_no_seed_of_a_program_may_be_one_in_which_nobody_trains():
             lay_out(refused, load("digits"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "most"), [({"training.copies": "concat"}, 864), ({"method.name": "perfedavg"}, 216)]
+)
+def test_a_whole_batch_is_of_copies_too_and_one_of_several_of_a_step(changes, most):
+    """The largest client has 432 samples; Per-FedAvg's step takes two batches."""
+    asked = config(training={"drop_last": True, "batch_size": most}).replace(changes)
+    lay_out([asked], load("digits"))
+    with pytest.raises(ConfigError, match=rf"training\.batch_size = {most + 1} is not usable: at most {most} with"):
+        lay_out([asked.replace("training.batch_size", most + 1)], load("digits"))
+
+
 @pytest.mark.parametrize("seeds", [(0, 1), (1, 0)])
 def test_a_seed_in_which_nobody_trains_stops_no_other(seeds, monkeypatch):
     def drive(configs, dataset, places, **_):
@@ -539,6 +585,14 @@ def test_a_seed_in_which_nobody_trains_stops_no_other(seeds, monkeypatch):
     assert "at most 356" in cells[1].error
     with pytest.raises(ConfigError, match="at most 356"):
         sweep(asked, {"run.seed": [1]})
+
+
+def test_runs_that_go_one_by_one_are_all_announced_but_share_the_samples():
+    configs = [config(run={"seed": seed, "placement": "shard"}) for seed in range(3)]
+    program = lay_out(configs, load("digits"))
+    assert program.over == "clients"
+    memory, alone = program.memory, dataclasses.replace(program, rows=program.rows[:1])
+    assert program.bytes() - alone.bytes() == 2 * (memory.resident - memory.samples) > 0
 
 
 def test_a_folder_for_many_runs_is_none_of_a_single_run(tmp_path):

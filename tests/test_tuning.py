@@ -166,6 +166,20 @@ def test_a_study_whose_process_died_goes_on_as_though_it_had_not(tmp_path):
     assert values(resumed) == values(found)
 
 
+def test_a_study_is_of_one_seed_of_the_run():
+    storage = InMemoryStorage()
+    search(storage=storage)
+    with pytest.raises(ConfigError, match=r"study tune = 'config\.run\.seed=1' .* begun with: config\.run\.seed=0; or"):
+        search(storage=storage, config=config(**{"run.seed": 1}))
+
+
+def test_trials_write_nothing_whatever_a_run_of_the_config_would(tmp_path):
+    out = tmp_path / "run"
+    found = search(config=config(**{"run.out": str(out), "run.checkpoint_every": 1, "run.client_history": True}))
+    assert [trial.state for trial in found.trials] == [TrialState.COMPLETE] * TRIALS
+    assert not out.exists()
+
+
 def test_an_interrupted_batch_has_failed(tmp_path, monkeypatch):
     storage = f"sqlite:///{tmp_path / 'study.db'}"
 
@@ -415,6 +429,16 @@ def test_the_command_prints_the_best_and_goes_on_with_a_storage(file, study, tmp
     again = CliRunner().invoke(app, [*arguments, "--trials", "4", "--quiet"])
     assert again.output.splitlines() == [last]
     assert len(optuna.load_study(study_name="search", storage=f"sqlite:///{tmp_path / 'x.db'}").trials) == 4
+
+
+def test_the_command_hands_on_what_it_is_given(file, monkeypatch):
+    path, given = file('config = "base.toml"\n[space]\ntraining.lr = [0.1]\n'), []
+    monkeypatch.setattr(tuning, "tune", lambda *_, **options: given.append(options) or 1 / 0)
+    line = "--trials 7 --batch 3 --seed 5 --metric loss --point post --storage sqlite:///x.db --name mine --quiet"
+    CliRunner().invoke(app, ["tune", str(path), *line.split()])
+    judged_by = {"metric": "loss", "point": "post"}
+    where = {"storage": "sqlite:///x.db", "study_name": "mine", "progress": None}
+    assert given == [{"n_trials": 7, "batch": 3, "seed": 5, **judged_by, **where}]
 
 
 def test_a_file_says_what_is_drawn_from_what(file):
