@@ -1236,13 +1236,14 @@ MISTAKES = {
     "one_layer": (
         net(lambda self, x: nn.Dense(3)(flat(x))),
         None,
-        "model = 'Net' is not usable: nothing with parameters comes before Dense_0, so that there would be "
-        "extractor; its layers: Dense_0",
+        "model = 'Net' is not usable: nothing with parameters comes before Dense_0, so that there would be no "
+        "extractor; its layers: Dense_0; pass a pair (extractor, head), or, where a Sequential is the only layer, ",
     ),
     "no_layer": (
         net(lambda self, x: flat(x)),
         None,
-        "model = 'Net' is not usable: it calls no layer with parameters, so that there would be no head; layers: none",
+        "model = 'Net' is not usable: it calls no layer with parameters, so that there would be no head; layers: none; "
+        "pass a pair (extractor, head)",
     ),
     "no_such_layer": (
         Late(),
@@ -1399,12 +1400,6 @@ MISTAKES = {
         NNXArray(nnx.Rngs(0)),
         None,
         "model = 'NNXArray' is not usable: it keeps scale (an array; make it in __call__): only nnx.Param and nnx.",
-    ),
-    "one_layer_alone": (
-        net(lambda self, x: nn.Dense(CLASSES)(flat(x))),
-        None,
-        "model = 'Net' is not usable: nothing with parameters comes before Dense_0, so that there would be no "
-        "extractor; its layers: Dense_0; pass a pair (extractor, head), or, where a Sequential is the only layer, that ",
     ),
     "cut_within_a_transformation": (
         net(lambda self, x: nn.Dense(CLASSES)(nn.remat(nn.Dense)(5, name="b")(nn.Dense(4, name="a")(flat(x))))),
