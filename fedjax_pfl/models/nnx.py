@@ -115,7 +115,7 @@ class NNXNetwork:
                 vars(layer)["_wraps"] = tuple(wraps)
                 layer.__class__ = _wrapped(type(layer))
         how: dict[str, Any] = {name: (mask is not None) == FLAGS[name] for name in self._flags}
-        if self._takes_rngs:
+        if self._takes_rngs:  # from a number that no leaf has
             how["rngs"] = nnx.Rngs(jax.random.fold_in(key, len(self._paths)))
         return module(x, **how)
 

@@ -93,8 +93,10 @@ def own_model(given: Any, *, features: str | None = None) -> Callable[..., Any]:
     A classifier is cut into extractor and head. In training passes (with a mask) its flags ``train``, ``training``,
     ``is_train``, ``is_training`` are true and ``deterministic``, ``eval``, ``inference``, ``use_running_average``
     false, and dropout draws from the key of the step. In all other passes the flags have the opposite values, and
-    nothing is drawn. The statistics of ``nn.BatchNorm`` are part of the extractor's parameters (``norm.py``). The head
-    does not know which pass it is in.
+    nothing is drawn. A Linen module without a flag may ask ``has_rng("dropout")`` and
+    ``is_mutable_collection("batch_stats")`` instead; an argument ``rngs`` of an NNX module gets the randomness of the
+    step. The statistics of ``nn.BatchNorm`` are part of the extractor's parameters (``norm.py``). The head does not
+    know which pass it is in.
 
     Args:
       given: one of the following. A Linen module x -> logits [batch, classes]. A pair of modules, x -> z [batch, dim]
