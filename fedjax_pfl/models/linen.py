@@ -69,7 +69,7 @@ class LinenNetwork:
         # "params" is where Flax turns for randomness of any name. Modules without a flag ask for the other two to know
         # whether they are trained: ``self.has_rng("dropout")``, ``self.is_mutable_collection("batch_stats")``.
         training = mask is not None
-        rngs = {} if key is None else {"params": key, "dropout": key} if training else {"params": key}
+        rngs = {} if key is None else dict.fromkeys(("params", "dropout") if training else ("params",), key)
         mutable, how = ["batch_stats"] if training else [], self._arguments(training=training)
         with nn.intercept_methods(intercept), _run(object()):
             out, _ = self._module.apply({"params": params}, x, rngs=rngs, mutable=mutable, **how)
