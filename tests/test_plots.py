@@ -351,6 +351,14 @@ def test_a_single_round_client_or_class_has_ticks_at_whole_numbers():
             assert all(float(tick).is_integer() for tick in axis.get_ticklocs())
 
 
+def test_rounds_have_round_numbers():
+    """Every fifth round is evaluated, up to round 30."""
+    rounds = np.arange(5.0, 31.0, 5.0)
+    ax = result(history={"round": rounds, "pre.accuracy": rounds / 100}).plot()
+    shown = [tick for tick in ax.get_xticks() if 5 <= tick <= 30]
+    np.testing.assert_array_equal(shown, rounds)
+
+
 def test_bars_stack_the_classes_of_a_client():
     ax = plot_partition(PARTITION, "bars")
     counts = np.array(PARTITION["class_counts"])

@@ -193,10 +193,10 @@ def legend_above(ax: "matplotlib.axes.Axes", handles: Sequence[Any], title: str 
 
 
 def whole_numbers(axis: Any) -> None:
-    """Puts the ticks of an axis at whole numbers."""
+    """Puts the ticks of an axis at whole numbers: 1, 2 or 5, or these times 10, 100 ..., apart."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
 def _in_words(point: str) -> str:
