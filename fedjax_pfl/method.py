@@ -6,7 +6,7 @@ The place of a value defines its role:
 - in ``client``: personal, and kept between rounds;
 - returned as ``upload``: sent up, from the client to the server;
 - in ``broadcast(server)``, called the view: sent down, from the server to the clients;
-- in a client field named ``inbox``: written for that client by the server, and sent down to it.
+- in the field ``inbox`` of ``client``, a NamedTuple then: written for that client by the server, and sent down to it.
 
 The bytes of a round follow from the shapes of these values, so the traffic that is counted cannot differ from what is
 exchanged.
@@ -89,6 +89,8 @@ class Cohort(NamedTuple):
 class PerClass(NamedTuple):
     """A part of a view or an upload of which only the rows of some classes are sent; the traffic counts only these.
 
+    A view or an upload has one at most, and not within a `SentIf`.
+
     Attributes:
       held: not 0 for a class whose row is sent (a flag, or the number of samples), [C]; it is always sent whole.
       rows: arrays with one row per class, every leaf [C, ...]; the receiver must not read rows that are not sent.
@@ -100,6 +102,8 @@ class PerClass(NamedTuple):
 
 class SentIf(NamedTuple):
     """A part of a view or an upload that is sent only in rounds in which a flag is true; only these rounds count.
+
+    A view or an upload has one at most.
 
     Attributes:
       sent: whether the part is sent, []; the flag is always sent.
@@ -147,7 +151,11 @@ class Update(NamedTuple):
 
 @runtime_checkable
 class Init(Protocol):
-    """key, clients -> (server, client): the state before round 0; ``client`` is the initial state of all N clients."""
+    """key, clients -> (server, client): the state before round 0.
+
+    ``client`` is the state of one client, without a client axis; all N clients start from it (rule R5). ``clients`` is
+    N, for a server that keeps something of each client.
+    """
 
     def __call__(self, key: Key[Array, ""], clients: int, /) -> tuple[PyTree, PyTree]: ...  # noqa: D102
 
@@ -215,7 +223,10 @@ class GlobalPredict(Protocol):
 
 @runtime_checkable
 class Setup(Protocol):
-    """now, view, client, data -> (client, upload): a client's part in round -1, in which nothing is sent down."""
+    """now, view, client, data -> (client, upload): a client's part in round -1, in which nothing is sent down.
+
+    Both have the form of ``local``'s, since ``aggregate`` combines them as well.
+    """
 
     def __call__(  # noqa: D102
         self, now: Round, view: PyTree, client: PyTree, data: ClientData, /
@@ -279,7 +290,7 @@ class Method(NamedTuple):
       aggregate: the server's work. It sees a client axis, as do ``dispatch`` and the server's part of ``calibrate``.
       personal: the parameters of a client's model: ``{"extractor": theta, "head": phi}``, as a model's ``init`` returns
         them, and anything else that ``predict`` needs.
-      predict: the logits of such a model; ``model.apply``, unless it is more than an extractor with one head.
+      predict: the logits of such a model; ``model.apply`` itself, unless it is more than an extractor with one head.
       broadcast: what is sent down; the whole server state unless given.
       personalize: the client's personalisation before a PRE evaluation; none unless given.
       global_predict: the logits of the global model, if the method has one.

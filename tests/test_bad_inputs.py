@@ -356,12 +356,12 @@ CASES = {
     "fine-tuning of what is more than an extractor with a head": (
         "run config.toml method.name=fedfcd finetune.epochs=2",
         "finetune.epochs = 2 is not usable: 0 for fedfcd: it answers by more than an extractor with a head, which is "
-        "what fine-tuning trains",
+        "what fine-tuning trains (its predict is not model.apply itself)",
     ),
     "fine-tuning of a method that has a kind of its own": (
         "run config.toml method.name=fedetf finetune.epochs=2",
         "finetune.epochs = 2 is not usable: 0 for fedetf: it answers by more than an extractor with a head, which is "
-        "what fine-tuning trains",
+        "what fine-tuning trains (its predict is not model.apply itself)",
     ),
     "fine-tuning on top of fine-tuning": (
         "run config.toml method.name=fedavg_ft method.finetune_epochs=3 finetune.epochs=2",

@@ -103,9 +103,15 @@ def test_a_terminal_that_a_partition_fits_shows_it_in_one_table(monkeypatch, cap
     for width in (38, 37):  # 8 + 6 + 7 + 6 for what is known of a client, twice 5 for its classes, and an edge
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setattr(printing.sys.stdout, "isatty", lambda: True)
-        printing.print_partition(counted([[500, 400], [100, 250]]))
+        printing.print_partition(counted([[500, 0], [100, 250]]))
         shown.append(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out))
     assert [said.count("\n client ") for said in shown] == [1, 2]
+    assert [line.split() for line in shown[0].splitlines() if line.strip()][1:5] == [
+        ["client", "size", "train", "test", "0", "1"],
+        ["─" * 36],
+        ["0", "500", "250", "250", "500", "·"],
+        ["1", "350", "175", "175", "100", "250"],
+    ]
 
 
 def invoke(*arguments):
@@ -136,6 +142,8 @@ def test_a_global_models_accuracy_and_harmonic_means_stand_below_the_table(quick
     pre, post = (100 * summary["personal"][point]["hm_last"] for point in ("pre", "post"))
     assert f"pooled test set: {100 * summary['global']:.2f} %\n" in result.output
     assert f"PRE {pre:.2f}, POST {post:.2f}\n" in result.output
+    assert "\nfedavg on digits, 4 clients, 2 rounds " in result.output
+    assert "best is selected on test data; weighted: by the clients' samples" in " ".join(result.output.split())
 
 
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(quick):
@@ -374,6 +382,7 @@ def test_compare_refuses_an_option_of_a_method_that_is_not_compared(override, me
 
 
 NAMES = ["[old] lr=0.1", "a[/b]", "<b>x</b>", "*x*", "__y__", "`z`", "~~w~~", "&lt;", ":smile:", "\\[c]", "a | b", "|"]
+NAMES.append("東京都立駒込病院の東")  # whose letters are two columns wide
 
 
 def test_a_part_without_a_docstring_is_listed_as_ones_own(capsys):
@@ -531,7 +540,7 @@ def test_init_writes_a_config_with_every_field(tmp_path):
     assert spaced[-1].endswith(f"; fedjax-pfl run '{tmp_path / 'my config.toml'}'")
 
 
-def test_ls_shows_how_far_runs_are(tmp_path):
+def test_ls_shows_how_far_runs_are(tmp_path, monkeypatch):
     def run(folder, method, lines, *, ended):
         made = tmp_path / folder
         made.mkdir(parents=True)
@@ -567,7 +576,8 @@ def test_ls_shows_how_far_runs_are(tmp_path):
     ]
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
         file.write('{"round": 2')  # a run that is just writing
-    assert invoke("ls", tmp_path / "b").exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    assert "│ b   │ of_somebody │" in invoke("ls", "b").output  # the folder of a run itself
     (tmp_path / "b" / "metrics.jsonl").write_text("{\n")
     damaged = invoke("ls", tmp_path).exception
     assert str(damaged).startswith(

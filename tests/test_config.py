@@ -273,6 +273,8 @@ def test_partitions_and_splits_get_no_value_out_of_range(changes, allowed):
         ("[data", [], "config file"),
         ("[data]\nsource = 'digits'\n[method]\nname = 'local'", ["lr=1"], "override"),
         ("[data]\nsource = 'digits'\n[method]\nname = 'local'", ["training.lr"], "override"),
+        ("[data]\nsource = 'digits'\n[method]\nname = 'local'", ["training..lr=1"], "override"),
+        ("[data]\nsource = 'digits'\n[method]\nname = 'local'", [".lr=1"], "override"),
         ("[data]\nsource = 'digits'\n[method]\nname = 'local'", ["data.source.x=1"], "override"),
         ("[data]\nsource = 'digits'\n[method]\nname = 'local'", ["training.lr=fast"], "training.lr"),
     ],
@@ -321,6 +323,7 @@ def test_another_part_named_on_the_command_line_brings_its_own_defaults(tmp_path
     named = ["method.lam=2.0", "method.name=ditto", "data.partition.kind=iid"]  # in whatever order
     data = {"source": "digits", "partition": {"kind": "iid"}}
     assert load_config(path, named) == Config(data=data, method={"name": "ditto", "lam": 2.0})
+    assert load_config(path, [f" {of.replace('=', ' =')}" for of in named]) == load_config(path, named)
     assert load_config(path, ["method.name=fedprox"]).method == {"name": "fedprox", "mu": 0.3}
 
 
@@ -390,6 +393,7 @@ def test_text_that_looks_like_another_type_is_text_where_a_field_holds_text(text
         ("data.partition={kind = iid}", 'it is not TOML; .*: \'data.partition={"kind" = "iid"}\'$'),
         ("data.partition={kind iid}", "it is not TOML; .*: 'data.partition={key = \"...\"}'$"),
         ("training.lr=2026-11-27", "'2026-11-27' is not usable: input should be a valid number"),
+        ("training.lr=12:30:00", "'12:30:00' is not usable: input should be a valid number"),
     ],
 )
 def test_what_an_override_cannot_mean_is_named_as_it_is_given(override, message, tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 
 from fedjax_pfl import ConfigError, load_config
+from fedjax_pfl.cli import printing
 from fedjax_pfl.cli.describing import described, template
 from fedjax_pfl.cli.printing import print_runs, print_table
 from fedjax_pfl.experiment.config import Config
@@ -40,7 +41,9 @@ def test_an_option_of_several_parts_is_that_of_each():
 def test_every_field_of_a_config_is_described():
     config = Config(data={"source": "digits"}, method={"name": "fedprox"}).model_dump()
     fields = [f"{section}.{field}" for section, table in config.items() for field in table]
-    assert [field for field in fields if not described(field)] == []
+    texts = {field: described(field) for field in fields}
+    assert [field for field, text in texts.items() if not text] == []
+    assert [field for field, text in texts.items() if "``" in text] == []
     assert described("protocol").endswith(", ".join(PROTOCOLS))
 
 
@@ -61,6 +64,7 @@ def test_a_protocol_gives_what_a_template_leaves_in_comments(tmp_path):
         ("fedprx.mu", "fedprox.mu"),
         ("datasource", "data.source"),
         ("fedavgg", "fedavg"),
+        ("protocl", "protocol"),
     ],
 )
 def test_a_misspelt_name_is_recognised(name, meant):
@@ -93,3 +97,14 @@ def test_a_partition_alone_is_listed_as_no_run_that_goes_on(begun, ended, diverg
     print_runs([Listed(tmp_path / "a", config, 0, ended, {}, begun, diverged)], tmp_path)
     row = capsys.readouterr().out.splitlines()[-2]
     assert row.split("│")[-2].strip() == state
+
+
+def test_a_name_that_is_wider_than_its_column_is_folded_and_not_cut(tmp_path, monkeypatch, capsys):
+    tables = {"data": {"source": f"npz:{'data/' * 9}a.npz"}, "method": {"name": "fedavg"}}
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(printing.sys.stdout, "isatty", lambda: True)
+    run = f"lr={'0.123456789,' * 4}seed=0"
+    print_runs([Listed(tmp_path / run, Config(**tables).model_dump(), 0, True, {}, True, False)], tmp_path)
+    rows = [line.split("│")[1:4] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    whole = ["".join(part.strip() for part in parts) for parts in zip(*rows, strict=True)]
+    assert whole == [run, "fedavg", tables["data"]["source"]]

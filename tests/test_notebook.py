@@ -129,8 +129,8 @@ def test_a_result_is_two_lines(result):
 
 
 def test_one_client_and_one_round_are_singular_and_a_diverged_run_is_marked(result):
-    told = replace(result, summary={**result.summary, "clients": 1, "rounds": 1, "diverged_round": 1})
-    assert repr(told).startswith("fedavg on digits, 1 client, 1 round, seed 0\n")
+    told = replace(result, summary={**result.summary, "clients": 1, "rounds": 1, "seed": 7, "diverged_round": 1})
+    assert repr(told).startswith("fedavg on digits, 1 client, 1 round, seed 7\n")
     assert repr(told).endswith(", diverged in round 1")
     assert "diverged" not in repr(result)
 
@@ -226,6 +226,9 @@ def test_the_other_columns_of_a_result_are_its_numbers_too(result):
         shown = dict(zip(headings, row, strict=True))
         expected = {name: percent(told["personal"][point][key]) for name, key in keys.items()}
         assert {name: shown[name] for name in keys} == expected
+    without = headline.table(result.summary)  # which has no validation samples
+    assert without[0] == [name for name in headings if name != "by validation"]
+    assert {len(row) for row in without} == {len(headings) - 1}
 
 
 def test_what_is_special_about_a_run_is_said(result):
@@ -236,6 +239,26 @@ def test_what_is_special_about_a_run_is_said(result):
     assert "diverged: from round 2 on" in text
     assert "global" not in text.partition("partition")[0]
     assert "global" not in repr(other)
+
+
+def test_remarks_have_their_own_numbers_of_the_summary(result):
+    told = distinct(result).summary
+    pre, post = (percent(told["personal"][point]["hm_last"]) for point in ("pre", "post"))
+    told |= {
+        "evaluated_on": "validation",
+        "new_clients": {"pre": {"last": 0.31, "best": 0.32}, "post": {"last": 0.33, "best": 0.34}},
+        "majority_class": {"accuracy": 0.41, "weighted": 0.42},
+        "timing": {"seconds_per_round": 0.125, "compile_seconds": 1.5, "total_seconds": 2.5},
+        "traffic": {"megabytes_total": 4.5, "megabytes_dense": 6.25},
+    }
+    assert headline.remarks(told) == [
+        "always answering the class that a client has most of: 41.00 %",
+        "new clients, which never trained: PRE 31.00, POST 33.00",
+        "global model on the pooled validation set: 1.25 %",
+        f"harmonic mean of it and I_local (accuracy and macro-F1 of the clients): PRE {pre}, POST {post}",
+        "0.125 s per round, 1.5 s compilation, 2.5 s in all; 4.5 MB exchanged",
+    ]
+    assert "best is selected on validation data;" in headline.caption(told)
 
 
 def points_of(text):

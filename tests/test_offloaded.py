@@ -86,7 +86,14 @@ def test_runs_of_one_program_go_one_by_one():
             },
             id="calibrated before scoring, but for the training of new clients",
         ),
-        pytest.param({"participation": {"ratio": 1.0}}, id="everybody takes part"),
+        pytest.param(
+            {
+                "participation": {"ratio": 1.0},
+                "method": {"name": "fedrep", "final_head_epochs": 1},
+                "training": {"lr_decay": 0.5},
+            },
+            id="everybody takes part, and trains before it is scored",
+        ),
         pytest.param(
             {
                 "participation": {"ratio": [0.2, 0.6], "dropout": 0.4},

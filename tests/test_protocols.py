@@ -57,6 +57,20 @@ def test_a_protocol_leaves_nothing_of_the_one_it_replaces(first, second):
     assert config(first).replace({"protocol": second}) == config(second)
 
 
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_protocol_leaves_nothing_of_a_config_but_what_depends_on_the_data_set(name):
+    """Every field of which a protocol could say something is another one than that of the protocol before."""
+    data = {"clients": 3, "samples_per_client": 40, "test_share": 0.4, "seed": 7, "stratified": True}
+    training = {"rounds": 3, "epochs": 3, "batch_size": 3, "lr": 0.3, "lr_decay": 0.9, "momentum": 0.1}
+    training |= {"weight_decay": 0.1, "clip_norm": 3.0, "augment": "crop_flip_rotate", "augment_every": "round"}
+    others = {"model": {"name": "mlp", "hidden": 3}, "participation": {"ratio": 0.5, "dropout": 0.3}}
+    merged = config(data=data, training=training, **others)
+    assert merged.replace({"protocol": name}) == config(name)
+    official = config(data={"split": "official", "test_part_share": 0.3, "test_classes": "dominant"})
+    kept = {"test_part_share": 0.3} if PROTOCOLS[name]["data"]["split"] == "official" else {}
+    assert official.replace({"protocol": name}) == config(name, data=kept)
+
+
 def test_the_protocols_are_those_of_the_documentation():
     text = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
     table = text[text.index("| field |") :].split("\n\n")[0]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -29,13 +29,15 @@ from fedjax_pfl import (
     register_partition,
     simulate,
 )
+from fedjax_pfl.cli.describing import described
 from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.data.sources import SOURCES, load
 from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.experiment import programs, registry
 from fedjax_pfl.experiment.build import divide
 from fedjax_pfl.experiment.parts import with_parts
-from fedjax_pfl.method import Method
+from fedjax_pfl.experiment.schema import config_schema
+from fedjax_pfl.method import Method, PerClass, SentIf
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedprox import fedprox
@@ -133,6 +135,28 @@ def test_metrics_from_python_come_beside_those_of_the_config():
     with with_parts(given, method=mine, metrics={"second": brier, "first": brier}) as found:
         assert found.method == {"name": "mine", "mu": 0.5}
         assert found.run.metrics == ["first", "second"]
+
+
+def test_a_model_from_python_is_called_as_in_the_source_and_cut_where_it_is_said():
+    class Net(nn.Module):
+        width: int = 4
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(10)(nn.relu(nn.Dense(self.width)(x.reshape(len(x), -1))))
+
+    pair = nn.Dense(4), nn.Dense(10)
+    for model, name in {
+        Net: "Net",
+        Net(): "Net",
+        partial(Net, width=5): "Net",
+        (lambda: Net()): "own",
+        pair: "own",
+    }.items():
+        with with_parts(config(), model=model) as found:
+            assert found.model["name"] == name
+    with with_parts(config(), model=Net(), features="Dense_0"):
+        assert MODELS["Net"] is own_model(Net(), features="Dense_0")
 
 
 def test_a_registered_method_is_known_to_configs_and_compiled_anew_when_registered_again(tmp_path, plain):
@@ -346,6 +370,18 @@ def test_another_package_offers_a_method(monkeypatch):
     registry.load_entry_points.cache_clear()
 
 
+def test_what_another_package_offers_is_described_and_in_the_schema(monkeypatch):
+    offered(mine, "fedjax_pfl.methods", monkeypatch)
+    said = described("mine_theirs.mu")  # the first to name it, and its docstring says nothing of the option
+    assert said == "mine_theirs.mu = 0.5\n  see fedjax-pfl describe mine_theirs"
+    del METHODS["mine_theirs"]
+    registry.load_entry_points.cache_clear()
+    table = config_schema()["properties"]["method"]["properties"]
+    assert "mine_theirs" in table["name"]["enum"]
+    assert "mine_theirs" in table["mu"]["description"].splitlines()
+    registry.load_entry_points.cache_clear()
+
+
 class Color(enum.Enum):
     RED = 1
 
@@ -505,6 +541,24 @@ def test_a_mistake_is_one_line_before_anything_compiles(mistake, message, monkey
     assert "\n" not in str(caught.value)
 
 
+def test_features_of_a_model_without_one_extractor_are_refused_before_anything_is_written(tmp_path):
+    def two(model, train):
+        def personal(view, client):
+            return {"models": (view, view)}
+
+        def predict(params, x):
+            return sum(model.apply(part, x) for part in params["models"])
+
+        return fedavg(model, train)._replace(personal=personal, predict=predict)
+
+    given = config({"run.export": ["features"], "run.out": str(tmp_path / "run")})
+    with pytest.raises(
+        ConfigError, match=r'run\.export = \'features\' is not usable: "predictions": the method\'s model'
+    ):
+        simulate(given, method=two)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_tuple_is_a_list_in_files_and_the_run_goes_on(tmp_path):
     """TOML and JSON have no tuples."""
 
@@ -521,12 +575,20 @@ def test_a_tuple_is_a_list_in_files_and_the_run_goes_on(tmp_path):
             return nn.Dense(10)(x)
 
     @register_method("mine_tuple")
-    def factory(model, train, *, mus: Annotated[tuple[float, ...], Field(min_length=1)] = (0.5,)):
+    def factory(
+        model,
+        train,
+        *,
+        mus: Annotated[tuple[float, ...], Field(min_length=1)] = (0.5,),
+        grid: list[float] | None = None,
+    ):
         return fedprox(model, train, mu=mus[0])
 
     out = tmp_path / "run"
-    given = config({"model.name": "mine_net", "model.widths": [8], "method.name": "mine_tuple", "run.out": str(out)})
+    own = {"method.name": "mine_tuple", "method.grid": (0.5, 1)}
+    given = config({"model.name": "mine_net", "model.widths": [8], **own, "run.out": str(out)})
     assert given.model == {"name": "mine_net", "widths": (8,), "scale": None}
+    assert given.method == {"name": "mine_tuple", "mus": (0.5,), "grid": [0.5, 1.0]}
     (tmp_path / "c.toml").write_text(given.to_toml())
     assert load_config(tmp_path / "c.toml") == given
     assert load_config(tmp_path / "c.toml", ["model.scale=[1, 2]"]).model["scale"] == (1.0, 2.0)
@@ -600,9 +662,86 @@ def with_update(**parts):
     return with_other(local=lambda made: made._replace(**{name: parts[name](made) for name in parts}))
 
 
+def branching_in_local(model, train, *, mu: float = 0.5):
+    method = fedprox(model, train)
+
+    def local(now, view, client, data):
+        return method.local(now, view, client, data) if mu > 0 else None
+
+    return method._replace(local=local)
+
+
+def with_inbox(sent):
+    """FedAvg whose server sends each client so many numbers, in the place of the three that it starts with."""
+
+    def factory(model, train):
+        method = fedavg(model, train)
+
+        class Client(NamedTuple):
+            inbox: jax.Array
+
+        def init(key, clients):
+            return method.init(key, clients)[0], Client(jnp.zeros(3))
+
+        def dispatch(now, server, clients, cohort):
+            return jnp.zeros((len(cohort.ids), sent))
+
+        def local(now, view, client, data):
+            return method.local(now, view, client, data)._replace(client=Client(client.inbox))
+
+        return method._replace(init=init, dispatch=dispatch, local=local)
+
+    return factory
+
+
+def rows():
+    return PerClass(jnp.ones(10), jnp.ones((10, 2)))
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
+        (
+            with_update(upload=lambda update: SentIf(jnp.array(True), rows())),
+            r"parts of what the method's local returns as upload = \['SentIf', 'PerClass'\] .*, none within another",
+        ),
+        (
+            with_other(broadcast=lambda made: {"w": made, "parts": (rows(), rows())}),
+            r"the parts of what the method's broadcast returns = \['PerClass', 'PerClass'\] .*: one PerClass and one",
+        ),
+        (
+            with_other(init=lambda made: (made[0], {"inbox": jnp.zeros(3), "w": made[0]})),
+            r"the method's init: state of a client = \['inbox', 'w'\] .*: a NamedTuple with the field inbox",
+        ),
+        (
+            with_field(dispatch=lambda now, server, clients, cohort: cohort.weight),
+            r"state of a client = 'tuple' .*: a NamedTuple with the field inbox",
+        ),
+        (with_inbox(4), r"dispatch returns = 'float32\[\d, 4\]' .*: float32\[\d, 3\], as in the state of the clients"),
+        (with_inbox(3), r"the method's clients after a round = PyTreeDef.*: the same tuples.*outside the factory"),
+        (
+            with_setup(lambda now, view, client, data: (data.class_counts, view)),
+            r"the method's state of a client after setup = 'float32\[10\]' .*: nothing, as before it",
+        ),
+        (
+            with_setup(lambda now, view, client, data: (client, view["head"])),
+            r"the upload of the method's setup\['bias'\] = .*: nothing, as in that of local",
+        ),
+        (
+            with_update(upload=lambda update: {"w": update.upload, "loss": update.info.loss}),
+            r"the parameters that predict gets = \"KeyError\('\w+'\)\" .*: what personal makes of Update.post, or of",
+        ),
+        (
+            with_other(
+                local=lambda update: update._replace(diagnostics={"norm": 1.0}), diagnose=lambda _: {"norm": 2.0}
+            ),
+            r"diagnose returns = 'norm' .*: names that local's diagnostics do not have",
+        ),
+        (
+            with_update(diagnostics=lambda update: {"update_cosine": 1.0}),
+            r"a diagnostic of the method = 'update_cosine' .*: another name",
+        ),
+        (branching_in_local, r"^method\.name = 'branching_in_local' .*: its float options are traced .* Annotated"),
         (
             with_other(init=lambda made: ({"mine": jax.random.key(0), "w": made[0]}, made[1])),
             r"the method's init: \.server\['mine'\] = 'key<fry>\[\]' is not usable: numbers: jax\.random\.key_data",

@@ -415,6 +415,7 @@ def test_a_table_is_not_shown_for_a_run_that_has_changed_since(folder, tmp_path)
     table = Page(report_html([home])).table("method", "seeds")
     assert [row[:3] for row in table] == [["fedprox", "2", "68.12 ± 4.42 *"], ["fedavg", "2", "55.62 ± 4.42 *"]]
     os.utime(summary, ns=(written, written))
+    assert "12.34" in str(Page(report_html([home])).table("method", "seeds"))  # as where a clock has coarse steps
     summary.unlink()  # it goes on
     table = Page(report_html([home])).table("method", "seeds")
     assert [row[:3] for row in table] == [["fedprox", "2", "68.12 ± 4.42 *"], ["fedavg", "1", "58.75 *"]]
@@ -462,6 +463,8 @@ def test_the_folder_of_a_comparison_has_its_names_order_baseline_and_point(compa
     assert found.markdown().endswith(loaded.markdown().partition("\n\n")[2].replace("| run ", "| method "))
     chosen = Sweep.load(home, baseline={"method.name": "fedavg"}, point="pre")
     assert (chosen.baseline, chosen.point) == ({"method.name": "fedavg"}, "pre")
+    several = Sweep.load(home, write(home.parent / "other", config("local")))  # of which the table is not
+    assert (len(several.cells), several.point) == (7, "pre")
     page = Page(report_html([home]))
     assert [of["name"] for of in page.numbers["combinations"]] == list(VARIANTS)
     assert [row[0] for row in page.table("run", "MB so far")] == list(VARIANTS)
@@ -583,14 +586,14 @@ def test_what_names_say_is_text(tmp_path):
 
 
 def test_a_bar_in_a_value_ends_no_cell_of_the_table(tmp_path):
-    for name, source in {"a": "npz:a | b.npz", "b": "digits"}.items():
+    for name, source in {"a": "digits", "b": "npz:a | b.npz"}.items():
         write(tmp_path / name, config(source=source))
-    expected = [["data.source=npz:a | b.npz", "1"], ["data.source=digits", "1"]]
+    expected = [["data.source=digits", "1"], ["data.source=npz:a | b.npz", "1"]]
     text = Sweep.load(tmp_path).markdown()
     assert r"| data.source=npz:a \| b.npz | 1 |" in text
     assert [row[:2] for row in Page(runs_html(text)).table("run", "seeds")] == expected
     order = text.splitlines()
-    first = next(at for at, line in enumerate(order) if line.startswith("| data.source=npz"))
+    first = next(at for at, line in enumerate(order) if line.startswith("| data.source=digits"))
     order[first : first + 2] = order[first + 1], order[first]
     (tmp_path / "sweep.md").write_text("\n".join(order) + "\n", encoding="utf-8")
     page = Page(report_html([tmp_path]))
@@ -608,6 +611,18 @@ def test_options_differ_only_between_runs_of_one_method(tmp_path):
         {"method.name": "fedavg", "training.lr_decay": 1.0},
         {"method.name": "fedprox", "method.mu": 0.5, "training.lr_decay": 1.0},
         {"method.name": "fedprox", "method.mu": 0.25, "training.lr_decay": 0.5},
+    ]
+
+
+def test_neither_options_of_other_parts_nor_how_a_run_is_carried_out_are_differences(tmp_path):
+    """Both partitions have a style, each its own; both models have hidden units."""
+    others = {"data.partition.kind": "pathological", "data.partition.style": "pfllib", "run.keep": "none"}
+    others |= {"model.name": "mlp_proj", "model.hidden": 16, "run.placement": "map", "run.out": str(tmp_path / "b")}
+    write(tmp_path / "a", config())
+    write(tmp_path / "b", config().replace(others))
+    assert differing_values(gather([tmp_path])) == [
+        {"model.name": "mlp", "data.partition.kind": "dirichlet"},
+        {"model.name": "mlp_proj", "data.partition.kind": "pathological"},
     ]
 
 

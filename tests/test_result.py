@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors
 from flax.traverse_util import unflatten_dict
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from fedjax_pfl import Config, ConfigError, Result, simulate
 from fedjax_pfl.data.sources import load
@@ -283,6 +283,21 @@ def test_every_kind_of_array_survives(tmp_path):
     for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
         assert (leaf.dtype, leaf.shape) == (expected.dtype, expected.shape)
         np.testing.assert_array_equal(leaf, expected)
+
+
+def test_a_state_that_cannot_be_written_to_its_end_leaves_the_one_before(tmp_path, monkeypatch):
+    def write_half(arrays, path, about):
+        save_file(arrays, path, about)
+        half(path)
+        raise OSError("no space left on device")
+
+    path, of = tmp_path / "state.safetensors", DataShape("x", (2, 3), 4, None)
+    write_state(path, Kept(1, of, State({"bias": np.arange(3)}, ())))
+    monkeypatch.setattr("fedjax_pfl.experiment.kept.save_file", write_half)
+    with pytest.raises(OSError, match="no space left"):
+        write_state(path, Kept(2, of, State({"bias": np.zeros(3)}, ())))
+    round, _, arrays = read_state(path)
+    assert (round, arrays["server/bias"].tolist()) == (1, [0, 1, 2])
 
 
 def test_arrays_that_no_state_of_the_config_has_are_refused():

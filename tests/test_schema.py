@@ -103,12 +103,14 @@ def test_what_can_be_run_fits(text, wrong, tmp_path):
         (SMALLEST.replace('"digits"', '"digits"\npartition = { kind = "iid", beta = 0.1 }'), "'beta'"),
         (SMALLEST.replace("digits", "digit"), "'digit' is not valid under any"),
         (SMALLEST.replace("digits", "npz"), "'npz' is not valid under any"),
+        (SMALLEST.replace("digits", "npz:"), "'npz:' is not valid under any"),
+        (SMALLEST.replace('"digits"', '"digits"\npartition = { kind = "indices" }'), "'file' is a required property"),
         ('protocol = "pfl"\n' + SMALLEST, "'pfl' is not one of"),
     ],
 )
 def test_what_cannot_be_run_is_underlined(text, says, wrong, tmp_path):
     (tmp_path / "config.toml").write_text(text, encoding="utf-8")
-    if 'digit"' not in text and '"npz"' not in text:  # of these, only the data say so
+    if 'digit"' not in text and '"npz' not in text:  # of these, only the data say so
         with pytest.raises(ConfigError):
             load_config(tmp_path / "config.toml")
     found = wrong(text)
@@ -160,6 +162,8 @@ def test_fields_have_types_ranges_defaults_and_descriptions(schema):
     }
     assert training["clip_norm"]["anyOf"] == [{"exclusiveMinimum": 0, "type": "number"}, {"const": "none"}]  # no null
     assert "default" not in training["clip_norm"]
+    assert schema["properties"]["model"]["default"] == {"name": "mlp"}
+    assert schema["$defs"]["Data"]["properties"]["partition"]["default"] == {"kind": "dirichlet"}
     assert training["copies"].keys() == {"description", "enum", "type"}
     for name, section in schema["$defs"].items():
         assert section["description"], name

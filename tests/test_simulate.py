@@ -15,7 +15,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from scipy.stats import hmean
 
-from fedjax_pfl import Config, ConfigError, load_config, register_metric, simulate
+from fedjax_pfl import Config, ConfigError, load_config, register_method, register_metric, register_model, simulate
 from fedjax_pfl.data.dataset import fingerprint
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.data.partition import PARTITIONS
@@ -604,7 +604,12 @@ def test_the_parts_of_a_refused_call_are_not_registered():
     def net(*, init: str = "torch"):
         return mlp(hidden=8, init=init)
 
+    def net_of_before(*, init: str = "torch"):
+        return mlp(hidden=4, init=init)
+
     register_metric("sure")(sure)
+    register_method("witness")(METHODS["fedavg"])
+    register_model("net")(net_of_before)
     tables = METHODS, MODELS, METRICS
     before = [dict(table) for table in tables]
     refused = [({"sure": scalar, "oops": scalar}, r"run\.metrics = 'sure'"), ({"oops": sure, "loss": sure}, "= 'loss'")]

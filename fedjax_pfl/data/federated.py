@@ -103,7 +103,8 @@ class ClientData(NamedTuple):
       count: n_i, the number of samples of the client, [].
       class_counts: n_ic, its number of samples per class, [classes].
       original: the same client before augmentation; None if nothing was augmented.
-      id: number of the client, from 0, []; None if a server trains on other data than a client's samples.
+      id: number of the client, from 0, []; 0 for all with ``participation.collaborate = false``, where each is the only
+        client of its server; None if a server trains on other data than a client's samples.
       validation: the client's validation samples, for selection (rule R11); None without ``data.validation_share``.
       augmentation: the augmentation that is applied when samples are read, or None.
       most: the number of samples of the largest client that runs side by side with this one, which bounds the loops of

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from fedjax_pfl.data.augment import Augment, add_copies, augment
 from fedjax_pfl.data.federated import ClientData, Clients, Federation, Samples, client_data
-from fedjax_pfl.engine.contract import update_of
+from fedjax_pfl.engine.contract import check_form, update_of
 from fedjax_pfl.engine.metrics import Metric
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import SIDE_BY_SIDE, Placement, map_clients
@@ -198,7 +198,9 @@ class Cohorts:
         if self.method.dispatch is None:
             return clients
         now = Round(phase_key(key, "dispatch"), t)
-        return clients._replace(inbox=self.method.dispatch(now, server, clients, cohort))
+        inbox = self.method.dispatch(now, server, clients, cohort)
+        check_form("what the method's dispatch returns", inbox, clients.inbox, "as in the state of the clients")
+        return clients._replace(inbox=inbox)
 
     def _dispatch_group(
         self, key: Key[Array, ""], t: Int[Array, ""], server: PyTree, group: Group, count: Int[Array, " K"]

@@ -1,5 +1,6 @@
 """Checks, from shapes alone, that a method's functions return what the contract requires (`fedjax_pfl/method.py`)."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.method import State, TrainInfo, Update
+from fedjax_pfl.method import Method, PerClass, SentIf, State, TrainInfo, Update
 
 
 def update_of(returned: Any) -> Update:
@@ -41,6 +42,19 @@ def check_numbers(what: str, named: Any) -> None:
     for name, value in named.items():
         if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
             raise ConfigError(f"{what}[{name!r}]", _form(value), "one number, of shape []")
+
+
+def check_names(of_clients: Iterable[str], of_server: Iterable[str], taken: str) -> None:
+    """Checks that each name of a method's diagnostics stands for one number, and that none is ``taken``.
+
+    Raises:
+      ConfigError: a name of local's diagnostics is also one of diagnose's, or is taken.
+    """
+    for name in of_clients:
+        if name in of_server:
+            raise ConfigError("what the method's diagnose returns", name, "names that local's diagnostics do not have")
+    if taken in (*of_clients, *of_server):
+        raise ConfigError("a diagnostic of the method", taken, "another name: the package records its own under it")
 
 
 def check_logits(function: str, logits: Any, samples: int, classes: int) -> None:
@@ -80,21 +94,75 @@ def check_storable(state: State) -> None:
             raise ConfigError(name, found, "an array with entries, or None")
 
 
-def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
-    """Checks that a part of the state, called ``what``, has the same arrays, shapes and types after a round as before.
+def check_parts(what: str, sent: PyTree) -> None:
+    """Checks that the parts of a view or an upload that are not always sent can be counted.
 
     Raises:
-      ConfigError: an array is missing or new, or has another shape or type.
+      ConfigError: there are two of a kind, or one lies within another.
+    """
+    outer = _parts(sent)
+    inner = [within for part in outer for within in _parts(tuple(part))]
+    if inner or len(outer) > len(set(map(type, outer))):
+        found = [type(part).__name__ for part in (*outer, *inner)]
+        raise ConfigError(f"the parts of {what}", found, "one PerClass and one SentIf at most, none within another")
+
+
+def check_inbox(client: PyTree, method: Method) -> None:
+    """Checks that the engine finds the message of the server, if there is one, in the initial state of a client.
+
+    Raises:
+      ConfigError: it is the item of a dict, or ``dispatch`` has no field to write to.
+    """
+    needed = method.dispatch is not None or (isinstance(client, dict) and "inbox" in client)
+    if needed and not hasattr(client, "inbox"):
+        found = list(client) if isinstance(client, dict) else _form(client)
+        raise ConfigError("the method's init: state of a client", found, "a NamedTuple with the field inbox")
+
+
+def check_form(what: str, found: PyTree, wanted: PyTree, why: str, *, when: str = "") -> None:
+    """Checks that a tree, called ``what``, has the containers, arrays, shapes and types of another.
+
+    Args:
+      what: its name in a message, to which the place of an array is added.
+      found: the tree.
+      wanted: the other tree.
+      why: why it has to have that form.
+      when: the end of its name.
+
+    Raises:
+      ConfigError: an array is missing or new, or has another shape or type, or a container is of another type.
     """
 
     def arrays(tree: PyTree) -> dict[str, str]:
         leaves = jax.tree.leaves_with_path(tree)
         return {jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for path, leaf in leaves}
 
-    given, wanted = arrays(after), arrays(before)
-    for name in given | wanted:
-        if (found := given.get(name, "(missing)")) != (allowed := wanted.get(name, "nothing")):
-            raise ConfigError(f"the method's {what}{name} after a round", found, f"{allowed}, as before it")
+    given, known = arrays(found), arrays(wanted)
+    for name in given | known:
+        if (form := given.get(name, "(missing)")) != (allowed := known.get(name, "nothing")):
+            raise ConfigError(f"{what}{name}{when}", form, f"{allowed}, {why}")
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        allowed = "the same tuples, lists, dicts and NamedTuples"
+        outside = "define a NamedTuple outside the factory, which is called several times and would make several of it"
+        raise ConfigError(f"{what}{when}", jax.tree.structure(found), f"{allowed}, {why}; {outside}")
+
+
+def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
+    """Checks that a part of the state, called ``what``, has the same form after a round as before.
+
+    Raises:
+      ConfigError: see `check_form`.
+    """
+    check_form(f"the method's {what}", after, before, "as before it", when=" after a round")
+
+
+def _parts(tree: PyTree) -> list[PerClass | SentIf]:
+    """The parts of a view or an upload that are not always sent, but for those that lie within another."""
+
+    def is_part(node: PyTree) -> bool:
+        return isinstance(node, PerClass | SentIf)
+
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_part) if is_part(node)]
 
 
 def _is_array(value: Any) -> bool:

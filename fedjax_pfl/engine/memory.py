@@ -5,7 +5,7 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +15,21 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import Clients, Federation, Samples, client_data
-from fedjax_pfl.engine.contract import check_logits, check_numbers, check_storable, pair_of
-from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.engine.contract import (
+    check_form,
+    check_inbox,
+    check_logits,
+    check_names,
+    check_numbers,
+    check_parts,
+    check_storable,
+    pair_of,
+)
+from fedjax_pfl.engine.round import UPDATE_COSINE, Engine
 from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange
-from fedjax_pfl.method import Cohort, Method, Predict, Round, State
+from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.method import Cohort, Predict, Round, State
 from fedjax_pfl.ops.tree import size
 
 # The most that XLA and LLVM take while they compile for a CPU. Measured with JAX 0.10, two programs at a time, on two
@@ -162,7 +172,9 @@ def survey(
     begun = jax.eval_shape(lambda key: method.init(key, engine.clients), key)
     server, client = pair_of("init", begun, "server", "state of a client")
     check_storable(State(server, client))
+    check_inbox(client, method)
     view = jax.eval_shape(method.broadcast, server)
+    check_parts("what the method's broadcast returns", view)
     tables = data.train, data.validation, data.test
     train, validation, test = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tables)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
@@ -171,7 +183,8 @@ def survey(
         train, test = train._replace(most=scalar), test._replace(most=scalar)
     shared, row = (key, scalar, view, data.x, data.y), (scalar, client, train, validation)
     traced, update = jax.make_jaxpr(engine.local, return_shape=True)(shared, row)
-    training, scoring = peak_bytes(traced.jaxpr), _of_scoring(method, server, update.trained, data, test)
+    check_parts("what the method's local returns as upload", update.upload)
+    training, scoring = peak_bytes(traced.jaxpr), _of_scoring(engine, server, update.trained, data, test)
     exchanged = engine.cohort_size * 2 * (size(client) + size(update.upload))
     states, samples = engine.clients * size(client), size(data)
     # Scoring reads states in place, or copies all where the server dispatches; from the host, it holds two groups.
@@ -180,7 +193,11 @@ def survey(
     preparing = calibrating = calibrated = 0
     if method.setup is not None:
         preparing, returned = _of_client(method.setup, shared, row)
-        _, sent = pair_of("setup", returned, "client", "upload")
+        ready, sent = pair_of("setup", returned, "client", "upload")
+        check_form("the method's state of a client", ready, client, "as before it", when=" after setup")
+        check_form(
+            "the upload of the method's setup", sent, update.upload, "as in that of local: one aggregate has both"
+        )
         # A CPU reads old states in place; on other devices clients side by side get a copy.
         copies = 1 if backend == "cpu" else 2
         prepared = engine.trainers * (copies * size(client) + 2 * size(sent))
@@ -213,11 +230,13 @@ def survey(
         memory = memory._replace(process=process, compiler=compiler)
     said = jax.eval_shape(method.diagnose, server)
     check_numbers("what the method's diagnose returns", said)
+    check_names(update.diagnostics or (), said, UPDATE_COSINE)
     return memory, Exchange(view, client, update.upload, tuple(update.diagnostics or ()), tuple(said))
 
 
-def _of_scoring(method: Method, server: PyTree, trained: tuple[PyTree, PyTree], data: Federation, test: Clients) -> int:
+def _of_scoring(engine: Engine, server: PyTree, trained: tuple[PyTree, PyTree], data: Federation, test: Clients) -> int:
     """What a client with these trained parts needs to be scored; its logits are checked, and those of the server."""
+    method = engine.method
 
     def tallied(function: str, predict: Predict, params: PyTree, x: Samples, y: Array, test: Clients) -> Scores:
         held = client_data(x, y, test)
@@ -230,7 +249,17 @@ def _of_scoring(method: Method, server: PyTree, trained: tuple[PyTree, PyTree], 
         return scores_of(tally(checked, held), held.class_counts)
 
     def scores(view: PyTree, client: PyTree, x: Samples, y: Array, test: Clients) -> Scores:
-        return tallied("predict", method.predict, method.personal(view, client), x, y, test)
+        try:
+            params = method.personal(view, client)
+            if engine.features is not None and not (isinstance(params, Mapping) and "extractor" in params):
+                allowed = '"predictions": the method\'s model is more than an extractor with a head'
+                raise ConfigError("run.export", "features", allowed)
+            return tallied("predict", method.predict, params, x, y, test)
+        except (AttributeError, IndexError, KeyError) as error:
+            made = "what personal makes of Update.post, or of (upload, client) if post is not given"
+            raise ConfigError(
+                "the parameters that predict gets", repr(error), f"{made}: predict must take it"
+            ) from error
 
     traced = jax.make_jaxpr(scores)(*trained, data.x, data.y, test)
     if method.global_predict is not None:

@@ -271,6 +271,12 @@ def make_engine(
     )
 
 
+def branches_on_option(name: str) -> ConfigError:
+    """The error for a method of this name that branches, in Python, on a float option: a traced number."""
+    allowed = "its float options are traced numbers, on which Python cannot branch, except by is_off(option); mark"
+    return ConfigError("method.name", name, f"{allowed} one that it must know Annotated[float, Static]")
+
+
 def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any]) -> Method:
     """The method that a config names, with these options, aggregation rule, fine-tuning, calibration and copies."""
     name, rule = config.method["name"], config.aggregation.rule
@@ -284,8 +290,7 @@ def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any
     except ValueError as error:
         raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
     except jax.errors.ConcretizationTypeError as error:
-        allowed = "its float options are traced numbers, on which Python cannot branch, except by is_off(option); mark"
-        raise ConfigError("method.name", name, f"{allowed} one that it must know Annotated[float, Static]") from error
+        raise branches_on_option(name) from error
     if not isinstance(method, Method):
         raise ConfigError("method.name", name, f"a factory that returns a Method; it returns {type(method).__name__}")
     for field in ("headline", "copies"):

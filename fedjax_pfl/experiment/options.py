@@ -151,7 +151,8 @@ def choose(section: str, key: str, table: Mapping[str, Callable]) -> WrapValidat
         if not isinstance(name, str) or name not in table:
             raise ConfigError(field, name, one_of(name, table))
         schema = options_model(name, table[name])
-        options = _sequences_as(tuple, list, _unset(options, schema), schema)
+        options = _sequences_as(list, tuple | range, _unset(options, schema), schema)
+        options = _sequences_as(tuple, list, options, schema)
         try:
             return _Part(section, {key: name, **schema(**options).model_dump()})
         except ValidationError as error:

@@ -38,6 +38,7 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import (
     DataShape,
     attackers,
+    branches_on_option,
     cores,
     deal,
     federate,
@@ -600,10 +601,13 @@ def _compile(program: Program) -> _Compiled | Offloaded:
     with ThreadPoolExecutor(max_workers=min(3, cores())) as pool:
         # The longest first.
         options = dict.fromkeys(("init", "start"), drawn_once())
-        found = {
-            part: pool.submit(jitted.lower(*arguments).compile, options.get(part, {}))
-            for part, (jitted, arguments) in traced(program).items()
-        }
+        try:
+            found = {
+                part: pool.submit(jitted.lower(*arguments).compile, options.get(part, {}))
+                for part, (jitted, arguments) in traced(program).items()
+            }
+        except jax.errors.ConcretizationTypeError as error:  # with plain numbers for the options, `survey` met none
+            raise branches_on_option(config.method["name"]) from error
     compiled = {part: future.result() for part, future in found.items()}
     _store[name] = Offloaded(Parts(**compiled), program.engine) if program.offloaded else _Compiled(**compiled)
     while len(_store) > _KEPT:

@@ -31,10 +31,12 @@ def finetuned(method: Method, model: Model, train: Trainer, *, epochs: int, lr: 
       scope: what is trained: ``"full"``, ``"head"`` or ``"extractor"``.
 
     Raises:
-      ValueError: the method's model is more than an extractor with a head.
+      ValueError: the method's predict is not ``model.apply`` itself, so that its model may be more than an extractor
+        with a head.
     """
     if method.predict is not model.apply:
-        raise ValueError("it answers by more than an extractor with a head, which is what fine-tuning trains")
+        more = "it answers by more than an extractor with a head, which is what fine-tuning trains"
+        raise ValueError(f"{more} (its predict is not model.apply itself)")
 
     def personalize(now: Round, view: PyTree, client: PyTree, data: ClientData) -> tuple[Tuned, PyTree]:
         view, client = method.personalize(now, view, client, data)
