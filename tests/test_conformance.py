@@ -472,21 +472,21 @@ def test_setup_hears_from_all_clients_before_round_zero(program, start, federati
     server, clients = start("witness").state
     assert float(server["pixel"]) == pytest.approx(np.average(pixel_means(federation), weights=TRAIN_SIZES), rel=1e-5)
     assert int(server["t"]) == -1
-    assert len(np.unique(clients["draw"])) == N
-    np.testing.assert_array_equal(clients["view"], -3)
-    np.testing.assert_array_equal(clients["inbox"]["id"], np.arange(N))
-    np.testing.assert_array_equal(clients["inbox"]["weight"], TRAIN_SIZES)
+    assert len(np.unique(clients.draw)) == N
+    np.testing.assert_array_equal(clients.view, -3)
+    np.testing.assert_array_equal(clients.inbox["id"], np.arange(N))
+    np.testing.assert_array_equal(clients.inbox["weight"], TRAIN_SIZES)
     nearly(program("witness", where="map").init(), start("witness"), 1e-6)
 
 
 def test_every_client_gets_its_own_mail_and_the_absent_none(program, start, cohorts):
     run = start("witness")
-    inbox = {k: np.full(N, -7, v.dtype) for k, v in run.state.clients["inbox"].items()}
-    clients = {**run.state.clients, "inbox": jax.tree.map(jnp.asarray, inbox)}
+    inbox = {k: np.full(N, -7, v.dtype) for k, v in run.state.clients.inbox.items()}
+    clients = run.state.clients._replace(inbox=jax.tree.map(jnp.asarray, inbox))
     run = run._replace(state=run.state._replace(clients=clients))
     t = int(np.flatnonzero(cohorts.sum(axis=1) == 3)[0])
     for where in ("sharded chunks", "map"):
-        after = program("witness", where=where).rounds(run, t, t + 1).state.clients["inbox"]
+        after = program("witness", where=where).rounds(run, t, t + 1).state.clients.inbox
         np.testing.assert_array_equal(after["id"], np.where(cohorts[t], np.arange(N), -7))
         np.testing.assert_array_equal(after["weight"], np.where(cohorts[t], TRAIN_SIZES, -7))
 
@@ -500,6 +500,6 @@ def test_the_server_weighs_participants_by_their_samples(program, start, cohorts
             np.average(means, weights=TRAIN_SIZES * present) if present.any() else float(old.state.server["pixel"])
         )
         assert float(run.state.server["pixel"]) == pytest.approx(expected, rel=1e-5)
-        views = np.where(present, old.state.server["pixel"], old.state.clients["view"])
-        np.testing.assert_array_equal(run.state.clients["view"], views)
+        views = np.where(present, old.state.server["pixel"], old.state.clients.view)
+        np.testing.assert_array_equal(run.state.clients.view, views)
     bitwise(run.state.server["secret"], start("witness").state.server["secret"])

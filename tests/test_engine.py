@@ -340,11 +340,11 @@ def test_a_clients_randomness_depends_on_seed_round_and_id_alone(model, trainer,
         old, step = start, jax.jit(engine.round)
         for t in range(4):
             new = jax.tree.map(np.asarray, step(KEY, at(t), old, jnp.array(False), federation))
-            present = new.state.clients["visits"] > old.state.clients["visits"]
-            expected = np.where(present, draws[t], old.state.clients["draw"])
-            np.testing.assert_array_equal(new.state.clients["draw"], expected)
+            present = new.state.clients.visits > old.state.clients.visits
+            expected = np.where(present, draws[t], old.state.clients.draw)
+            np.testing.assert_array_equal(new.state.clients.draw, expected)
             old = new
-        visits = old.state.clients["visits"]
+        visits = old.state.clients.visits
         full = engine.participation.full
         assert (visits == 4).all() if full else visits.sum() == int(old.traffic.up) - 7 > 0  # setup
 

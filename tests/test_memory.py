@@ -209,12 +209,13 @@ def test_what_all_clients_exchange_before_the_first_round_is_announced(model, tr
 
 def test_a_client_needs_what_its_part_before_the_first_round_takes(model, trainer, federation):
     def setup(now, view, client, data):
-        return client, jnp.linalg.inv(jnp.eye(500) + client["head"]["bias"][0])
+        square = jnp.linalg.inv(jnp.eye(500) + client["head"]["bias"][0])
+        client, upload = method.setup(now, view, client, data)
+        return client, jax.tree.map(lambda leaf: leaf + jnp.sum(square).astype(leaf.dtype), upload)
 
     method = METHODS["fedfcd"](model, trainer)
     plain, prepared = (survey(Engine(of, 7), federation, "gpu")[0] for of in (method, method._replace(setup=setup)))
     assert prepared.per_client > 4 * 500**2 > plain.per_client
-    assert prepared.exchanged == 2 * 7 * (size(jax.eval_shape(model.init, KEY)) + 4 * 500**2)
 
 
 @pytest.mark.parametrize(("backend", "chunk"), [("cpu", 1), ("gpu", 3)])

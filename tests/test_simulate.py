@@ -402,7 +402,7 @@ def test_dropout_and_partial_participation_run_end_to_end(tested):
 def test_the_table_says_how_often_each_client_took_part(participation):
     # The witness's clients count for themselves; one of them is new, and never trains.
     result = simulate(config(data={"new_clients": 0.2}, participation=participation), method=witness)
-    visits = result.state.clients["visits"]
+    visits = result.state.clients.visits
     assert visits[-1] == 0 < visits.sum()
     np.testing.assert_array_equal(result.clients["rounds_participated"], visits)
 

@@ -1,7 +1,10 @@
 """Stand-ins: a method that uses every feature of the contract and leaves a trace of it; trainers that train little."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from fedjax_pfl.method import Method, TrainInfo, Update
 from fedjax_pfl.ops.aggregate import weighted_mean
@@ -25,12 +28,20 @@ class OnlyHeads(Untrained):
         return trains.__call__(self, now, loss, params, data, **options)
 
 
-def witness(model, train, *, gain: float = 1.0):
-    """Server: the mean pixel of the cohort (all clients after ``setup``), and a secret that is not sent down.
+class Witness(NamedTuple):
+    """A client of `witness`: the draw of its last key, its number of participations, and the view it last got.
 
-    Client: the draw of its last key, its number of participations, the view it last got, and an ``inbox`` in which the
-    server writes the client's id and its weight in the last cohort.
+    In its ``inbox`` the server writes the client's id and its weight in the last cohort.
     """
+
+    draw: jax.Array
+    visits: jax.Array
+    view: jax.Array
+    inbox: PyTree
+
+
+def witness(model, train, *, gain: float = 1.0):
+    """Server: the mean pixel of the cohort (all clients after ``setup``), and a secret that is not sent down."""
     del train
 
     def pixel_mean(data):
@@ -41,22 +52,22 @@ def witness(model, train, *, gain: float = 1.0):
 
     def init(key, clients):
         zero, none = jnp.zeros(()), jnp.array(-1, jnp.int32)
-        client = {"draw": zero, "visits": jnp.array(0, jnp.int32), "view": zero, "inbox": {"id": none, "weight": zero}}
+        client = Witness(zero, jnp.array(0, jnp.int32), zero, {"id": none, "weight": zero})
         return {"pixel": zero - 3, "t": none, "secret": model.init(key)}, client
 
     def setup(now, view, client, data):
-        return {**client, "draw": jax.random.uniform(now.key), "view": view}, pixel_mean(data)
+        return client._replace(draw=jax.random.uniform(now.key), view=view), pixel_mean(data)
 
     def local(now, view, client, data):
-        client = {**client, "draw": jax.random.uniform(now.key), "visits": client["visits"] + 1, "view": view}
+        client = client._replace(draw=jax.random.uniform(now.key), visits=client.visits + 1, view=view)
         return Update(client, gain * pixel_mean(data), NO_STEPS, post=(view, client))
 
     def aggregate(now, server, clients, uploads, cohort):
         server = {**server, "pixel": weighted_mean(uploads, cohort.weight), "t": now.t}
-        return server, {**clients, "inbox": {"id": cohort.ids, "weight": cohort.weight}}
+        return server, clients._replace(inbox={"id": cohort.ids, "weight": cohort.weight})
 
     def predict(client, x):
-        return jnp.broadcast_to(client["draw"] * jnp.arange(model.classes, dtype=jnp.float32), (len(x), model.classes))
+        return jnp.broadcast_to(client.draw * jnp.arange(model.classes, dtype=jnp.float32), (len(x), model.classes))
 
     return Method(
         init,

@@ -141,8 +141,8 @@ def check_form(what: str, found: PyTree, wanted: PyTree, why: str, *, when: str 
     for name in given | known:
         if (form := given.get(name, "(missing)")) != (allowed := known.get(name, "nothing")):
             raise ConfigError(f"{what}{name}{when}", form, f"{allowed}, {why}")
-    containers = jax.tree.flatten(found)[1]
-    if containers != jax.tree.flatten(wanted)[1]:
+    containers: Any = jax.tree.structure(found)
+    if containers != jax.tree.structure(wanted):
         allowed = "the same tuples, lists, dicts and NamedTuples"
         outside = "define a NamedTuple outside the factory, which is called several times and would make several of it"
         raise ConfigError(f"{what}{when}", containers, f"{allowed}, {why}; {outside}")
