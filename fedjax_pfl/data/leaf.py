@@ -22,8 +22,7 @@ from jaxtyping import Int, Shaped, UInt8
 
 from fedjax_pfl.errors import ConfigError
 
-# The 80 symbols of LEAF's Shakespeare in LEAF's order, which is that of ASCII; a symbol's position is its token and its
-# class.
+# The 80 symbols of LEAF's Shakespeare in LEAF's order, that of ASCII; a symbol's position is its token and its class.
 ALPHABET = "\n !\"&'(),-.0123456789:;>?" + string.ascii_uppercase + "[]" + string.ascii_lowercase + "}"
 UNKNOWN = " "  # any other character counts as a space
 

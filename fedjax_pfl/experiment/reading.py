@@ -110,7 +110,7 @@ def _override(tables: dict[str, Any], override: str) -> None:
         table, under = table.setdefault(section, {}), under.get(section, {})
         if not isinstance(table, dict):
             raise ConfigError("override", override, f"{section} is a value, not a table")
-    value = parse_field(field, text)
+    value = parse_field(field, text.strip())
     if field in SELECTORS and table.get(key, under.get(key, USUAL.get(field, value))) != value:
         table.clear()
     table[key] = value
