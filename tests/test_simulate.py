@@ -254,6 +254,33 @@ def test_other_seeds_and_numbers_of_the_same_shapes_compile_nothing(reference, m
     assert other.history["train_loss"][-1] != again.history["train_loss"][0]
 
 
+@pytest.mark.usefixtures("tables_as_before")
+def test_runs_of_the_same_shapes_are_surveyed_once(monkeypatch):
+    surveyed, data = [], load("digits")
+    monkeypatch.setattr(programs, "_surveys", OrderedDict())
+    monkeypatch.setattr(programs, "survey", lambda *of, **how: surveyed.append(of) or survey(*of, **how))
+
+    def found(changes, hardware=None):
+        surveyed.clear()
+        return lay_out([config(data={"seed": 0}).replace(changes)], data, hardware), len(surveyed)
+
+    first, surveys = found({})
+    assert surveys == 1
+    monkeypatch.setattr("fedjax_pfl.engine.memory.resident_set", lambda: 12345)
+    again, surveys = found({"run.seed": 5, "training.lr": 0.3, "training.rounds": 9})
+    assert surveys == 0
+    assert again.memory == first.memory._replace(process=12345) != first.memory
+    assert again.exchange == first.exchange
+    for changes in ({"training.batch_size": 7}, {"run.export": ["features"]}, {"run.client_state": "host"}):
+        assert found(changes)[1] == 1
+    gpu = Hardware("gpu", tuple(jax.local_devices())[:1], 10**12)
+    assert [found({}, gpu)[1] for _ in range(2)] == [1, 0]
+    assert found({}, gpu)[0].memory.process == 0
+    for _ in range(2):  # another function of the same name
+        register_method("mine")(lambda model, train: METHODS["fedavg"](model, train))
+        assert found({"method.name": "mine"})[1] == 1
+
+
 def test_another_program_is_compiled_for_all_that_is_neither_input_nor_shape(monkeypatch):
     """A program is known by the fields of its config; the shapes of its arrays stay as they are here."""
     compiled, none = [], SimpleNamespace(lower=lambda: SimpleNamespace(compile=lambda options: None))

@@ -3,6 +3,7 @@
 A source is a string: ``"digits"``, or a prefix with an argument such as ``"npz:PATH"``. `SOURCES` lists them all.
 """
 
+import functools
 import os
 import zipfile
 import zlib
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Int, UInt8
 
 from fedjax_pfl.data import folders, hugging_face, leaf, tfds
 from fedjax_pfl.data.dataset import Dataset, from_arrays, numbered
@@ -47,11 +49,18 @@ def _load_digits(argument: str) -> Dataset:
     """scikit-learn's copy of the UCI optical digits: uint8 ``[1797, 8, 8, 1]``, 10 classes, nothing to download."""
     if argument:
         raise ConfigError("data.source", f"digits:{argument}", "'digits' takes no argument")
+    images, labels = _digits()
+    return from_arrays(images.copy(), labels.copy(), name="digits")
+
+
+@functools.cache
+def _digits() -> tuple[UInt8[np.ndarray, "1797 8 8"], Int[np.ndarray, " 1797"]]:
+    """The images and labels, read once, because the source is a text file."""
     from sklearn.datasets import load_digits  # takes a second to import, and most runs use other data
 
     bunch = load_digits()
     images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # the source counts 0..16 dark pixels per cell
-    return from_arrays(images, bunch.target, name="digits")
+    return images, bunch.target
 
 
 def _load_npz(argument: str) -> Dataset:

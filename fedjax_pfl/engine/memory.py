@@ -113,6 +113,10 @@ class Memory(NamedTuple):
         running = devices * chunk * self.per_client + max(self.exchanged, self.scored)
         return self.process + self.compiler + added + max(running, self.calibrated)
 
+    def of_this_process(self) -> "Memory":
+        """The same with what this process holds now."""
+        return self._replace(process=resident_set() or self.samples)
+
     def of_run(self, chunk: int) -> int:
         """What each further run beside this one takes of a device; they share the samples."""
         return self.resident - self.samples + self.work(1, chunk)
@@ -226,8 +230,7 @@ def survey(
     )
     if backend == "cpu":
         compiler = _COMPILER_BYTES + _COMPILER_BYTES_PER_OPERATION * _operations(traced.jaxpr)
-        process = resident_set() or samples
-        memory = memory._replace(process=process, compiler=compiler)
+        memory = memory._replace(compiler=compiler).of_this_process()
     said = jax.eval_shape(method.diagnose, server)
     check_numbers("what the method's diagnose returns", said)
     check_names(update.diagnostics or (), said, UPDATE_COSINE)

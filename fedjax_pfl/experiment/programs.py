@@ -66,8 +66,8 @@ Over = Literal["clients", "runs"]
 _PRECISION = {"cpu": "float32", "gpu": "tensorfloat32", "tpu": "bfloat16"}
 # The limit of a run that ends with the others.
 _UNLIMITED = np.int32(2**31 - 1)
-# The number of compiled programs that a process keeps for later runs with the same shapes.
-_KEPT = 8
+# The numbers of compiled programs and of surveys that a process keeps for later runs with the same shapes.
+_KEPT, _KEPT_SURVEYS = 8, 64
 # Fields that affect a program only through the shapes of arrays, or not at all: samples, rounds and seed are inputs.
 _NOT_COMPILED = {
     "training": ("rounds",),
@@ -109,7 +109,9 @@ class _Compiled(NamedTuple):
     score: Callable[[Shared, Row, Run], Evaluation]
 
 
-_store: OrderedDict[tuple[str, tuple[Callable, ...], str], _Compiled | Offloaded] = OrderedDict()
+_Name = tuple[str, tuple[Callable, ...], str]
+_store: OrderedDict[_Name, _Compiled | Offloaded] = OrderedDict()
+_surveys: OrderedDict[_Name, tuple[Memory, Exchange]] = OrderedDict()
 
 
 def alike(config: Config) -> str:
@@ -369,8 +371,7 @@ def lay_out(
     for config, manifest in zip(configs, manifests, strict=True):
         _check_validated(config, manifest, engine.new)
     precision = precision_of(first, hardware.backend)
-    on_host = first.run.client_state == "host"
-    memory, exchange = survey(engine, federations[0], hardware.backend, precision=precision, on_host=on_host)
+    memory, exchange = _survey(first, data, engine, federations[0], hardware.backend, precision)
     names = exchange.diagnostics
     if first.run.diagnostics and exchange.comes_back:
         names += (UPDATE_COSINE,)
@@ -417,8 +418,9 @@ def _check(configs: Sequence[Config], data: DataShape, engine: Engine, federatio
     for config in configs:
         check_accountant(config)
     if first.privacy.clip is not None:
-        plain = make_engine(without_privacy(first), data)
-        check_privacy(first, plain.method, survey(plain, federations[0])[1])
+        without = without_privacy(first)
+        plain = make_engine(without, data)
+        check_privacy(first, plain.method, _survey(without, data, plain, federations[0], "cpu", "float32")[1])
     if first.run.client_state == "host":
         _check_offloaded(engine)
 
@@ -572,27 +574,45 @@ def _laid(tree: PyTree, where: Any) -> Any:
     return jax.tree.map(shape, tree, jax.tree.broadcast(where, tree))
 
 
-def _compile(program: Program) -> _Compiled | Offloaded:
-    """The compiled functions of a program, taken from this process's store if they are there."""
-    config, data, over, runs_on = program.configs[0], program.data, program.over, program.runs_on
-    clients_on = program.engine.placement
+def _name(config: Config, data: DataShape, arrays: PyTree, others: list[Any]) -> _Name:
+    """What decides over the traces of a run: its config, the shapes of its arrays, the functions, and ``others``."""
     tables = json.loads(alike(config))
     for section, keys in _NOT_COMPILED.items():
         for key in keys:
             del tables[section][key]
-    shapes = jax.tree.flatten(
-        jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (program.samples, program.rows[0]))
-    )
+    shapes = jax.tree.flatten(jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), arrays))
+    described = repr((tables, data._replace(name=""), shapes, others, sorted(jax.config.values.items())))
+    # The functions and what they read are part of the key: in a notebook, a name or value may be set again.
+    metrics = tuple(METRICS[metric] for metric in config.run.metrics)
+    functions = METHODS[config.method["name"]], MODELS[config.model["name"]], *metrics
+    return described, functions, repr([values_read_by(function) for function in functions])
+
+
+def _survey(
+    config: Config, data: DataShape, engine: Engine, federation: Federation, backend: str, precision: str
+) -> tuple[Memory, Exchange]:
+    """`survey`, once for all runs of the same shapes; what this process holds is looked up anew."""
+    on_host = config.run.client_state == "host"
+    name = _name(config, data, federation, [backend, precision, config.run.export])
+    if name not in _surveys:
+        _surveys[name] = survey(engine, federation, backend, precision=precision, on_host=on_host)
+        while len(_surveys) > _KEPT_SURVEYS:
+            _surveys.popitem(last=False)
+    _surveys.move_to_end(name)
+    memory, exchange = _surveys[name]
+    return memory.of_this_process() if memory.process else memory, exchange
+
+
+def _compile(program: Program) -> _Compiled | Offloaded:
+    """The compiled functions of a program, taken from this process's store if they are there."""
+    config, data, over, runs_on = program.configs[0], program.data, program.over, program.runs_on
+    clients_on = program.engine.placement
     where = [
         over,
         program.engine.equal,
         *((_devices(placement), placement.chunk) for placement in (runs_on, clients_on)),
     ]
-    described = repr((tables, data._replace(name=""), shapes, where, sorted(jax.config.values.items())))
-    # The functions and what they read are part of the key: in a notebook, a name or value may be set again.
-    metrics = tuple(METRICS[metric] for metric in config.run.metrics)
-    functions = METHODS[config.method["name"]], MODELS[config.model["name"]], *metrics
-    name = described, functions, repr([values_read_by(function) for function in functions])
+    name = _name(config, data, (program.samples, program.rows[0]), where)
     if name in _store:
         _store.move_to_end(name)
         return _store[name]

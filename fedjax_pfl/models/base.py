@@ -1,7 +1,7 @@
 """The interface of every model, extractor and head; and models made of a Linen extractor and a linear head."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import flax.linen as nn
@@ -137,7 +137,9 @@ def build(
       ConfigError: the extractor returns something else, or keeps state or draws random numbers.
     """
     example = jax.ShapeDtypeStruct((1, *shape), jnp.uint8 if hasattr(extractor, "vocabulary") else jnp.float32)
-    z, maps, layers = _traced(extractor, example)
+    # A user's class may read numbers that have changed since it was traced.
+    of_package = type(extractor).__module__.startswith("fedjax_pfl.")
+    z, maps, layers = (_traced_once if of_package else _traced)(extractor, example)
     dim = z.shape[-1]
     head = dense(classes, init, dim, "head")
 
@@ -194,6 +196,10 @@ def _traced(extractor: nn.Module, example: jax.ShapeDtypeStruct) -> tuple[Any, A
         case (z, tuple() | list() as maps) if [leaf.ndim for leaf in (z, *maps)] == [2] + [4] * len(maps):
             return z, maps, tuple(layers)
     raise refused(f"returns the shapes {jax.tree.map(lambda leaf: leaf.shape, out)}")
+
+
+# A program builds its model several times.
+_traced_once = lru_cache(maxsize=64)(_traced)
 
 
 def _projection(extractor: nn.Module, example: jax.ShapeDtypeStruct, normalise: Callable[[Array], Array]) -> Projection:
