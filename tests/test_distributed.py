@@ -46,34 +46,35 @@ def free_job_id():
 
 @pytest.fixture
 def launch():
-    """(arguments, processes=1, devices=1) -> ``fedjax-pfl run`` as a job of SLURM's; no process outlives the test."""
+    """arguments -> ``fedjax-pfl run`` as a job of SLURM's; no process outlives the test."""
     started = []
-    yield lambda *args, **options: started.extend(new := start(*args, **options)) or new
+    yield lambda arguments: started.extend(new := start(arguments)) or new
     for process in started:
         process.kill()
         process.wait()
 
 
-def start(arguments, *, processes=1, devices=1):
+def start(arguments):
+    """Two processes, each with two devices."""
     job = free_job_id()
     environment = {
         **os.environ,
         **LOCAL,
-        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_NUM_CPU_DEVICES": "2",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.values["jax_disable_most_optimizations"])),
     }
     cache = jax.config.values["jax_compilation_cache_dir"]
     where = [f"run.compilation_cache={cache}"] if cache else []
     new = []
-    for number in range(processes):
+    for number in range(2):
         slurm = {
             "SLURM_JOB_ID": str(job),
             "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_NTASKS": str(processes),
+            "SLURM_NTASKS": "2",
             "SLURM_PROCID": str(number),
             "SLURM_LOCALID": str(number),
         }
-        command = [*COMMAND, *arguments, *where, *(["--distributed"] if processes > 1 else [])]
+        command = [*COMMAND, *arguments, *where, "--distributed"]
         new.append(
             subprocess.Popen(
                 command, env={**environment, **slurm}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -117,18 +118,11 @@ def assert_same(directory, alone):
         np.testing.assert_array_equal(exported[name], wanted[name])
 
 
-def test_four_devices_give_what_one_gives(alone, launch, tmp_path):
-    out = tmp_path / "run"
-    finish(launch([str(CONFIG), *OVERRIDES, "--out", str(out)], devices=4))
-    assert_same(out, alone)
-    assert json.loads((out / "summary.json").read_text())["environment"]["device_count"] == 4
-
-
-def test_two_processes_give_what_one_gives_also_after_an_interruption(alone, launch, tmp_path):
+def test_two_processes_of_two_devices_give_what_one_device_gives_also_after_an_interruption(alone, launch, tmp_path):
     out = tmp_path / "run"
     # Too many to end; resuming sets another number.
     arguments = [str(CONFIG), *OVERRIDES, "training.rounds=100000", "run.eval_every=3", "--out", str(out)]
-    processes = launch(arguments, processes=2)
+    processes = launch(arguments)
     while not (out / "checkpoints" / "3").exists():
         assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
         time.sleep(0.05)
@@ -136,11 +130,11 @@ def test_two_processes_give_what_one_gives_also_after_an_interruption(alone, lau
     ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
     assert [code for *_, code in ended] == [128 + signal.SIGTERM] * 2, ended
     newest = max(int(path.name) for path in (out / "checkpoints").iterdir())
-    printed = finish(launch(["--resume", str(out), f"training.rounds={newest + 3}"], processes=2))
+    printed = finish(launch(["--resume", str(out), f"training.rounds={newest + 3}"]))
     assert "written to" in printed[0]
     assert "round" not in printed[1]
     summary = json.loads((out / "summary.json").read_text())
-    assert (summary["environment"]["process_count"], summary["environment"]["device_count"]) == (2, 2)
+    assert (summary["environment"]["process_count"], summary["environment"]["device_count"]) == (2, 4)
     assert_same(out, alone)
 
 

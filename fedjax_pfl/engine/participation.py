@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Key
-from scipy.special import bdtrc
 
 from fedjax_pfl.engine.run import RoundKeys, round_keys
 
@@ -50,6 +49,8 @@ class Participation:
     def cohort_size(self, clients: int) -> int:
         """K, the largest number of clients in a round; with ``poisson`` the risk of more is less than 10^-15."""
         if self.sampling == "poisson":
+            from scipy.special import bdtrc  # a tenth of a second, and hardly any run needs it
+
             more = bdtrc(np.arange(clients + 1), clients, self.high)
             return max(1, int(np.argmax(more < _OVERFLOW)))
         return max(1, round(self.high * clients))

@@ -550,15 +550,16 @@ def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any,
 
     layout = layout_of(program.engine) if over == "clients" else _rows_sharding(runs_on)
     layout = on if layout is None else layout
-    run = _laid(jax.eval_shape(over_runs(init), shared, row), layout)
     scores_on = layout if over == "runs" else clients_on.shardings(config.data.clients)[0] or on  # on all devices
 
     def jitted(fn: Callable, out: Any, donate: int | None = None) -> Any:
         return jax.jit(over_runs(fn), out_shardings=out, donate_argnums=donate)
 
+    begin = jitted(init, layout)
+    run = _laid(jax.eval_shape(begin, shared, row), layout)  # its trace is kept for the program itself
     return {
         "rounds": (jitted(rounds, layout, donate=2), (shared, row, run)),
-        "init": (jitted(init, layout), (shared, row)),
+        "init": (begin, (shared, row)),
         "score": (jitted(score, scores_on), (shared, row, run)),
     }
 
