@@ -205,6 +205,22 @@ def model_with_projection():
     return built(Projected(MODELS["mlp"](hidden=8), 6, "torch"))
 
 
+class Mapped(nn.Module):
+    """Eight hidden units as a map of 2x2 pixels, and eight features as one of a single pixel."""
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        hidden = nn.relu(dense(8, "torch", 16, "hidden_layer")(x.reshape(len(x), -1)))
+        z = nn.relu(dense(8, "torch", 8, "features")(hidden))
+        return z, (hidden.reshape(-1, 2, 2, 2), z[:, None, None])
+
+
+@pytest.fixture(scope="session")
+def model_with_plain_maps():
+    """Sixteen pixels, eight hidden units and eight features, which are maps as well, three classes; no convolution."""
+    return built(Mapped())
+
+
 @pytest.fixture(scope="session")
 def model_with_maps():
     """Two convolutions of four and eight channels, eight features, three classes; maps of 2x2 and 1x1 pixels."""

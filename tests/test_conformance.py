@@ -129,9 +129,9 @@ def name(request, program, start, four_rounds, sweep):
 
 
 @pytest.fixture(scope="module")
-def model_for(model, model_with_maps, model_with_norm, model_with_projection):
+def model_for(model, model_with_plain_maps, model_with_norm, model_with_projection):
     """name -> the model that a method is checked on: the plainest one that it can run on."""
-    special = {"fedcpd": model_with_maps, "pfedcspc": model_with_projection, "fedbn": model_with_norm}
+    special = {"fedcpd": model_with_plain_maps, "pfedcspc": model_with_projection, "fedbn": model_with_norm}
     return lambda name: special.get(name, model)
 
 

@@ -67,7 +67,7 @@ _PRECISION = {"cpu": "float32", "gpu": "tensorfloat32", "tpu": "bfloat16"}
 # The limit of a run that ends with the others.
 _UNLIMITED = np.int32(2**31 - 1)
 # The numbers of compiled programs and of surveys that a process keeps for later runs with the same shapes.
-_KEPT, _KEPT_SURVEYS = 8, 64
+_KEPT, _KEPT_SURVEYS = 8, 16
 # Fields that affect a program only through the shapes of arrays, or not at all: samples, rounds and seed are inputs.
 _NOT_COMPILED = {
     "training": ("rounds",),

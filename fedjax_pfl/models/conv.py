@@ -100,15 +100,7 @@ def conv_pool2x2(x: Images, kernel: Kernel, bias: Bias, *, padding: int) -> Maps
 
 def max_pool3x3(x: Images) -> Pooled:
     """3x3 max-pooling with stride 2 and a border of 1; except on a TPU, first over rows and then over columns."""
-
-    def by_slices(x: Images) -> Pooled:
-        x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-jnp.inf)
-        for axis in (1, 2):
-            last = x.shape[axis] - 2
-            x = functools.reduce(jnp.maximum, (lax.slice_in_dim(x, i, last + i, 2, axis) for i in range(3)))
-        return x
-
-    return lax.platform_dependent(x, tpu=functools.partial(_pool_windows, size=3, border=1), default=by_slices)
+    return lax.platform_dependent(x, tpu=_windows_of_3x3, default=_rows_and_columns_of_3x3)
 
 
 def max_pool2x2(x: Images) -> Pooled:
@@ -116,16 +108,33 @@ def max_pool2x2(x: Images) -> Pooled:
 
     The maximum of four strided slices, whose gradient costs a third of that of ``lax.reduce_window`` on a CPU.
     """
+    return lax.platform_dependent(x, tpu=_windows_of_2x2, default=_corners_of_2x2)
 
-    def by_slices(x: Images) -> Pooled:
-        height, width = x.shape[1] // 2 * 2, x.shape[2] // 2 * 2
 
-        def corner(i: int, j: int) -> Array:
-            return x[:, i:height:2, j:width:2]
+# Not within the functions above: JAX would trace all of them again at each of its calls.
+def _rows_and_columns_of_3x3(x: Images) -> Pooled:
+    x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-jnp.inf)
+    for axis in (1, 2):
+        last = x.shape[axis] - 2
+        x = functools.reduce(jnp.maximum, (lax.slice_in_dim(x, i, last + i, 2, axis) for i in range(3)))
+    return x
 
-        return jnp.maximum(jnp.maximum(corner(0, 0), corner(0, 1)), jnp.maximum(corner(1, 0), corner(1, 1)))
 
-    return lax.platform_dependent(x, tpu=functools.partial(_pool_windows, size=2, border=0), default=by_slices)
+def _corners_of_2x2(x: Images) -> Pooled:
+    height, width = x.shape[1] // 2 * 2, x.shape[2] // 2 * 2
+
+    def corner(i: int, j: int) -> Array:
+        return x[:, i:height:2, j:width:2]
+
+    return jnp.maximum(jnp.maximum(corner(0, 0), corner(0, 1)), jnp.maximum(corner(1, 0), corner(1, 1)))
+
+
+def _windows_of_3x3(x: Images) -> Pooled:
+    return _pool_windows(x, 3, 1)
+
+
+def _windows_of_2x2(x: Images) -> Pooled:
+    return _pool_windows(x, 2, 0)
 
 
 def _pool_windows(x: Images, size: int, border: int) -> Pooled:

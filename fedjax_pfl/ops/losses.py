@@ -22,15 +22,17 @@ def cross_entropies(logits: Float[Array, "samples classes"], y: Int[Array, " sam
     On a CPU the entry of the label is read by its index. On accelerators it is selected by a comparison, because the
     derivative of an indexed read is an indexed write, which takes three separate kernels there.
     """
-
-    def by_index(logs: Array, y: Array) -> Array:
-        return jnp.take_along_axis(logs, y[:, None], axis=1)[:, 0]
-
-    def by_comparison(logs: Array, y: Array) -> Array:
-        return jnp.sum(jnp.where(y[:, None] == jnp.arange(logs.shape[1]), logs, 0.0), axis=1)
-
     logs = jax.nn.log_softmax(logits)
-    return -lax.platform_dependent(logs, y, cpu=by_index, default=by_comparison)
+    return -lax.platform_dependent(logs, y, cpu=_by_index, default=_by_comparison)
+
+
+# Not within the function above: JAX would trace both of them again at each of its calls.
+def _by_index(logs: Array, y: Array) -> Array:
+    return jnp.take_along_axis(logs, y[:, None], axis=1)[:, 0]
+
+
+def _by_comparison(logs: Array, y: Array) -> Array:
+    return jnp.sum(jnp.where(y[:, None] == jnp.arange(logs.shape[1]), logs, 0.0), axis=1)
 
 
 def cross_entropy(
