@@ -718,7 +718,7 @@ def rows():
             r"state of a client = 'tuple' .*: a NamedTuple with the field inbox",
         ),
         (with_inbox(4), r"dispatch returns = 'float32\[\d, 4\]' .*: float32\[\d, 3\], as in the state of the clients"),
-        (with_inbox(3), r"the method's clients after a round = PyTreeDef.*: the same tuples.*outside the factory"),
+        (with_inbox(3), r"the method's clients after a round = 'PyTreeDef.*: the same tuples.*outside the factory"),
         (
             with_setup(lambda now, view, client, data: (data.class_counts, view)),
             r"the method's state of a client after setup = 'float32\[10\]' .*: nothing, as before it",

@@ -1,6 +1,7 @@
 """Checks, from shapes alone, that a method's functions return what the contract requires (`fedjax_pfl/method.py`)."""
 
 from collections.abc import Iterable
+from textwrap import shorten
 from typing import Any
 
 import jax
@@ -145,7 +146,7 @@ def check_form(what: str, found: PyTree, wanted: PyTree, why: str, *, when: str 
     if containers != jax.tree.structure(wanted):
         allowed = "the same tuples, lists, dicts and NamedTuples"
         outside = "define a NamedTuple outside the factory, which is called several times and would make several of it"
-        raise ConfigError(f"{what}{when}", containers, f"{allowed}, {why}; {outside}")
+        raise ConfigError(f"{what}{when}", shorten(str(containers), 100), f"{allowed}, {why}; {outside}")
 
 
 def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
