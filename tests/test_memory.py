@@ -216,6 +216,8 @@ def test_a_client_needs_what_its_part_before_the_first_round_takes(model, traine
     method = METHODS["fedfcd"](model, trainer)
     plain, prepared = (survey(Engine(of, 7), federation, "gpu")[0] for of in (method, method._replace(setup=setup)))
     assert prepared.per_client > 4 * 500**2 > plain.per_client
+    assert prepared.exchanged == plain.exchanged
+    assert prepared.scored == plain.scored
 
 
 @pytest.mark.parametrize(("backend", "chunk"), [("cpu", 1), ("gpu", 3)])

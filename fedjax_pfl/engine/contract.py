@@ -16,7 +16,7 @@ def update_of(returned: Any) -> Update:
     """The value that a method's ``local`` has returned, checked to be an `Update` of the right parts.
 
     Raises:
-      ConfigError: it is something else, or its info, post or diagnostics are.
+      ConfigError: it is something else, or its info, post or diagnostics are, or parts of its upload cannot be counted.
     """
     what = "what the method's local returns"
     if not isinstance(returned, Update):
@@ -24,33 +24,56 @@ def update_of(returned: Any) -> Update:
     info, post, diagnostics = returned.info, returned.post, returned.diagnostics
     if not isinstance(info, TrainInfo):
         raise ConfigError(f"{what} as info", _form(info), "a TrainInfo(loss, steps)")
-    check_numbers(f"{what} as info", info._asdict())
+    _check_numbers(f"{what} as info", info._asdict())
     if post is not None and not (isinstance(post, tuple) and len(post) == 2):
         raise ConfigError(f"{what} as post", _form(post), "a pair (view, client), or None")
     if diagnostics is not None:
-        check_numbers(f"{what} as diagnostics", diagnostics)
+        _check_numbers(f"{what} as diagnostics", diagnostics)
+    check_parts(f"{what} as upload", returned.upload)
     return returned
 
 
-def check_numbers(what: str, named: Any) -> None:
-    """Checks that ``what``, which a function of a method returns, is a dict of single numbers.
+def initial_state(method: Method, returned: Any) -> State:
+    """The value that a method's ``init`` has returned, as a state of the server and of one client.
 
     Raises:
-      ConfigError: it is something else.
+      ConfigError: it is not a pair, a checkpoint cannot hold it, or the engine would not find a client's message.
     """
-    if not isinstance(named, dict):
-        raise ConfigError(what, _form(named), "a dict: name -> number")
-    for name, value in named.items():
-        if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
-            raise ConfigError(f"{what}[{name!r}]", _form(value), "one number, of shape []")
+    state = State(*pair_of("init", returned, "server", "state of a client"))
+    _check_storable(state)
+    _check_inbox(state.clients, method)
+    return state
 
 
-def check_names(of_clients: Iterable[str], of_server: Iterable[str], taken: str) -> None:
+def upload_of_setup(returned: Any, client: PyTree, upload: PyTree) -> PyTree:
+    """The upload that a method's ``setup`` has returned, with a state of the client.
+
+    Args:
+      returned: the value.
+      client: the state of a client.
+      upload: what ``local`` uploads.
+
+    Raises:
+      ConfigError: it is not a pair, or a part of it has another form than ``client`` or ``upload``.
+    """
+    ready, sent = pair_of("setup", returned, "client", "upload")
+    check_form("the method's state of a client", ready, client, "as before it", when=" after setup")
+    check_form("the upload of the method's setup", sent, upload, "as in that of local: one aggregate has both")
+    return sent
+
+
+def check_diagnostics(of_clients: Iterable[str], of_server: Any, taken: str) -> None:
     """Checks that each name of a method's diagnostics stands for one number, and that none is ``taken``.
 
+    Args:
+      of_clients: the names of local's diagnostics.
+      of_server: what ``diagnose`` returns.
+      taken: a name that the package uses.
+
     Raises:
-      ConfigError: a name of local's diagnostics is also one of diagnose's, or is taken.
+      ConfigError: diagnose returns no dict of single numbers, a name of it is also one of local's, or one is taken.
     """
+    _check_numbers("what the method's diagnose returns", of_server)
     for name in of_clients:
         if name in of_server:
             raise ConfigError("what the method's diagnose returns", name, "names that local's diagnostics do not have")
@@ -81,20 +104,6 @@ def pair_of(function: str, returned: Any, first: str, second: str) -> tuple[PyTr
     return returned
 
 
-def check_storable(state: State) -> None:
-    """Checks that a checkpoint can hold the arrays of a method's initial state.
-
-    Raises:
-      ConfigError: one is a random key, or has no entries.
-    """
-    for path, leaf in jax.tree.leaves_with_path(state):
-        name, found = f"the method's init: {jax.tree_util.keystr(path)}", _form(leaf)
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise ConfigError(name, found, "numbers: jax.random.key_data(key), or draw from the key of each round")
-        if leaf.size == 0:
-            raise ConfigError(name, found, "an array with entries, or None")
-
-
 def check_parts(what: str, sent: PyTree) -> None:
     """Checks that the parts of a view or an upload that are not always sent can be counted.
 
@@ -106,18 +115,6 @@ def check_parts(what: str, sent: PyTree) -> None:
     if inner or len(outer) > len(set(map(type, outer))):
         found = [type(part).__name__ for part in (*outer, *inner)]
         raise ConfigError(f"the parts of {what}", found, "one PerClass and one SentIf at most, none within another")
-
-
-def check_inbox(client: PyTree, method: Method) -> None:
-    """Checks that the engine finds the message of the server, if there is one, in the initial state of a client.
-
-    Raises:
-      ConfigError: it is the item of a dict, or ``dispatch`` has no field to write to.
-    """
-    needed = method.dispatch is not None or (isinstance(client, dict) and "inbox" in client)
-    if needed and not hasattr(client, "inbox"):
-        found = list(client) if isinstance(client, dict) else _form(client)
-        raise ConfigError("the method's init: state of a client", found, "a NamedTuple with the field inbox")
 
 
 def check_form(what: str, found: PyTree, wanted: PyTree, why: str, *, when: str = "") -> None:
@@ -156,6 +153,33 @@ def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
       ConfigError: see `check_form`.
     """
     check_form(f"the method's {what}", after, before, "as before it", when=" after a round")
+
+
+def _check_numbers(what: str, named: Any) -> None:
+    """Checks that ``what``, which a function of a method returns, is a dict of single numbers."""
+    if not isinstance(named, dict):
+        raise ConfigError(what, _form(named), "a dict: name -> number")
+    for name, value in named.items():
+        if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
+            raise ConfigError(f"{what}[{name!r}]", _form(value), "one number, of shape []")
+
+
+def _check_storable(state: State) -> None:
+    """Checks that a checkpoint can hold the arrays of a method's initial state."""
+    for path, leaf in jax.tree.leaves_with_path(state):
+        name, found = f"the method's init: {jax.tree_util.keystr(path)}", _form(leaf)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ConfigError(name, found, "numbers: jax.random.key_data(key), or draw from the key of each round")
+        if leaf.size == 0:
+            raise ConfigError(name, found, "an array with entries, or None")
+
+
+def _check_inbox(client: PyTree, method: Method) -> None:
+    """Checks that the engine finds the message of the server, if there is one, in the initial state of a client."""
+    needed = method.dispatch is not None or (isinstance(client, dict) and "inbox" in client)
+    if needed and not hasattr(client, "inbox"):
+        found = list(client) if isinstance(client, dict) else _form(client)
+        raise ConfigError("the method's init: state of a client", found, "a NamedTuple with the field inbox")
 
 
 def _parts(tree: PyTree) -> list[PerClass | SentIf]:

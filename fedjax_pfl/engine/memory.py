@@ -15,21 +15,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import Clients, Federation, Samples, client_data
-from fedjax_pfl.engine.contract import (
-    check_form,
-    check_inbox,
-    check_logits,
-    check_names,
-    check_numbers,
-    check_parts,
-    check_storable,
-    pair_of,
-)
+from fedjax_pfl.engine.contract import check_diagnostics, check_logits, check_parts, initial_state, upload_of_setup
 from fedjax_pfl.engine.round import UPDATE_COSINE, Engine
 from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.method import Cohort, Predict, Round, State
+from fedjax_pfl.method import Cohort, Predict, Round
 from fedjax_pfl.ops.tree import size
 
 # The most that XLA and LLVM take while they compile for a CPU. Measured with JAX 0.10, two programs at a time, on two
@@ -174,9 +165,7 @@ def survey(
     method = engine.method
     key = jax.random.key(0)
     begun = jax.eval_shape(lambda key: method.init(key, engine.clients), key)
-    server, client = pair_of("init", begun, "server", "state of a client")
-    check_storable(State(server, client))
-    check_inbox(client, method)
+    server, client = initial_state(method, begun)
     view = jax.eval_shape(method.broadcast, server)
     check_parts("what the method's broadcast returns", view)
     tables = data.train, data.validation, data.test
@@ -187,7 +176,6 @@ def survey(
         train, test = train._replace(most=scalar), test._replace(most=scalar)
     shared, row = (key, scalar, view, data.x, data.y), (scalar, client, train, validation)
     traced, update = jax.make_jaxpr(engine.local, return_shape=True)(shared, row)
-    check_parts("what the method's local returns as upload", update.upload)
     training, scoring = peak_bytes(traced.jaxpr), _of_scoring(engine, server, update.trained, data, test)
     exchanged = engine.cohort_size * 2 * (size(client) + size(update.upload))
     states, samples = engine.clients * size(client), size(data)
@@ -197,18 +185,11 @@ def survey(
     preparing = calibrating = calibrated = 0
     if method.setup is not None:
         preparing, returned = _of_client(method.setup, shared, row)
-        ready, sent = pair_of("setup", returned, "client", "upload")
-        check_form("the method's state of a client", ready, client, "as before it", when=" after setup")
-        check_form(
-            "the upload of the method's setup", sent, update.upload, "as in that of local: one aggregate has both"
-        )
-        # A CPU reads old states in place; on other devices clients side by side get a copy.
-        copies = 1 if backend == "cpu" else 2
-        prepared = engine.trainers * (copies * size(client) + 2 * size(sent))
-        if engine.cohort_size == engine.trainers:
-            exchanged = max(exchanged, prepared)
-        else:  # not all at once, even where all participants of a round are
-            scored = max(scored, prepared)
+        sent = upload_of_setup(returned, client, update.upload)
+        if engine.cohort_size < engine.trainers:  # else it exchanges no more than a round
+            # A CPU reads old states in place; on other devices clients side by side get a copy.
+            copies = 1 if backend == "cpu" else 2
+            scored = max(scored, engine.trainers * (copies * size(client) + 2 * size(sent)))
     if method.calibrate is not None:
         calibrating, sent = _of_client(method.calibrate.local, shared, row)
         served, after = _of_server(method.calibrate.server, engine, server, sent)
@@ -232,8 +213,7 @@ def survey(
         compiler = _COMPILER_BYTES + _COMPILER_BYTES_PER_OPERATION * _operations(traced.jaxpr)
         memory = memory._replace(compiler=compiler).of_this_process()
     said = jax.eval_shape(method.diagnose, server)
-    check_numbers("what the method's diagnose returns", said)
-    check_names(update.diagnostics or (), said, UPDATE_COSINE)
+    check_diagnostics(update.diagnostics or (), said, UPDATE_COSINE)
     return memory, Exchange(view, client, update.upload, tuple(update.diagnostics or ()), tuple(said))
 
 

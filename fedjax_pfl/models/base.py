@@ -1,7 +1,7 @@
 """The interface of every model, extractor and head; and models made of a Linen extractor and a linear head."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import flax.linen as nn
@@ -79,6 +79,7 @@ class Initializers(NamedTuple):
     bias: Callable[..., Array]
 
 
+@cache  # JAX keeps the trace of a function that it knows
 def initializers(init: Init, fan_in: int) -> Initializers:
     """``"torch"``: kernel and bias uniform in +-1/sqrt(fan_in), as PyTorch and PFLlib; ``"flax"``: Flax's defaults."""
     if init == "flax":

@@ -85,14 +85,7 @@ def conv_pool2x2(x: Images, kernel: Kernel, bias: Bias, *, padding: int) -> Maps
     the kernel. Adding a constant commutes with a maximum, so this gradient is also the sum of the cotangent before
     pooling.
     """
-    pads = ((padding, padding), (padding, padding))
-
-    def by_itself(x: Images, kernel: Kernel, bias: Bias) -> Maps:
-        return max_pool2x2(_conv(x, kernel, (1, 1), pads)) + bias
-
-    def with_kernel(x: Images, kernel: Kernel, bias: Bias) -> Maps:
-        return max_pool2x2(_conv_before_bias(x, kernel, bias, pads)) + lax.stop_gradient(bias)
-
+    by_itself, with_kernel = _bias_gradients(((padding, padding), (padding, padding)))
     if patches.takes_one_column():
         return by_itself(x, kernel, bias)
     return lax.platform_dependent(x, kernel, bias, cpu=by_itself, tpu=by_itself, default=with_kernel)
@@ -111,7 +104,8 @@ def max_pool2x2(x: Images) -> Pooled:
     return lax.platform_dependent(x, tpu=_windows_of_2x2, default=_corners_of_2x2)
 
 
-# Not within the functions above: JAX would trace all of them again at each of its calls.
+# Not within the functions above, since JAX keeps the trace of a branch for as long as it is the same function. For the
+# same reason the functions below that return functions are cached.
 def _rows_and_columns_of_3x3(x: Images) -> Pooled:
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-jnp.inf)
     for axis in (1, 2):
@@ -207,6 +201,19 @@ def _input_gradient_backward(
 _input_gradient.defvjp(_input_gradient_forward, _input_gradient_backward)
 
 
+@functools.cache
+def _bias_gradients(pads: Pads) -> tuple[Callable[..., Maps], Callable[..., Maps]]:
+    """The function of `conv_pool2x2` with the bias's gradient by itself, and with that of the kernel."""
+
+    def by_itself(x: Images, kernel: Kernel, bias: Bias) -> Maps:
+        return max_pool2x2(_conv(x, kernel, (1, 1), pads)) + bias
+
+    def with_kernel(x: Images, kernel: Kernel, bias: Bias) -> Maps:
+        return max_pool2x2(_conv_before_bias(x, kernel, bias, pads)) + lax.stop_gradient(bias)
+
+    return by_itself, with_kernel
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _conv_before_bias(x: Images, kernel: Kernel, bias: Bias, pads: Pads) -> Maps:
     """The convolution alone, but with the gradient of the bias that is added to it later."""
@@ -275,14 +282,14 @@ def _on_cpu(special: Callable | None, general: Callable, *operands: Array) -> Ar
 
 
 def _side_by_side(
-    axes: tuple[int | None, ...], operands: tuple[Array, Array], cpu: Callable, tpu: Callable, gpu: Callable
-) -> Array:
-    """The clients' results, each as its platform favours; ``axes`` say which operands differ between clients."""
+    axes: tuple[int | None, ...], cpu: Callable, tpu: Callable, gpu: Callable
+) -> dict[str, Callable[..., Array]]:
+    """Functions of all clients, one for each platform; ``axes`` say which operands differ between clients."""
     ways = {"cpu": cpu, "tpu": tpu, "default": gpu}
     by_platform: dict[str, Callable] = {platform: jax.vmap(way, axes) for platform, way in ways.items()}
     if None not in axes:
         by_platform["tpu"] = _runs_as_clients(by_platform["tpu"])
-    return lax.platform_dependent(*operands, **by_platform)
+    return by_platform
 
 
 def _runs_as_clients(way: Callable[..., Array]) -> Callable[..., Array]:
@@ -354,6 +361,16 @@ def _output_op(strides: tuple[int, int], pads: Pads) -> Callable[[Images, Kernel
             return _output_by_rows(x, kernel, strides, pads)
         return _direct(x, kernel, strides, pads)
 
+    def direct(x: Images, kernel: Kernel) -> Maps:
+        return _direct(x, kernel, strides, pads)
+
+    def by_patches(x: Images, kernel: Kernel, columns: int = 1) -> Maps:
+        return patches.output(x, kernel, strides, pads, columns=columns)
+
+    @functools.cache
+    def side_by_side(axes: tuple[int | None, ...], columns: int) -> dict[str, Callable[..., Array]]:
+        return _side_by_side(axes, by_patches, direct, functools.partial(by_patches, columns=columns))
+
     def one_client(x: Images, kernel: Kernel) -> Maps:
         fourier = _fourier(x.shape, kernel.shape, x.dtype, strides, pads)
         return _on_cpu(fourier.output if fourier else None, spatial, x, kernel)
@@ -366,18 +383,9 @@ def _output_op(strides: tuple[int, int], pads: Pads) -> Callable[[Images, Kernel
             y = conv2d(x.reshape(-1, *x.shape[2:]), kernel, strides=strides, padding=pads)
             return y.reshape(clients, -1, *y.shape[1:]), True
         axes = (0 if is_batched[0] else None, 0)
-
-        def direct(x: Images, kernel: Kernel) -> Maps:
-            return _direct(x, kernel, strides, pads)
-
-        def by_patches(x: Images, kernel: Kernel, columns: int = 1) -> Maps:
-            return patches.output(x, kernel, strides, pads, columns=columns)
-
         *rows, width, _ = jax.eval_shape(jax.vmap(direct, axes), x, kernel).shape
         columns = patches.columns_on_a_gpu(math.prod(rows), width, kernel.shape[1:], strides)
-        return _side_by_side(
-            axes, (x, kernel), by_patches, direct, functools.partial(by_patches, columns=columns)
-        ), True
+        return lax.platform_dependent(x, kernel, **side_by_side(axes, columns)), True
 
     return batched
 
@@ -396,10 +404,23 @@ def _kernel_gradient_op(
         )
         return d_kernel.transpose(1, 2, 0, 3)[..., :outputs]
 
+    def direct(x: Images, dy: Maps) -> Kernel:
+        kernel = jax.ShapeDtypeStruct((*size, x.shape[-1], dy.shape[-1]), x.dtype)
+        return jax.linear_transpose(lambda kernel: _direct(x, kernel, strides, pads), kernel)(dy)[0]
+
+    def by_patches(x: Images, dy: Maps, columns: int = 1) -> Kernel:
+        return patches.kernel_gradient(x, dy, strides, pads, size, columns=columns)
+
+    @functools.cache
+    def side_by_side(axes: tuple[int | None, ...], columns: int) -> dict[str, Callable[..., Array]]:
+        return _side_by_side(axes, by_patches, direct, functools.partial(by_patches, columns=columns))
+
+    by_blocks = functools.partial(_kernel_gradient_by_blocks, pads=pads, size=size)
+
     def one_client(x: Images, dy: Maps) -> Kernel:
         few_channels = x.shape[-1] <= _FEW_CHANNELS
         if strides == (1, 1) and size != (1, 1) and few_channels and len(x) * dy.shape[-1] >= _FASTER_BY_BLOCKS:
-            return _on_cpu(functools.partial(_kernel_gradient_by_blocks, pads=pads, size=size), spatial, x, dy)
+            return _on_cpu(by_blocks, spatial, x, dy)
         fourier = _fourier(x.shape, (*size, x.shape[-1], dy.shape[-1]), x.dtype, strides, pads)
         return _on_cpu(fourier.kernel_gradient if fourier else None, spatial, x, dy)
 
@@ -408,18 +429,10 @@ def _kernel_gradient_op(
     @batched.def_vmap
     def over_clients(clients: int, is_batched: list[bool], x: Array, dy: Array) -> tuple[Array, bool]:
         axes = tuple(0 if flag else None for flag in is_batched)
-
-        def direct(x: Images, dy: Maps) -> Kernel:
-            kernel = jax.ShapeDtypeStruct((*size, x.shape[-1], dy.shape[-1]), x.dtype)
-            return jax.linear_transpose(lambda kernel: _direct(x, kernel, strides, pads), kernel)(dy)[0]
-
-        def by_patches(x: Images, dy: Maps, columns: int = 1) -> Kernel:
-            return patches.kernel_gradient(x, dy, strides, pads, size, columns=columns)
-
         *rows, width, outputs = dy.shape[-4:]
         kernel = *size, x.shape[-1], outputs
         columns = patches.columns_on_a_gpu(clients * math.prod(rows), width, kernel, strides)
-        return _side_by_side(axes, (x, dy), by_patches, direct, functools.partial(by_patches, columns=columns)), True
+        return lax.platform_dependent(x, dy, **side_by_side(axes, columns)), True
 
     return batched
 
@@ -452,6 +465,14 @@ def _input_gradient_op(
     def by_patches(dy: Maps, kernel: Kernel, columns: int = 1) -> Images:
         return patches.input_gradient(dy, kernel, pixels, strides, pads, columns=columns)
 
+    def direct(dy: Maps, kernel: Kernel) -> Images:
+        x = jax.ShapeDtypeStruct((len(dy), *pixels, kernel.shape[2]), dy.dtype)
+        return jax.linear_transpose(lambda x: _direct(x, kernel, strides, pads), x)(dy)[0]
+
+    @functools.cache
+    def side_by_side(axes: tuple[int | None, ...], columns: int) -> dict[str, Callable[..., Array]]:
+        return _side_by_side(axes, by_patches, direct, functools.partial(by_patches, columns=columns))
+
     def one_client(dy: Maps, kernel: Kernel) -> Images:
         fourier = _fourier((dy.shape[0], *pixels), kernel.shape, dy.dtype, strides, pads)
         return _on_cpu(fourier.input_gradient if fourier else None, by_patches, dy, kernel)
@@ -461,14 +482,8 @@ def _input_gradient_op(
     @batched.def_vmap
     def over_clients(clients: int, is_batched: list[bool], dy: Array, kernel: Array) -> tuple[Array, bool]:
         axes = tuple(0 if flag else None for flag in is_batched)
-
-        def direct(dy: Maps, kernel: Kernel) -> Images:
-            x = jax.ShapeDtypeStruct((len(dy), *pixels, kernel.shape[2]), dy.dtype)
-            return jax.linear_transpose(lambda x: _direct(x, kernel, strides, pads), x)(dy)[0]
-
         *rows, width, _ = dy.shape[-4:]
         columns = patches.columns_on_a_gpu(clients * math.prod(rows), width, kernel.shape[-4:], strides)
-        wide = functools.partial(by_patches, columns=columns)
-        return _side_by_side(axes, (dy, kernel), by_patches, direct, wide), True
+        return lax.platform_dependent(dy, kernel, **side_by_side(axes, columns)), True
 
     return batched
