@@ -45,6 +45,7 @@ def play(method, federation: Federation, *, who=EVERYONE, rounds=3, new=0, score
     engine = (Engine if scored else Unscored)(method, N, who, new=new)
     start = jax.jit(engine.init)(KEY, federation)
     end = jax.jit(engine.rounds)(KEY, start, at(0), at(rounds), np.bool_(True), federation)
+    start, end = jax.tree.map(np.asarray, (start, end))
     return Played(start, end, [present for present, _ in cohorts(engine, KEY, federation, rounds)])
 
 

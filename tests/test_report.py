@@ -694,9 +694,27 @@ def test_diagnostics_of_a_run_that_has_diverged_are_none(tmp_path):
     assert Page(report_html([tmp_path])).table("run", "update_cosine") == [["fedavg", "0.4800"], ["fedprox", "—"]]
 
 
+def of_script(numbers, expression):
+    """The value of an expression in the script itself, with the page that it looks for left out."""
+    page = f"const document = {{ getElementById: () => ({{ textContent: {json.dumps(json.dumps(numbers))} }}) }};"
+    text = files("fedjax_pfl.experiment").joinpath("report.js").read_text(encoding="utf-8")
+    start = '  if (byId("curves-figure")) curves();'
+    assert text.count(start) == 1
+    script = f"{page}\n{text[: text.index(start)]}console.log(JSON.stringify({expression}));}})();"
+    return json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
+def test_an_axis_marks_the_evaluated_rounds_where_their_numbers_have_room():
+    rounds = [[5, 10, 15, 20], [7], [1, 2, 40], [*range(0, 201, 10)]]
+    marked = of_script({}, f"{json.dumps(rounds)}.map((of) => roundTicks(of, (round) => 15 * round, 5))")
+    assert marked == [[5, 10, 15, 20], [7], [10, 20, 30, 40], [*range(0, 201, 10)]]
+    close = of_script({}, f"roundTicks({json.dumps(rounds[3])}, (round) => 3 * round, 5)")
+    assert close == [0, 50, 100, 150, 200]
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
 def test_a_curve_ends_with_the_last_round_that_all_its_runs_have():
-    """In the script itself, with the page that it looks for left out."""
     runs = [
         {"round": [1, 2, 3], "values": {"m": [0.5, 0.6, 0.65]}},
         {"round": [1, 2, 3, 4, 5], "values": {"m": [0.8, None, 0.92, 0.93, 0.94]}},
@@ -704,14 +722,7 @@ def test_a_curve_ends_with_the_last_round_that_all_its_runs_have():
         {"values": {}},
     ]
     numbers = {"metrics": {"m": {"scale": 100, "label": "m"}}, "runs": runs}
-    page = f"const document = {{ getElementById: () => ({{ textContent: {json.dumps(json.dumps(numbers))} }}) }};"
-    text = files("fedjax_pfl.experiment").joinpath("report.js").read_text(encoding="utf-8")
-    start = '  if (byId("curves-figure")) curves();'
-    assert text.count(start) == 1
-    asked = 'console.log(JSON.stringify([numbers.runs, [numbers.runs[1]]].map((of) => pointsOf(of, "m", "round"))))'
-    script = f"{page}\n{text[: text.index(start)]}{asked};}})();"
-    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
-    together, alone = json.loads(done.stdout)
+    together, alone = of_script(numbers, '[numbers.runs, [numbers.runs[1]]].map((of) => pointsOf(of, "m", "round"))')
     assert [(point["round"], point["runs"]) for point in together] == [(1, 2), (3, 2)]
     assert [point["y"] for point in together] == pytest.approx([65, 78.5])
     assert [point["round"] for point in alone] == [1, 3, 4, 5]

@@ -38,6 +38,12 @@
     return Array.from({ length: found }, (_, at) => Number(((first + at) * step).toPrecision(12)));
   }
 
+  // The evaluated rounds themselves where there is room for all of them.
+  function roundTicks(rounds, x, count) {
+    const fit = rounds.slice(1).every((round, at) => x(round) - x(rounds[at]) >= 40);
+    return fit ? rounds : ticks(rounds[0], rounds[rounds.length - 1], count).filter(Number.isInteger);
+  }
+
   function shown(value, unit) {
     if (unit === "%") return `${value.toFixed(2)} %`;
     const plain = value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6);
@@ -174,8 +180,10 @@
         add(svg, "line", { class: "rule", x1: left, x2: right, y1: y(value), y2: y(value) });
         add(svg, "text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, shown(value, ""));
       }
-      const whole = across.value === "round";
-      for (const value of ticks(firstX, lastX, width / 90).filter((tick) => !whole || Number.isInteger(tick))) {
+      const evaluated = rounds.filter((round) => firstX <= round && round <= lastX);
+      const count = width / 90;
+      const marks = across.value === "round" ? roundTicks(evaluated, x, count) : ticks(firstX, lastX, count);
+      for (const value of marks) {
         add(svg, "line", { class: "axis", x1: x(value), x2: x(value), y1: bottom, y2: bottom + 4 });
         add(svg, "text", { x: x(value), y: bottom + 17, "text-anchor": "middle" }, shown(value, ""));
       }

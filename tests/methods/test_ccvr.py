@@ -116,7 +116,7 @@ def test_gaussians_pool_as_though_the_features_were_in_one_place():
         upper[k, c] = np.cov(features[k][c].T)[np.triu_indices(6)] if counts[k, c] > 1 else 0.0
     # What is not sent must not be read.
     means[counts == 0], upper[counts == 0] = 1e3, 1e3
-    found = pool(*(jnp.asarray(a, jnp.float32) for a in (counts, means, upper)))
+    found = jax.jit(pool)(*(jnp.asarray(a, jnp.float32) for a in (counts, means, upper)))
     together = [np.concatenate([of_client[c] for of_client in features]) for c in range(4)]
     within = sum((len(z) - 1) * np.cov(z.T) for z in together[:2]) / sum(len(z) - 1 for z in together[:2])
     for c, covariance in enumerate([np.cov(together[0].T), np.cov(together[1].T), within]):

@@ -132,7 +132,7 @@ def test_a_warm_up_of_lg_fedavg_is_fedavg_also_compressed(model, trainer, federa
     warmed = compressed(lg_fedavg(model, trainer, warmup_rounds=9), codec)
     upper, (_, lower) = play(warmed, federation, who=SOME, rounds=3, scored=False).end.state.server
     w = play(compressed(fedavg(model, trainer), codec), federation, who=SOME, rounds=3, scored=False).end.state.server
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), join_layers(lower, upper), w)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), jax.jit(join_layers)(lower, upper), w)
 
 
 def test_what_would_not_become_smaller_is_sent_as_it_is(model, trainer, federation):

@@ -136,7 +136,7 @@ def test_without_an_inner_step_it_is_sgd_on_every_other_sample_and_a_client_with
 
 
 def test_the_second_derivative_of_convolutions_is_the_limit_of_differences(model_with_maps, trainer, federation):
-    w, data = model_with_maps.init(KEY), client_data(federation.x, federation.y, client(federation.train, 2))
+    w, data = jax.jit(model_with_maps.init)(KEY), client_data(federation.x, federation.y, client(federation.train, 2))
 
     def trained(**options):
         local = jax.jit(perfedavg(model_with_maps, trainer, **options).local)

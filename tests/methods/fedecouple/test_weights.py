@@ -85,14 +85,13 @@ def test_a_robust_rule_stays_one_where_an_upload_is_senseless(rule, nonsense):
     for leaf in jax.tree.leaves(spoilt):
         leaf[1] = nonsense
     uploads = single(spoilt)
-    weights = np.asarray(
-        cosine_weights(uploads, combine(uploads, jnp.asarray(present, jnp.float32)), jnp.asarray(present))
-    )
+    weigh = jax.jit(lambda uploads, weight: cosine_weights(uploads, combine(uploads, weight), jnp.asarray(present)))
+    weights = np.asarray(weigh(uploads, jnp.asarray(present, jnp.float32)))
     assert (weights > 0).tolist() == present.tolist()
     assert weights.sum() == pytest.approx(1, rel=1e-5)
     assert weights[1] < 1e-5
     for leaf, honest in zip(
-        jax.tree.leaves(combine(uploads, jnp.asarray(weights))), jax.tree.leaves(UPLOADS), strict=True
+        jax.tree.leaves(jax.jit(combine)(uploads, jnp.asarray(weights))), jax.tree.leaves(UPLOADS), strict=True
     ):
         assert (leaf >= np.min(honest, axis=0) - 1e-6).all()
         assert (leaf <= np.max(honest, axis=0) + 1e-6).all()

@@ -330,12 +330,18 @@ def test_among_a_thousand_the_cut_is_at_half_of_an_equal_share(clients, absent, 
 
 def test_where_nobody_has_a_sample_all_keep_the_head_that_they_received(model, trainer, federation):
     method = fedpac(model, trainer)
-    server, one = method.init(KEY, N)
-    data = client_data(federation.x, federation.y, client(federation.train, 2))
-    upload = method.local(now(KEY, 0), method.broadcast(server), one, data).upload
-    nobody = upload._replace(per_class=jax.tree.map(jnp.zeros_like, upload.per_class))
-    rows, kept = (jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), tree) for tree in (nobody, one))
-    _, after = method.aggregate(now(KEY, 0), server, kept, rows, Cohort(jnp.arange(2), jnp.zeros(2), N, N))
+    cohort = Cohort(jnp.arange(2), jnp.zeros(2), N, N)
+
+    @jax.jit
+    def kept_and_after(row):
+        server, one = method.init(KEY, N)
+        data = client_data(federation.x, federation.y, row)
+        upload = method.local(now(KEY, 0), method.broadcast(server), one, data).upload
+        nobody = upload._replace(per_class=jax.tree.map(jnp.zeros_like, upload.per_class))
+        rows, kept = (jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), tree) for tree in (nobody, one))
+        return kept, method.aggregate(now(KEY, 0), server, kept, rows, cohort)[1]
+
+    kept, after = kept_and_after(client(federation.train, 2))
     jax.tree.map(np.testing.assert_array_equal, after, kept)
 
 
