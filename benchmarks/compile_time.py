@@ -26,7 +26,8 @@ import numpy as np
 from fedjax_pfl import METHODS, Config, load_config
 from fedjax_pfl.data.dataset import from_arrays
 from fedjax_pfl.experiment.build import cores, prepare
-from fedjax_pfl.experiment.programs import lay_out, traced
+from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.programs import traced
 
 MODELS = ("mlp", "cnn2")
 # A model for the methods that run on no other, and what methods need: FedCPD where there are no feature maps, others to

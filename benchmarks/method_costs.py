@@ -27,7 +27,8 @@ from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.build import prepare
-from fedjax_pfl.experiment.programs import Program, lay_out
+from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.programs import Program
 from fedjax_pfl.ops.tree import count
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,7 +16,7 @@ from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.experiment.build import attackers, divide
-from fedjax_pfl.experiment.programs import lay_out
+from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
 from tests import generator

@@ -23,9 +23,10 @@ from fedjax_pfl.data.sources import load
 from fedjax_pfl.data.split import draw_test, manifest
 from fedjax_pfl.engine.memory import Hardware, peak_bytes, survey
 from fedjax_pfl.engine.metrics import METRICS
-from fedjax_pfl.experiment import programs
+from fedjax_pfl.experiment import layout, programs
 from fedjax_pfl.experiment.build import divide, even_chunk, make_engine, shape_of
-from fedjax_pfl.experiment.programs import alike, lay_out
+from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.summary import flat
 from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods import METHODS
@@ -257,8 +258,8 @@ def test_other_seeds_and_numbers_of_the_same_shapes_compile_nothing(reference, m
 @pytest.mark.usefixtures("tables_as_before")
 def test_runs_of_the_same_shapes_are_surveyed_once(monkeypatch):
     surveyed, data = [], load("digits")
-    monkeypatch.setattr(programs, "_surveys", OrderedDict())
-    monkeypatch.setattr(programs, "survey", lambda *of, **how: surveyed.append(of) or survey(*of, **how))
+    monkeypatch.setattr(layout, "_surveys", OrderedDict())
+    monkeypatch.setattr(layout, "survey", lambda *of, **how: surveyed.append(of) or survey(*of, **how))
 
     def found(changes, hardware=None):
         surveyed.clear()

@@ -26,7 +26,8 @@ from fedjax_pfl.experiment import programs
 from fedjax_pfl.experiment.build import program_inputs
 from fedjax_pfl.experiment.checkpoint import Checkpoints
 from fedjax_pfl.experiment.executors import _run_on_ray
-from fedjax_pfl.experiment.programs import alike, lay_out
+from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.sweep import Sweep, _folder, _write_parquet
 from fedjax_pfl.experiment.tables import Cell
 

@@ -30,7 +30,7 @@ from fedjax_pfl.cli.commands import app
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment import programs, tuning
 from fedjax_pfl.experiment.callbacks import Running
-from fedjax_pfl.experiment.programs import lay_out
+from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.tuning import _distributions, _Watch
 
 SPACE = {"training.lr": LogUniform(0.01, 0.5), "method.mu": Uniform(0, 1)}

@@ -21,10 +21,11 @@ from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import DataShape, make_engine, model_of, shape_of
 from fedjax_pfl.experiment.config import HONEST, Config
+from fedjax_pfl.experiment.inputs import keys_of
 from fedjax_pfl.experiment.kept import named
 from fedjax_pfl.experiment.plots.given import check_given
 from fedjax_pfl.experiment.plots.style import COLUMN, as_label, drawing
-from fedjax_pfl.experiment.programs import drawn_once, keys_of
+from fedjax_pfl.experiment.programs import drawn_once
 from fedjax_pfl.experiment.registry import with_own_parts
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.trained import checked_labels, checked_samples

@@ -18,8 +18,8 @@ from fedjax_pfl.experiment.frames import client_frame, difference_frame, history
 from fedjax_pfl.experiment.gathered import record_of
 from fedjax_pfl.experiment.headline import counted, runs_in_short
 from fedjax_pfl.experiment.html import runs_html
+from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.plots.curves import plot_curves
-from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.experiment.record import alone_in, writable, write_atomically
 from fedjax_pfl.experiment.registry import load_entry_points
 from fedjax_pfl.experiment.summary import FIGURES, POINTS, flat

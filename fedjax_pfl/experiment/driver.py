@@ -2,7 +2,7 @@
 
 `drive` runs one run, or several runs as rows of one program (`programs`); a single run is R = 1.
 
-The path from here to a gradient step: `drive` lays out a program (`programs.lay_out`, where `build.make_engine`
+The path from here to a gradient step: `drive` lays out a program (`layout.lay_out`, where `build.make_engine`
 combines method, model and trainer) and calls its ``rounds``, which are compiled from `Engine.rounds`
 (`engine/round.py`). Each round maps `Cohorts.local` (`engine/cohort.py`) over the clients of the cohort. This calls
 ``method.local`` (for example in `methods/fedavg.py`), which calls a `Trainer` (`ops/training.py`), whose ``step``
@@ -32,8 +32,9 @@ from fedjax_pfl.experiment.checkpoint import Saved, Stop, stop_on_signals
 from fedjax_pfl.experiment.config import Config, check_config
 from fedjax_pfl.experiment.course import Course
 from fedjax_pfl.experiment.distributed import agree
+from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.parts import with_parts
-from fedjax_pfl.experiment.programs import Program, lay_out
+from fedjax_pfl.experiment.programs import Program
 from fedjax_pfl.experiment.progress import Progress, in_notebook, reporting
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.resume import RunPlace, versions

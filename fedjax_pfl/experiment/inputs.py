@@ -2,11 +2,16 @@
 
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Bool, Float, UInt32
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Key, UInt32
 
 from fedjax_pfl.data.federated import Clients, Federation, Samples
+from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run
+from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.method import State
 
 
@@ -42,8 +47,18 @@ class Shared(NamedTuple):
     evaluate: Any
 
 
+def keys_of(config: Config) -> Key[Array, "2"]:
+    """The keys of a run's initial state and of its rounds."""
+    return jax.random.split(jax.random.key(config.run.seed))
+
+
 def layout_of(engine: Engine) -> Any:
     """The shardings of a run whose clients are spread over devices; None for one device."""
     shardings: tuple[Any, Any] = engine.placement.shardings(engine.clients)
     shared, per_client = shardings
     return None if shared is None else Run(State(shared, per_client), per_client, shared, shared, shared)
+
+
+def rows_sharding(placement: Placement) -> NamedSharding | None:
+    """The sharding of stacked runs."""
+    return None if placement.mesh is None else NamedSharding(placement.mesh, P("clients"))

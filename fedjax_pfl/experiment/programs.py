@@ -1,13 +1,11 @@
 """One or more runs as one compiled program: ``init``, ``rounds``, ``score``.
 
-Runs of a program differ in their seed and in numbers that no shape depends on; both are inputs of the program. A single
-run spreads its clients over the devices. Several runs are spread over the devices as a whole where that keeps all of
-these busy, and otherwise go one after the other, each with its clients over all devices, through the same program.
+Runs of a program differ in their seed and in numbers that no shape depends on; both are inputs of the program. `layout`
+makes a program of configs and data.
 """
 
 import functools
 import json
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,55 +17,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, Sharding
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int, Key, PyTree
+from jax.sharding import Sharding
+from jaxtyping import Array, Int, PyTree
 
-from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.federated import Clients, Federation, Samples
+from fedjax_pfl.data.federated import Federation, Samples
 from fedjax_pfl.data.rows import Holdings
-from fedjax_pfl.engine.memory import Hardware, Memory, release_freed, survey, this_hardware
+from fedjax_pfl.engine.memory import Memory, release_freed
 from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.engine.participation import rounds_participated
 from fedjax_pfl.engine.placement import Placement, map_clients
-from fedjax_pfl.engine.round import UPDATE_COSINE, Engine
+from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Evaluation, Outputs
 from fedjax_pfl.engine.traffic import Exchange
-from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import (
-    DataShape,
-    attackers,
-    branches_on_option,
-    cores,
-    deal,
-    federate,
-    make_engine,
-    place,
-    place_runs,
-    program_inputs,
-    shape_of,
-)
+from fedjax_pfl.experiment.build import DataShape, branches_on_option, cores, make_engine, program_inputs
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.distributed import put_everywhere, to_host
+from fedjax_pfl.experiment.distributed import to_host
 from fedjax_pfl.experiment.export import export_of
-from fedjax_pfl.experiment.inputs import Row, Shared, layout_of
+from fedjax_pfl.experiment.inputs import Row, Shared, keys_of, layout_of, rows_sharding
 from fedjax_pfl.experiment.offloaded import Offloaded, Parts, put_offloaded, traced_offloaded
-from fedjax_pfl.experiment.privacy import check_accountant, check_privacy, without_privacy
-from fedjax_pfl.experiment.summary import judged
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
 from fedjax_pfl.models.own import values_read_by
 
 Over = Literal["clients", "runs"]
-# The default precision of a backend: the fastest one whose effect on accuracy is small compared with that of the seed
-# (`benchmarks/results/precision.json`).
-_PRECISION = {"cpu": "float32", "gpu": "tensorfloat32", "tpu": "bfloat16"}
-# The limit of a run that ends with the others.
-_UNLIMITED = np.int32(2**31 - 1)
-# The numbers of compiled programs and of surveys that a process keeps for later runs with the same shapes.
-_KEPT, _KEPT_SURVEYS = 8, 16
+# The number of compiled programs that a process keeps for later runs with the same shapes.
+_KEPT = 8
 # Fields that affect a program only through the shapes of arrays, or not at all: samples, rounds and seed are inputs.
 _NOT_COMPILED = {
     "training": ("rounds",),
@@ -109,9 +85,8 @@ class _Compiled(NamedTuple):
     score: Callable[[Shared, Row, Run], Evaluation]
 
 
-_Name = tuple[str, tuple[Callable, ...], str]
-_store: OrderedDict[_Name, _Compiled | Offloaded] = OrderedDict()
-_surveys: OrderedDict[_Name, tuple[Memory, Exchange]] = OrderedDict()
+Name = tuple[str, tuple[Callable, ...], str]
+_store: OrderedDict[Name, _Compiled | Offloaded] = OrderedDict()
 
 
 def alike(config: Config) -> str:
@@ -227,7 +202,7 @@ class Program:
         elif self.rows[0].limit is not None:
             limit = np.array(self.rows[0].limit)
             limit[self._at[run]] = t
-            self.rows[0] = self.rows[0]._replace(limit=jax.device_put(limit, _rows_sharding(self.runs_on)))
+            self.rows[0] = self.rows[0]._replace(limit=jax.device_put(limit, rows_sharding(self.runs_on)))
 
     def score(self, states: list[Run], t: int) -> list[Evaluation]:
         """The scores of each run after t rounds, on the host."""
@@ -310,7 +285,7 @@ class Program:
             put, layout = put_offloaded if self.offloaded else jax.device_put, layout_of(self.engine)
             return [put(state, layout) for state in states]
         stacked = jax.tree.map(lambda *leaves: np.stack([leaves[run] for run in self.order]), *states)
-        return [jax.device_put(stacked, _rows_sharding(self.runs_on))]
+        return [jax.device_put(stacked, rows_sharding(self.runs_on))]
 
     @property
     def _at(self) -> list[int]:
@@ -324,179 +299,6 @@ class Program:
 
     def _shared(self, start: int, stop: int, evaluate: bool = True) -> Shared:
         return Shared(*self.samples, np.int32(start), np.int32(stop), np.bool_(evaluate))
-
-
-def largest_batch(engine: Engine, samples: Any) -> Any:
-    """The largest ``training.batch_size`` that leaves a client with so many samples a batch under ``drop_last``."""
-    return samples * (2 if engine.method.copies == "concat" else 1) // engine.method.batches_per_step
-
-
-def _check_whole_batches(config: Config, engine: Engine, federations: Sequence[Federation]) -> None:
-    """Raises a ConfigError if, without short batches, nobody can train, or a robust rule would prefer who cannot."""
-    counts = [np.asarray(federation.train.count)[: engine.trainers] for federation in federations]
-    held = [largest_batch(engine, count[count > 0]) for count in counts]
-    # Of each run by itself: another one's clients may be larger.
-    most, all_have = min(of_run.max() for of_run in held), min(of_run.min() for of_run in held)
-    field, size, rule = "training.batch_size", config.training.batch_size, config.aggregation.rule
-    if size > most:
-        allowed = f"at most {most} with training.drop_last: nobody has a whole batch to train on"
-        raise ConfigError(field, size, allowed)
-    if rule != "mean" and size > all_have:
-        # Such a client returns the model unchanged, in the middle of all others: Krum would choose it in every round.
-        allowed = f'at most {all_have} with training.drop_last and aggregation.rule = "{rule}": a client has no more'
-        raise ConfigError(field, size, allowed)
-
-
-def lay_out(
-    configs: Sequence[Config], dataset: Dataset, hardware: Hardware | None = None, room: int | None = None
-) -> Program:
-    """Divides the data among the clients of each run, and chooses where runs and clients go; compiles nothing.
-
-    Args:
-      configs: the configs of the runs; `alike` must be the same for all.
-      dataset: the data that each run divides among its clients.
-      hardware: the hardware for which the program is made; this machine's unless given.
-      room: the number of runs for which the program is made, at least ``len(configs)``. Runs may then end before others
-        (`Program.end`), and a later program with any number of runs up to it is the same program. None for no room.
-
-    Raises:
-      ConfigError: config, data and method do not fit together, or into memory.
-    """
-    first, data = configs[0], shape_of(dataset)
-    hardware = hardware or this_hardware()
-    federations, manifests, holdings = map(list, zip(*_divisions(configs, dataset), strict=True))
-    rows = _rows(configs, federations)
-    engine = make_engine(first, data)
-    _check(configs, data, engine, federations)
-    for config, manifest in zip(configs, manifests, strict=True):
-        _check_validated(config, manifest, engine.new)
-    precision = precision_of(first, hardware.backend)
-    memory, exchange = _survey(first, data, engine, federations[0], hardware.backend, precision)
-    names = exchange.diagnostics
-    if first.run.diagnostics and exchange.comes_back:
-        names += (UPDATE_COSINE,)
-    # Not on a CPU, where clients run one by one: with a known number of steps, an absent row would cost as much as a
-    # client.
-    tables = [federation.train for federation in federations]
-    full = len({table.index.shape for table in tables}) == 1 and all(map(_is_full, tables))
-    engine = replace(engine, diagnostics=names, equal=full and hardware.backend != "cpu")
-    over, runs_on, engine = _place(first, max(len(configs), room or 0), memory, engine, hardware)
-    samples = federations[0].x, federations[0].y
-    rows, samples, order = _spread(rows, samples, over, runs_on, engine.placement, room)
-    return Program(
-        configs, data, engine, over, runs_on, manifests, holdings, memory, exchange, samples, rows, order, precision
-    )
-
-
-def keys_of(config: Config) -> Key[Array, "2"]:
-    """The keys of a run's initial state and of its rounds."""
-    return jax.random.split(jax.random.key(config.run.seed))
-
-
-def _rows(configs: Sequence[Config], federations: Sequence[Federation]) -> list[Row]:
-    """The arguments in which each run differs from the others."""
-    return [
-        Row(
-            jax.random.key_data(keys_of(config)),
-            jax.device_put({field: np.float32(value) for field, value in program_inputs(config).items() if value}),
-            (held.train, held.validation, held.test, held.pooled),
-            jax.device_put(attackers(config)),
-        )
-        for config, held in zip(configs, federations, strict=True)
-    ]
-
-
-def _check(configs: Sequence[Config], data: DataShape, engine: Engine, federations: Sequence[Federation]) -> None:
-    """Checks that need config, engine and data together.
-
-    Raises:
-      ConfigError: no client has a whole batch, the method cannot be private, or its states cannot be on the host.
-    """
-    first = configs[0]
-    if first.training.drop_last:
-        _check_whole_batches(first, engine, federations)
-    for config in configs:
-        check_accountant(config)
-    if first.privacy.clip is not None:
-        without = without_privacy(first)
-        plain = make_engine(without, data)
-        check_privacy(first, plain.method, _survey(without, data, plain, federations[0], "cpu", "float32")[1])
-    if first.run.client_state == "host":
-        _check_offloaded(engine)
-
-
-def _check_validated(config: Config, manifest: dict[str, Any], new: int) -> None:
-    """Raises a ConfigError if none of the clients whose scores are reported has a validation sample, but others do."""
-    share = config.data.validation_share
-    if share and not np.asarray(manifest["n_validation"])[judged(manifest, new)].any():
-        allowed = "a larger share: it leaves validation samples only to clients that are new or malicious"
-        raise ConfigError("data.validation_share", share, allowed)
-
-
-def _spread(
-    rows: list[Row],
-    samples: tuple[Samples, Array],
-    over: Over,
-    runs_on: Placement,
-    clients_on: Placement,
-    room: int | None,
-) -> tuple[list[Row], tuple[Samples, Array], Int[np.ndarray, " rows"]]:
-    """Rows and samples on the devices, and the order of the rows; see the attributes of `Program`."""
-    runs = len(rows)
-    if over == "clients":
-        if runs > 1:  # one program for all: index tables of the same width
-            tables = _stack_tables([row.clients for row in rows])
-            rows = [
-                row._replace(clients=jax.tree.map(lambda leaf, at=at: leaf[at], tables)) for at, row in enumerate(rows)
-            ]
-        return *_replicate((rows, samples), clients_on), np.arange(runs)
-    padded = runs_on.padded(max(runs, room or 0))
-    order = np.arange(padded) * runs // padded  # what is to do is spread evenly over the devices
-    rows = [rows[run] for run in order]
-    stacked = Row(
-        _stack([row.keys for row in rows]),
-        _stack([row.inputs for row in rows]),
-        _stack_tables([row.clients for row in rows]),
-        _stack([row.malicious for row in rows]),
-    )
-    if room is not None and runs_on.chunk == 1:
-        counts = np.append(True, order[1:] != order[:-1])
-        stacked = stacked._replace(limit=np.where(counts, _UNLIMITED, np.int32(0)))
-    return [jax.device_put(stacked, _rows_sharding(runs_on))], _replicate(samples, runs_on), order
-
-
-def _check_offloaded(engine: Engine) -> None:
-    """Checks that the clients' states can be kept on the host.
-
-    Raises:
-      ConfigError: field ``run.client_state``.
-    """
-    if engine.method.setup is not None:
-        why = "the method's round before the first needs the states of all clients at once"
-        raise ConfigError("run.client_state", "host", f'"device" here: {why}')
-    if jax.process_count() > 1:
-        raise ConfigError("run.client_state", "host", '"device" for a run of several processes')
-
-
-def precision_of(config: Config, backend: str) -> str:
-    """The precision of products that a config's run has on a backend."""
-    asked = config.run.precision
-    return _PRECISION.get(backend, "float32") if asked == "auto" else asked
-
-
-def _place(
-    config: Config, runs: int, memory: Memory, engine: Engine, hardware: Hardware
-) -> tuple[Over, Placement, Engine]:
-    """What is spread over the devices, the placement of the runs, and the engine with its clients' placement."""
-    devices = len(hardware.devices)
-    together = jax.process_count() > 1 or config.run.placement == "shard" or config.run.client_state == "host"
-    # If spreading the runs leaves devices idle for too long, the runs go one by one, with their clients spread instead.
-    idle = 1 - runs / (devices * math.ceil(runs / devices))
-    if runs == 1 or together or idle > 0.3:
-        placement = place(config, memory, hardware, movable=engine.method.setup is None)
-        return "clients", Placement(), replace(engine, placement=placement)
-    runs_on, clients_on = place_runs(config, runs, memory, hardware)
-    return "runs", runs_on, replace(engine, placement=clients_on)
 
 
 def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any, tuple]]:
@@ -548,7 +350,7 @@ def traced(program: Program, on: Sharding | None = None) -> dict[str, tuple[Any,
             return fn
         return lambda shared, *rows: map_clients(lambda shared, row: fn(shared, *row), shared, rows, runs_on)
 
-    layout = layout_of(program.engine) if over == "clients" else _rows_sharding(runs_on)
+    layout = layout_of(program.engine) if over == "clients" else rows_sharding(runs_on)
     layout = on if layout is None else layout
     scores_on = layout if over == "runs" else clients_on.shardings(config.data.clients)[0] or on  # on all devices
 
@@ -575,7 +377,7 @@ def _laid(tree: PyTree, where: Any) -> Any:
     return jax.tree.map(shape, tree, jax.tree.broadcast(where, tree))
 
 
-def _name(config: Config, data: DataShape, arrays: PyTree, others: list[Any]) -> _Name:
+def name_of(config: Config, data: DataShape, arrays: PyTree, others: list[Any]) -> Name:
     """What decides over the traces of a run: its config, the shapes of its arrays, the functions, and ``others``."""
     tables = json.loads(alike(config))
     for section, keys in _NOT_COMPILED.items():
@@ -589,21 +391,6 @@ def _name(config: Config, data: DataShape, arrays: PyTree, others: list[Any]) ->
     return described, functions, repr([values_read_by(function) for function in functions])
 
 
-def _survey(
-    config: Config, data: DataShape, engine: Engine, federation: Federation, backend: str, precision: str
-) -> tuple[Memory, Exchange]:
-    """`survey`, once for all runs of the same shapes; what this process holds is looked up anew."""
-    on_host = config.run.client_state == "host"
-    name = _name(config, data, federation, [backend, precision, config.run.export])
-    if name not in _surveys:
-        _surveys[name] = survey(engine, federation, backend, precision=precision, on_host=on_host)
-        while len(_surveys) > _KEPT_SURVEYS:
-            _surveys.popitem(last=False)
-    _surveys.move_to_end(name)
-    memory, exchange = _surveys[name]
-    return memory.of_this_process() if memory.process else memory, exchange
-
-
 def _compile(program: Program) -> _Compiled | Offloaded:
     """The compiled functions of a program, taken from this process's store if they are there."""
     config, data, over, runs_on = program.configs[0], program.data, program.over, program.runs_on
@@ -613,7 +400,7 @@ def _compile(program: Program) -> _Compiled | Offloaded:
         program.engine.equal,
         *((_devices(placement), placement.chunk) for placement in (runs_on, clients_on)),
     ]
-    name = _name(config, data, (program.samples, program.rows[0]), where)
+    name = name_of(config, data, (program.samples, program.rows[0]), where)
     if name in _store:
         _store.move_to_end(name)
         return _store[name]
@@ -643,57 +430,3 @@ def drawn_once() -> dict[str, int]:
 
 def _devices(placement: Placement) -> str:
     return "one" if placement.mesh is None else str(placement.mesh.devices.tolist())
-
-
-def _rows_sharding(placement: Placement) -> NamedSharding | None:
-    """The sharding of stacked runs."""
-    return None if placement.mesh is None else NamedSharding(placement.mesh, P("clients"))
-
-
-def _replicate(tree: PyTree, placement: Placement) -> Any:
-    """The same arrays on every device."""
-    if placement.mesh is None:
-        return jax.device_put(tree)
-    return put_everywhere(tree, NamedSharding(placement.mesh, P()))
-
-
-def _divisions(configs: Sequence[Config], dataset: Dataset) -> list[tuple[Federation, dict[str, Any], Holdings]]:
-    """The division of the data for each config; configs with the same partition seed share it. All share samples."""
-    made: dict[int, tuple[Federation, dict[str, Any], Holdings]] = {}
-    for config in configs:
-        if config.partition_seed not in made:
-            holdings, manifest = deal(config, dataset)
-            federation = federate(config, dataset, holdings)
-            if (malicious := attackers(config)) is not None:
-                manifest["attackers"] = np.flatnonzero(malicious).tolist()
-            first = next(iter(made.values()))[0] if made else federation
-            made[config.partition_seed] = federation._replace(x=first.x, y=first.y), manifest, holdings
-    return [made[config.partition_seed] for config in configs]
-
-
-def _is_full(table: Clients) -> bool:
-    """Whether the number of samples of every client equals the width of the table."""
-    return bool(np.all(np.asarray(table.count) == table.index.shape[-1]))
-
-
-def _stack(trees: Sequence[PyTree]) -> Any:
-    """Stacks trees of equal form, on the host, where this needs no compiled program."""
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
-
-
-def _stack_tables(tables: Sequence[tuple[Clients | None, ...]]) -> Any:
-    """Stacks the index tables of several federations, padded to the largest; padding only affects the last bits."""
-
-    def stack(parts: Sequence[Clients]) -> Clients:
-        rows = max(len(part.count) for part in parts)
-        capacity = max(part.index.shape[1] for part in parts)
-
-        def padded(part: Clients) -> tuple:
-            more = 0, rows - len(part.count)
-            index = np.pad(part.index, (more, (0, capacity - part.index.shape[1])))
-            return index, np.pad(part.count, more), np.pad(part.class_counts, (more, (0, 0)))
-
-        return Clients(*_stack([padded(part) for part in parts]))
-
-    columns = zip(*tables, strict=True)
-    return tuple(None if column[0] is None else stack([part for part in column if part]) for column in columns)

@@ -25,8 +25,9 @@ from fedjax_pfl.experiment.frames import client_frame, difference_frame, history
 from fedjax_pfl.experiment.gathered import cells_of, compared, folders_of, gather, record_of, table_in
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
+from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.plots.curves import plot_curves
-from fedjax_pfl.experiment.programs import alike, lay_out
+from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.reading import load_config, read_toml
 from fedjax_pfl.experiment.record import (
     RunDirectory,

@@ -17,8 +17,9 @@ from fedjax_pfl.engine.scoring import BATCH
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import DataShape, divide, make_engine, model_of
 from fedjax_pfl.experiment.config import HONEST, Config
+from fedjax_pfl.experiment.inputs import keys_of
 from fedjax_pfl.experiment.kept import Kept, fitted, named
-from fedjax_pfl.experiment.programs import keys_of, largest_batch, precision_of
+from fedjax_pfl.experiment.layout import largest_batch, precision_of
 from fedjax_pfl.experiment.registry import OwnParts, with_own_parts
 from fedjax_pfl.method import State, personalize_nothing
 

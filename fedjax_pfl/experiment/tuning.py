@@ -24,7 +24,8 @@ from fedjax_pfl.experiment.build import dataset_of, of_data, prepare
 from fedjax_pfl.experiment.callbacks import Callback, Running
 from fedjax_pfl.experiment.config import Config, check_config, plain
 from fedjax_pfl.experiment.driver import drive
-from fedjax_pfl.experiment.programs import alike, lay_out
+from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.progress import SECONDS_PER_LINE, Progress
 from fedjax_pfl.experiment.reading import load_config, read_toml
 from fedjax_pfl.experiment.resume import RunPlace

@@ -18,7 +18,7 @@ from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.experiment.programs import lay_out
+from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.method import Cohort, Method, PerClass, SentIf, TrainInfo, Update
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.compressed import Quantised, Sparse, compressed, int8, top_k

@@ -21,8 +21,8 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import round_keys
 from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.experiment.build import DataShape, make_engine
+from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.privacy import check_privacy, epsilon, spent, without_privacy
-from fedjax_pfl.experiment.programs import lay_out
 from fedjax_pfl.method import Cohort, TrainInfo, Update
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
