@@ -137,6 +137,26 @@ def test_a_stopped_run_is_complete_whatever_the_reason_is(reason, said, tmp_path
     assert_same(Result.load(tmp_path / "run").state, result.state)
 
 
+def test_a_stop_before_the_first_round_is_agreed_on_before_it(monkeypatch):
+    """By all processes; else the others would wait for this one in the second round."""
+    seen = []
+
+    class StopsAtOnce(EveryRound):
+        def on_start(self, run):
+            run.stop("enough")
+
+        def on_round(self, run):
+            seen.append("round")
+
+    def agree(*proposed):
+        seen.append("stop" if proposed[2] else "no stop")
+        return proposed
+
+    monkeypatch.setattr("fedjax_pfl.experiment.driver.agree", agree)
+    assert simulate(config(), callbacks=[StopsAtOnce()]).summary["rounds"] == 1
+    assert seen[:2] == ["stop", "round"]
+
+
 def test_a_log_has_a_last_line_of_a_run_that_ends_early(capsys):
     given = config()
     simulate(given, progress=lines(given), callbacks=[EveryRound(stop_after=4)])

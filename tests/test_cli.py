@@ -204,6 +204,23 @@ def test_an_interrupt_after_the_last_round_says_that_the_run_is_complete(complet
     assert (ended.stderr, ended.exit_code) == (f"interrupted; {said}\n", 130)
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_interrupt_speaks_of_the_new_run_and_not_of_the_one_that_it_replaces(begun, quick, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def interrupted(*_, **__):
+        if begun:
+            (out / "config.toml").write_text(QUICK)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedjax_pfl.experiment.driver.simulate", interrupted)
+    (out / "checkpoints" / "3").mkdir(parents=True)
+    (out / "config.toml").write_text(QUICK)
+    os.utime(out / "config.toml", (0, 0))
+    said = f"goes on with fedjax-pfl run --resume {out}" if begun else "there is no checkpoint to go on from"
+    assert invoke("run", quick, "--out", out, "--overwrite").stderr == f"interrupted; {said}\n"
+
+
 @pytest.mark.parametrize("name", ["run", "compare", "sweep"])
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(name, quick, tmp_path, monkeypatch):
     """The folder of a refused run goes again."""
@@ -264,8 +281,12 @@ def test_a_tilde_that_the_shell_leaves_is_the_home_folder(quick, tmp_path, monke
         (("compare", quick, "--out=~/file.png"), "it is a file"),
         (("plot", home, "--out=~/file.png"), "it exists"),
         (("report", home, "--out=~/folder"), "this is a folder"),
+        (("plot", "~/folder", "--out=~/new.png"), f"RUN = '{home / 'folder'}' is not"),
     ):
         assert message in str(invoke(*refused).exception)
+    invoke("init", "~/new.toml")
+    assert (home / "new.toml").exists()
+    assert str(invoke("ls", "~/nowhere").exception).startswith(f"FOLDER = '{home / 'nowhere'}' ")
     assert str(invoke("run", "--resume=~/folder").exception).startswith(f"--resume = '{home / 'folder'}' ")
     assert not (tmp_path / "~").exists()
 
@@ -299,11 +320,11 @@ def test_a_variants_name_may_have_a_dot_and_begin_as_anothers(quick, monkeypatch
         "fedjax_pfl.experiment.comparison.compare", lambda config, methods, **_: given.append(methods) or 1 / 0
     )
     variants = "v1=fedprox,v1.5=fedprox"
-    own = ["v1.mu=0.5", "v1.5.mu=1", "v1.5.training.lr=0.1", "fedavg.training.lr=0.2"]
+    own = ["v1.mu=0.5", "v1.5.mu=1", "v1.5.training.lr=0.1", "fedavg.training.augment = crop_flip"]
     invoke("compare", quick, "--methods", f"fedavg,{variants}", *(part for of in own for part in ("--set", of)))
     assert given == [
         {
-            "fedavg": {"training.lr": 0.2},
+            "fedavg": {"training.augment": "crop_flip"},
             "v1": {"method": "fedprox", "mu": 0.5},
             "v1.5": {"method": "fedprox", "mu": 1, "training.lr": 0.1},
         }

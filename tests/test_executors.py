@@ -352,6 +352,7 @@ def test_what_slurm_does_not_take_is_said_in_its_words(slurm, tmp_path):
         ({"name": "submitit", "timeout_min": "1h"}, 'executor = .*Parameter "timeout_min" expected type .*1h'),
         ({"name": "submitit", "cluster": "slrum"}, "did you mean slurm[?] allowed: slurm, local"),
         ("submitt", "executor = 'submitt' is not usable: did you mean submitit[?] allowed: local, ray, submitit"),
+        ({"name": "submitit", "slurm_additional_parameters": "account=a"}, "executor = .*: parameters of submitit's"),
         ({"name": "submitit", "cluster": "pbs"}, r"executor\.cluster = 'pbs' is not usable: allowed: slurm, local"),
         ({"name": "submitit", "max_num_timeout": -1}, r"executor\.max_num_timeout = -1 is not usable: a whole number"),
         ({"name": "submitit", "nodes": 2}, r"executor\.nodes = 2 is not usable: .*: a program is one process"),
@@ -388,6 +389,7 @@ def test_options_on_the_command_line(tmp_path):
     for given, message in [
         (["cluster=local", "nodes=2"], "executor.nodes = 2 is not usable"),
         (["cluster=local", "slurm_setup=[1", "timeout_min=x"], "expected type <class 'int'> (but value: \"x\")"),
+        (["cluster = local", "nodes = 2"], "executor.nodes = 2 is not usable"),
         (["timeout_min"], "--job = 'timeout_min' is not usable: expected key=value"),
         (["name=ray"], "--job = 'name=ray' is not usable: expected key=value"),
     ]:

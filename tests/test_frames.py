@@ -295,6 +295,12 @@ def test_a_comparison_as_frames():
     assert "\nfedcpd & --- & --- \\\\\n" in found.to_latex()
 
 
+def test_a_frame_without_rows_has_the_columns_of_one_with_rows():
+    nothing = Sweep([], {"training.lr": [0.1]})
+    assert list(nothing.to_frame().columns) == list(sweep(config(), {"run.seed": [0]}).to_frame().columns[1:])
+    assert len(nothing.to_frame()) == 0
+
+
 # By hand: beta -> run -> PRE of three seeds. ditto wins at 0.1 by less than what everybody gains at 1.0.
 BY_HAND = {
     0.1: {"local": [0.30, 0.32, 0.31], "fedprox": [0.40, 0.44, 0.42], "ditto": [0.50, 0.50, 0.53]},

@@ -112,6 +112,16 @@ def test_runs_of_comparisons_and_sweeps_have_event_files(tmp_path):
     assert of_each[0] != of_each[1]
 
 
+def test_a_logger_says_what_it_needs_and_knows_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if importlib.util.find_spec("tensorboard"):
+        TensorBoard("~/logs").on_start(Running(config(), "pre", 0, [], dict))
+        assert list((tmp_path / "logs").iterdir())
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ConfigError, match=r"^TensorBoard = 'tensorboard' is not usable: an installed package: pip in"):
+        TensorBoard(tmp_path)
+
+
 @pytest.mark.parametrize("run", [simulate, lambda given, **_: sweep(given, {"run.seed": [0]}, out=given.run.out)])
 def test_what_event_files_need(run, monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"run\.tensorboard = True is not usable: false without a run directory"):

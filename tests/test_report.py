@@ -21,6 +21,7 @@ from fedjax_pfl import Config, ConfigError, Sweep, compare, sweep
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.data.rows import Holdings, Split
 from fedjax_pfl.experiment.gathered import differing_values, gather
+from fedjax_pfl.experiment.headline import run_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.record import RunDirectory
 from fedjax_pfl.experiment.report import report, report_html
@@ -704,6 +705,19 @@ def of_script(numbers, expression):
     return json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout)
 
 
+def test_a_run_of_version_0_1_has_a_report_and_is_told_in_two_lines(tmp_path):
+    write(tmp_path / "run")
+    file = tmp_path / "run" / "summary.json"
+    summary = json.loads(file.read_text(encoding="utf-8"))
+    del summary["diverged_round"]
+    for point in ("pre", "post"):
+        for name in ("by_validation", "by_validation_round", "weighted_best", "weighted_best_round"):
+            del summary["personal"][point][name]
+    file.write_text(json.dumps(summary), encoding="utf-8")
+    assert "mean of last 10" in report_html([tmp_path / "run"])
+    assert run_in_short(summary).splitlines()[1].startswith("  PRE 50.00 % (best 50.00 %), POST 53.1")
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
 def test_an_axis_marks_the_evaluated_rounds_where_their_numbers_have_room():
     rounds = [[5, 10, 15, 20], [7], [1, 2, 40], [*range(0, 201, 10)]]
@@ -824,6 +838,9 @@ addEventListener("load", () => {
   told.both = names();
   choose("#across", "megabytes");
   told.axis = all("#curve text").map((text) => text.textContent);
+  press("#strips", "ArrowDown");
+  told.below = one("#clients-figure .tip").textContent;
+  press("#strips", "Escape");
   press("#strips", "ArrowRight");
   told.client = one("#clients-figure .tip").textContent;
   told.dots = all("#strips [data-client]").length;
@@ -871,6 +888,7 @@ def test_a_browser_draws_what_the_files_say_and_does_what_it_is_asked(folder, tm
     assert told["loss"] == [{str(at): pytest.approx(1 / at) for at in range(1, 5)}] * 2
     assert told["both"] == [f"{name}, {label}" for label in ("training loss", "PRE accuracy (%)") for name in runs]
     assert "megabytes" in told["axis"]
+    assert told["below"] == told["client"], "the first row comes first"
     assert told["client"].startswith("fedavg, PRE: 12.50 %client 0, 4 samples scored; fedavg, seed 0")
     assert told["dots"] == 20
     assert told["width"][0] <= told["width"][1] == width

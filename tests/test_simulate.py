@@ -765,6 +765,12 @@ def test_programs_are_compiled_with_the_precision_that_the_config_has(monkeypatc
         simulate(config(run={} if precision == "auto" else {"precision": precision}))
 
 
+def test_runs_that_do_not_fit_side_by_side_say_how_much_they_need():
+    hardware = Hardware("gpu", tuple(jax.devices()[:1]), 1000)
+    with pytest.raises(ConfigError, match=r"^batch = 2 is not usable: fewer at once: they need about 0.00 GB"):
+        lay_out([config(run={"seed": seed}) for seed in (0, 1)], load("digits"), hardware)
+
+
 @pytest.mark.parametrize(("backend", "precision"), [("cpu", "float32"), ("gpu", "tensorfloat32"), ("tpu", "bfloat16")])
 def test_each_backend_has_a_precision_of_its_own(backend, precision):
     hardware = Hardware(backend, tuple(jax.devices()[:1]), 10**10)

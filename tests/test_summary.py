@@ -115,6 +115,7 @@ def test_where_nobody_is_scored_there_are_no_numbers_and_nothing_has_diverged():
     assert np.isnan(line["pre"]["accuracy"])
     assert np.isnan(line["pre"]["mine"])
     assert found["personal"]["pre"]["last"] is found["diverged_round"] is None
+    assert found["personal"]["pre"]["mean_last_10"] is None
     counts = {"train_class_counts": [[2, 3], [1, 4]], "test_class_counts": [[0, 0], [5, 5]]}
     assert majority_class(manifest | counts, "test", 1) is None
 

@@ -117,13 +117,15 @@ def run(
         start(loaded.run)
         quiet = quiet or not is_first()
     with _folder(loaded.run.out, f"{config.stem}-{loaded.method['name']}", "run.out") as folder:
-        summary = Path(folder, "summary.json")
-        earlier = summary.exists() and summary.stat().st_mtime_ns  # of a run that is replaced
+        config_file, summary = Path(folder, "config.toml"), Path(folder, "summary.json")
+        earlier = _written(config_file), _written(summary)  # of a run that is replaced
 
         def how_to_go_on() -> str:
-            if summary.exists() and summary.stat().st_mtime_ns != earlier:
+            if _written(summary) not in (None, earlier[1]):
                 return f"the run is complete: written to {folder}"
-            if any(Path(folder, "checkpoints").glob("*")):
+            # Before this run's own config is written, the checkpoints are those of the run that it replaces.
+            begun = not overwrite or _written(config_file) != earlier[0]
+            if begun and any(Path(folder, "checkpoints").glob("*")):
                 return f"goes on with fedjax-pfl run --resume {shlex.quote(folder)}"
             return "there is no checkpoint to go on from"
 
@@ -333,7 +335,7 @@ def plot(
         str | None,
         typer.Option(
             help="A metric as in metrics.jsonl, e.g. post.accuracy, global; by default pre.accuracy. For --kind "
-            "clients, only its point counts."
+            "clients, pre.accuracy or post.accuracy."
         ),
     ] = None,
     x: Annotated[
@@ -350,7 +352,7 @@ def plot(
 
     out = Path(os.path.expanduser(out))
     drawn = {"kind": kind, "metric": metric or "pre.accuracy", "x": x or "round"}
-    for left_out in write_plot(runs, out, **drawn, overwrite=overwrite):
+    for left_out in write_plot([Path(os.path.expanduser(run)) for run in runs], out, **drawn, overwrite=overwrite):
         print(f"left out, for it has not ended: {left_out}")
     print(f"written to {out}")
 
@@ -415,6 +417,7 @@ def list_runs(
     from fedjax_pfl.cli.printing import print_runs
     from fedjax_pfl.experiment.record import runs_in
 
+    folder = Path(os.path.expanduser(folder))
     print_runs(runs_in(folder), folder)
 
 
@@ -427,6 +430,7 @@ def init(
     """Write a config with every field, its description and, in a comment, its default."""
     from fedjax_pfl.cli.describing import template
 
+    file = Path(os.path.expanduser(file))
     if file.exists():
         raise ConfigError("FILE", str(file), "a file that does not exist: nothing is overwritten")
     try:
@@ -549,7 +553,12 @@ def _setting(given: str, methods: list[str]) -> tuple[str, str, Any]:
         raise ConfigError("--set", given, "expected method.key=value, e.g. fedprox.mu=0.1")
     if method is None:
         raise ConfigError("--set", given, f"one of the methods compared: {', '.join(methods)}")
-    return method, key, parse_field(field, text)
+    return method, key, parse_field(field, text.strip())
+
+
+def _written(file: Path) -> int | None:
+    """When a file was last written, in nanoseconds; None if there is none."""
+    return file.stat().st_mtime_ns if file.exists() else None
 
 
 def _executor(name: str, job: list[str] | None) -> dict[str, Any]:
@@ -564,7 +573,7 @@ def _job_option(given: str) -> tuple[str, Any]:
     key, equals, text = given.partition("=")
     if not (equals and key.strip()) or key.strip() == "name":
         raise ConfigError("--job", given, "expected key=value, e.g. timeout_min=240")
-    return key.strip(), parse_value(text)
+    return key.strip(), parse_value(text.strip())
 
 
 def _say(line: str) -> None:

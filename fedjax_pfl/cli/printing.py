@@ -21,7 +21,7 @@ def print_markdown(text: str) -> None:
     from rich.markdown import Markdown
 
     console, parts = _console(200), text.split("\n\n")
-    shown = "\n\n".join(_side_by_side(part, console.width) for part in parts)
+    shown = "\n\n".join(_within(console.width, part) for part in parts)
     # Names and messages may have any letters; a bar within a cell is escaped already.
     console.print(Markdown(re.sub(r"(?<!\*)\*(?!\*)|\\(?!\|)|[`_~<\[&]", r"\\\g<0>", shown)))
 
@@ -33,7 +33,7 @@ def _console(width: int) -> "Console":
     return Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)
 
 
-def _side_by_side(part: str, width: int) -> str:
+def _within(width: int, part: str) -> str:
     """A Markdown table that is wider than the terminal as several, each with the first column; else as it is."""
     if not part.startswith("| "):
         return part
@@ -46,7 +46,7 @@ def _side_by_side(part: str, width: int) -> str:
 
 
 def _that_fit(wide: Sequence[int], width: int) -> list[list[int]]:
-    """The columns of a table as those of several that fit a width, each with the first column; ``wide``: of each."""
+    """Deals columns of these widths to tables of at most ``width``, each with column 0; returns the columns of each."""
     tables: list[list[int]] = [[0]]
     for at in range(1, len(wide)):
         if sum(wide[column] for column in tables[-1]) + wide[at] > width and len(tables[-1]) > 1:

@@ -185,7 +185,7 @@ def _checked_samples(x: np.ndarray, what: str, name: str) -> Shaped[np.ndarray, 
         if x.ndim == 3:
             x = x[..., np.newaxis]
         if x.ndim != 4:
-            hint = "; reshape flat images, or make what are no pixels numpy.float32" if x.ndim == 2 else ""
+            hint = "; reshape flat images, or convert what is not pixels to numpy.float32" if x.ndim == 2 else ""
             raise ConfigError("data", name, f"the {what} must be [n, h, w, c] or [n, h, w], got {x.shape}{hint}")
     elif x.ndim < 2:
         raise ConfigError(

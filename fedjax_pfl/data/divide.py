@@ -40,7 +40,9 @@ def deal(
       dataset: the samples.
       clients: N.
       partition: the kind of partition and its options, ``{"kind": "dirichlet", "beta": 0.1}``; see `PARTITIONS`. With
-        the file of a run (kind ``"indices"``), the fields below have no effect, except `new_clients`.
+        the file of a run (kind ``"indices"``) the rows are the file's; of the fields below only `split` (which decides
+        what the manifest counts), `validation_share` (0 leaves the file's validation rows unused) and `new_clients`
+        have an effect.
       split: ``"merge"`` divides all rows among the clients and splits the rows of each; ``"official"`` divides the
         training part and draws each client's test rows from the test part (`draw_test`), or takes those of its user
         (`own_test`).

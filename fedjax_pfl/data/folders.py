@@ -44,7 +44,7 @@ _LAYOUTS = (
 
 
 class _Sample(NamedTuple):
-    """An image file, its class, and what says so."""
+    """An image file, its class, and the folder or the line of a list that gives the class, for messages."""
 
     file: Path
     label: str
@@ -52,7 +52,11 @@ class _Sample(NamedTuple):
 
 
 def options(argument: str) -> tuple[str, int | None]:
-    """Divides ``PATH?size=64`` into the path and the size, which is None where none is given."""
+    """Divides ``PATH?size=64`` into the path and the size, which is None where none is given.
+
+    Raises:
+      ConfigError: field ``data.source``: another option than ``?size=N``, or N is not 1 to 1024.
+    """
     path, mark, option = argument.rpartition("?")
     if not mark:
         return argument, None

@@ -23,11 +23,12 @@ def options(argument: str) -> tuple[str, dict[str, str]]:
     """Divides ``NAME?image=img&label=fine_label&config=plain_text`` into the name and the options.
 
     Raises:
-      ConfigError: field ``data.source``: there is no such option.
+      ConfigError: field ``data.source``: the name is missing, or an option is unknown, empty or given twice.
     """
     name, mark, text = argument.partition("?")
-    given = dict(pair.partition("=")[::2] for pair in text.split("&")) if mark else {}
-    if not name or not all(given.values()) or not set(given) <= set(_OPTIONS):
+    pairs = [pair.partition("=")[::2] for pair in text.split("&")] if mark else []
+    given = dict(pairs)
+    if not name or len(given) < len(pairs) or not all(given.values()) or not set(given) <= set(_OPTIONS):
         allowed = "hf:NAME or hf:FOLDER; options are ?image=COLUMN&label=COLUMN&config=NAME, each of them once or not"
         _refuse(argument, allowed)
     return name, given
@@ -178,7 +179,7 @@ def _decoded(data: Any, column: str, part: str) -> np.ndarray:
 
 
 def _numbers(data: Any, feature: Any, column: str, part: str) -> np.ndarray:
-    """Numbers as one array; whole numbers from 0 to 255 with at least three axes are pixels, uint8."""
+    """Numbers as one array; pixels, uint8, are those declared so, and whole numbers from 0 to 255 with three axes."""
     try:
         x = data[:][column]
     except AttributeError:  # the library asks a sample for its shape, though it be null

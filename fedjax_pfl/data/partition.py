@@ -7,10 +7,10 @@ Its keyword-only arguments are the schema of the config table ``data.partition``
   `overlap` is set: each client then draws its rows independently of the others, each row at most once. `natural` gets
   the users of the samples instead of the labels. `indices` takes the rows from a file.
 - `size` is the number of samples of every client; None divides all samples.
-- The result depends on the arguments only, and every loop is bounded: clients with fewer than two samples (one for
-  training, one for testing) are repaired, not drawn again.
+- The result depends on the arguments only, and every loop is bounded: a client with fewer than two samples (one for
+  training, one for testing) is repaired; only ``"pfllib"`` of `dirichlet` draws again, up to ten times, before that.
 - If the data cannot give what was asked for, a note in the result says so.
-- Bad arguments raise `ConfigError` with the wrong field of the config.
+- Bad arguments raise a `ConfigError` that names the field of the config.
 
 `fedjax_pfl/data/split.py` then divides each client's rows into training, validation and test rows.
 """
@@ -110,7 +110,8 @@ def pathological(
       A `Partition`. Rows of a class without a holder are left out, with a note.
 
     Raises:
-      ConfigError: there are too few samples, fewer classes than `classes_per_client`, or `overlap` is not possible.
+      ConfigError: there are too few samples, fewer classes than `classes_per_client`, `overlap` is not possible, or
+        `size` is given with ``"pfllib"``.
     """
     _check_request(labels, clients, seed, size, overlap)
     if overlap and style == "pfllib":
@@ -173,7 +174,7 @@ def dirichlet(
       A `Partition`. Without `size` it covers every row.
 
     Raises:
-      ConfigError: there are too few samples, or `min_samples` is not allowed.
+      ConfigError: there are too few samples, `min_samples` is not allowed, or `size` is given with ``"pfllib"``.
     """
     _check_request(labels, clients, seed, size)
     if min_samples != MIN_SAMPLES and (size is not None or style == "pfllib"):
@@ -309,8 +310,10 @@ def indices(labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: 
       A `Partition`; for a run's file, the split into training, validation and test rows is taken from the file.
 
     Raises:
-      ConfigError: the file cannot be read, has another number of clients, or has rows that the data do not have or that
-        two clients share; or `size` is given with lists.
+      ConfigError: the file cannot be read, has another number of clients, or has rows that the data do not have. Lists:
+        two clients share a row, one has a row twice or fewer than two rows, or `size` is given. The file of a run: a
+        client has a row twice, or none to train or to be tested on; the pooled test set is empty; or a row is for
+        training (or validation) and for testing.
     """
     return partition_of(read(file), labels, clients, size, file)
 

@@ -2,7 +2,8 @@
 
 A round selects a cohort, gathers its rows of the state, maps ``method.local`` over them (`cohort.py`), lets
 ``method.aggregate`` combine the uploads, and scatters the rows back. `evaluation.py` scores the models. Functions whose
-names end in ``_of`` take the states of some clients as arguments; the others gather and scatter them on the device.
+names end in ``_of`` take the states of some clients as arguments; `round`, `calibrated`, `pre` and `post` gather and
+scatter them on the device.
 """
 
 import functools
@@ -211,7 +212,7 @@ class Engine(Evaluator):
         view = method.broadcast(state.server)
         shared, rows = (key_clients, t, view, data.x, data.y), (ids, train, validation)
         new, uploads = self._map_group(one, shared, group, rows, complete=True)
-        uploads = keep_rows(present, uploads)
+        uploads = self.placement.gather_small(keep_rows(present, uploads))
         cohort = self._cohort(ids, train.count)
         returned = method.aggregate(Round(key_aggregate, t), state.server, new, uploads, cohort)
         server, new = pair_of("aggregate", returned, "server", "clients")

@@ -1,1 +1,1 @@
-"""Experiments: from a config to a result, a sweep or a table. All that touches disk, signals and clocks is here."""
+"""Experiments: from a config to a result, a sweep or a table; with run directories, checkpoints and signals."""

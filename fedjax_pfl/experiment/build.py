@@ -475,7 +475,8 @@ def place_runs(config: Config, runs: int, memory: Memory, hardware: Hardware) ->
     need = memory.samples + on_each * memory.of_run(1)
     if need > limit:
         allowed = f"fewer at once: they need about {need * devices / 1e9:.2f} GB, there are {limit * devices / 1e9:.2f}"
-        raise ConfigError("grid", f"{runs} runs", f"{allowed} GB")
+        # A sweep then halves the program; whoever reads this has called `tune`.
+        raise ConfigError("batch", runs, f"{allowed} GB")
     mesh = _mesh(hardware.devices[:devices]) if devices > 1 else None
     of_each = (round(_FILLED * limit) - memory.samples) // on_each + memory.samples
     fitting = even_chunk(memory.participants, memory.fitting(1, of_each))

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from fedjax_pfl.method import State
 if TYPE_CHECKING:
     from fedjax_pfl.experiment.result import Result
 
+_TENSORBOARD = 'pip install "fedjax_pfl[tensorboard]"'
+
 
 class Running:
     """A run in progress, as callbacks see it.
@@ -25,7 +28,8 @@ class Running:
       config: the config of the run.
       headline: ``pre`` or ``post``, the evaluation point at which its method is judged.
       round: number of rounds done.
-      loss: mean training loss of the last round's participants; NaN before the first round.
+      loss: mean training loss of the last round's participants; NaN before the first round that this
+        process runs.
       lines: the lines of ``metrics.jsonl`` so far; copies of those recorded.
       metrics: the names of the metrics that its lines have, as in ``history``.
       stopped: the reason why the run is to end early, or None.
@@ -194,9 +198,15 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, folder: str | Path):
-        """Uses an event file in this folder; an earlier one is replaced."""
-        check_tensorboard(folder)
-        self._path = Path(folder) / "events.out.tfevents.metrics"  # TensorBoard knows it by the part before the last
+        """Uses an event file in this folder; an earlier one is replaced.
+
+        Raises:
+          ConfigError: the package tensorboard is not installed.
+        """
+        if not _has_tensorboard():
+            raise ConfigError("TensorBoard", "tensorboard", f"an installed package: {_TENSORBOARD}")
+        # TensorBoard knows it by the part before the last.
+        self._path = Path(os.path.expanduser(folder)) / "events.out.tfevents.metrics"
 
     def on_start(self, run: Running) -> None:
         """Begins the file, with the lines that were recorded before a resumption."""
@@ -316,12 +326,17 @@ def check_tensorboard(out: Any, field: str = "run.out") -> None:
     """
     if not out:
         raise ConfigError("run.tensorboard", True, f"false without a run directory: give {field}")
+    if not _has_tensorboard():
+        raise ConfigError("run.tensorboard", True, f"false without the package tensorboard: {_TENSORBOARD}")
+
+
+def _has_tensorboard() -> bool:
     try:
         import tensorboard.compat.proto.event_pb2
         import tensorboard.summary.writer.record_writer  # noqa: F401  # only whether they can be
     except ImportError:
-        allowed = 'false without the package tensorboard: pip install "fedjax_pfl[tensorboard]"'
-        raise ConfigError("run.tensorboard", True, allowed) from None
+        return False
+    return True
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:

@@ -161,6 +161,10 @@ def drive(
 
     Returns:
       The results of the runs.
+
+    Raises:
+      ConfigError: config, data, method and callbacks do not fit together or into memory, or a place cannot be used.
+      KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
     """
     first, runs, report = configs[0], len(configs), progress or (lambda now: None)
     every = first.run.checkpoint_every or first.training.rounds
@@ -190,7 +194,9 @@ def drive(
         stopping = at_end.enter_context(stop_on_signals() if catches else nullcontext(Stop()))
         for course in courses:
             course.tell("on_start")
-        if any(course.live.stopped for course in courses):
+        stopped = any(course.live.stopped for course in courses)
+        block, stopping.signal, stopped = agree(block, stopping.signal, stopped)
+        if stopped:
             for course in courses:
                 course.end_soon()
         while going := [course for course in courses if course.end > t]:

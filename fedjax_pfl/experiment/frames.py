@@ -31,7 +31,8 @@ def run_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
     Raises:
       ConfigError: pandas is not installed.
     """
-    found = _pandas().DataFrame(rows_of(cells))
+    columns = [*fields_of(cells), *FIGURES, "diverged_round", "error"]  # also of a frame without rows
+    found = _pandas().DataFrame(rows_of(cells), columns=columns)
     return found.astype({"diverged_round": "Int64"})  # whole numbers, or nothing
 
 

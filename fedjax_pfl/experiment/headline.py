@@ -35,7 +35,9 @@ def counted(number: int, of: str) -> str:
 
 def table(summary: Mapping[str, Any]) -> list[list[str]]:
     """The accuracies of the personal models in %: a row of headings, then PRE and POST."""
-    names = [name for name in _COLUMNS if name != "by_validation" or summary["personal"]["pre"][name] is not None]
+    pre = summary["personal"]["pre"]
+    # None without validation samples. Summaries of version 0.1 have fewer entries.
+    names = [name for name in _COLUMNS if name in pre and (name != "by_validation" or pre[name] is not None)]
     rows = [["", *(_COLUMNS[name] for name in names)]]
     for point in POINTS:
         mark = " *" if point == summary["headline"] else ""
@@ -62,7 +64,7 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
         said.append(f"global model on the pooled {summary['evaluated_on']} set: {_percent(summary['global'])} %")
         scores = _at_points(summary["personal"], "hm_last")
         said.append(f"harmonic mean of it and I_local (accuracy and macro-F1 of the clients): {scores}")
-    if summary["diverged_round"] is not None:
+    if summary.get("diverged_round") is not None:
         said.append(
             f"diverged: from round {summary['diverged_round']} on, answers are no numbers, which count as wrong; "
             "try a smaller training.lr"
@@ -83,7 +85,7 @@ def run_in_short(summary: Mapping[str, Any]) -> str:
     ]
     if summary["global"] is not None:
         scores.append(f"global {_percent(summary['global'])} %")
-    if summary["diverged_round"] is not None:
+    if summary.get("diverged_round") is not None:
         scores.append(f"diverged in round {summary['diverged_round']}")
     return f"{title(summary)}, seed {summary['seed']}\n  {', '.join(scores)}"
 

@@ -181,12 +181,6 @@ def _executor(folder: Path, options: Mapping[str, Any]) -> Any:
     for name, value in parameters.items():
         if name.removeprefix("slurm_") in _PROCESSES:
             raise ConfigError(f"executor.{name}", value, "leave it out: a program is one process")
-    if cluster == "slurm":
-        # Without this, some clusters do not allow a job to be queued again.
-        parameters["slurm_additional_parameters"] = {
-            "requeue": True,
-            **parameters.get("slurm_additional_parameters", {}),
-        }
     limits = {f"{cluster}_max_num_timeout": timeouts, f"{cluster}_max_pickle_size_gb": math.inf}
     try:
         executor = submitit.AutoExecutor(folder, cluster=cluster, **limits)
@@ -194,6 +188,10 @@ def _executor(folder: Path, options: Mapping[str, Any]) -> Any:
         allowed = 'a machine that SLURM\'s srun is found on; cluster = "local" runs the jobs as processes of this one'
         raise ConfigError("executor.cluster", cluster, allowed) from None
     try:
+        if cluster == "slurm":
+            # Without this, some clusters do not allow a job to be queued again.
+            more = {"requeue": True, **parameters.get("slurm_additional_parameters", {})}
+            parameters["slurm_additional_parameters"] = more
         executor.update_parameters(**parameters)
     except (NameError, AssertionError, TypeError, ValueError) as error:
         allowed = f"parameters of submitit's AutoExecutor: {str(error).splitlines()[0]}"

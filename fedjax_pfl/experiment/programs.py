@@ -144,7 +144,7 @@ class Program:
     _ends: dict[int, int] = field(default_factory=dict)  # run -> its rounds, where runs go one by one
 
     def compile(self) -> None:
-        """Compiles the program, unless this process has compiled an equal one; must precede `init` and `put`."""
+        """Compiles the program, unless this process has compiled an equal one; before `init`, `rounds` and `score`."""
         began = time.perf_counter()
         with jax.default_matmul_precision(self.precision):
             self._compiled = _compile(self)
@@ -194,8 +194,8 @@ class Program:
     def end(self, run: int, t: int) -> None:
         """Stops a run after t rounds; a block of rounds must end there.
 
-        Its state is kept; later scores of the run are meaningless. If runs go side by side, or the program has no
-        ``room``, the run goes on computing with the others.
+        Its state is kept, unless runs go side by side or the program has no ``room``: then the run goes on computing
+        with the others. Later scores of the run are meaningless.
         """
         if self.over == "clients":
             self._ends[run] = t

@@ -235,7 +235,7 @@ class RunDirectory:
         """Writes tables, exports, the state and, last of all, the summary: a directory with one is complete."""
         for name, table in (("clients.csv", clients), ("labels.csv", labels)):
             with (self.path / name).open("w", encoding="utf-8", newline="") as file:
-                writer = csv.writer(file)
+                writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(table)
                 writer.writerows(zip(*(column.tolist() for column in table.values()), strict=True))
         if exported:

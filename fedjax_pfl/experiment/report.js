@@ -349,15 +349,15 @@
     svg.addEventListener("pointerleave", leave);
     svg.addEventListener("blur", leave);
     svg.addEventListener("keydown", (event) => {
-      const row = cursor < 0 ? 0 : dots[cursor].row;
+      const row = cursor < 0 ? -1 : dots[cursor].row;
       const next = {
         ArrowLeft: () => Math.max(0, cursor - 1),
         ArrowRight: () => Math.min(dots.length - 1, cursor + 1),
         ArrowUp: () => Math.max(0, dots.findIndex((dot) => dot.row === Math.max(0, row - 1))),
-        ArrowDown: () => Math.max(cursor, dots.findIndex((dot) => dot.row === row + 1)),
+        ArrowDown: () => Math.max(cursor, dots.findIndex((dot) => dot.row > row)),
       }[event.key];
       if (event.key === "Escape") leave();
-      if (!next) return;
+      if (!next || !dots.length) return;
       event.preventDefault();
       read(next());
     });

@@ -74,7 +74,11 @@ class RunPlace:
         self.checkpoints = Checkpoints(self._record.checkpoints)
 
     def found(self) -> list[int]:
-        """The rounds to go on from; none for a new run."""
+        """The rounds to go on from; none for a new run.
+
+        Raises:
+          ConfigError: field ``resume``: the directory holds no checkpoint.
+        """
         if self.checkpoints is None or (self._resume is None and not self._go_on):
             return []
         found = self.checkpoints.rounds()
@@ -99,7 +103,11 @@ class RunPlace:
         return found | {0} if found == {self._config.run.checkpoint_every} else found
 
     def read(self, round: int, manifest: dict[str, Any], like: Run) -> tuple[Saved, Run]:
-        """The checkpoint of a round, which must be one of this run, and its arrays."""
+        """The checkpoint of a round, which must be one of this run, and its arrays.
+
+        Raises:
+          ConfigError: it is damaged or of another run, or the run is complete or has done more rounds than are asked.
+        """
         assert self._record is not None
         assert self.checkpoints is not None
         saved, directory = self.checkpoints.read(round), str(self._record.path)
@@ -118,7 +126,11 @@ class RunPlace:
         return saved, self.checkpoints.run(round, like)
 
     def take(self) -> None:
-        """Keeps other runs, of this process or another, out of the directory."""
+        """Keeps other runs, of this process or another, out of the directory.
+
+        Raises:
+          ConfigError: another run goes on there.
+        """
         if self._record is not None and is_first():
             self._record.take()
 

@@ -44,7 +44,7 @@ class Data(Section):
       samples_per_client: training samples (validation included) of each client; if not given, all samples are used.
       seed: seed of test part, partition and split; ``run.seed`` unless given.
       mean: mean by which pixels, scaled to [0, 1], are normalised; one number or one per channel.
-      std: standard deviation, likewise. Text needs neither.
+      std: standard deviation, likewise. For text and real numbers, leave both out.
     """
 
     source: str
@@ -382,7 +382,8 @@ class Run(Section):
         after it was resumed.
       metrics: names of your own metrics (``register_metric``), which are measured in addition.
       tensorboard: also write the metrics to TensorBoard event files in the run directory (needs the package).
-      compilation_cache: folder of compiled programs, or ``off``; ``~/.cache/fedjax_pfl`` unless given.
+      compilation_cache: folder of compiled programs, or ``off``; unless given, that of ``jax_compilation_cache_dir`` if
+        JAX has one, else ``fedjax_pfl`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
     """
 
     seed: int = Field(0, ge=0, lt=2**32)

@@ -286,7 +286,7 @@ def _headline(
         "best_round": of("accuracy", "best_round"),
         "by_validation": of("accuracy", "by_validation"),
         "by_validation_round": None if at is None else int(rounds[at]),
-        "mean_last_10": float(accuracy[rounds > rounds[-1] - _LAST_ROUNDS].mean()),
+        "mean_last_10": _known(accuracy[rounds > rounds[-1] - _LAST_ROUNDS].mean()),
         "std_clients": of("std_clients"),
         "worst_10_percent": of("worst_10_percent"),
         "weighted_last": of("weighted"),

@@ -443,7 +443,12 @@ def check_listed(field: str, values: Any) -> None:
 
 
 def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Executor) -> Path | None:
-    """The folder of a sweep's or comparison's runs, with the checks that are possible before any run."""
+    """The folder of a sweep's or comparison's runs, with the checks that are possible before any run.
+
+    Raises:
+      ConfigError: this is no config, the executor cannot be used, ``out`` is a file or the directory of a single run,
+        or the config asks for files without ``out``.
+    """
     check_config(config)
     out = None if out is None else os.path.expanduser(out)
     check_executor(executor, out)

@@ -124,8 +124,8 @@ def tune(
         Uniform(0, 1), "training.batch_size": Choice([10, 50])}``. Real-valued hyperparameters are inputs of a program;
         each value of another field needs a separate program.
       n_trials: the number of complete or pruned trials that the study is to have in the end; it has fewer if the
-        sampler says that it has tried everything. If the space consists of choices only and has no more points than
-        that, every point is tried once before the sampler chooses again.
+        sampler says that it has tried everything. Without a ``sampler`` of yours, and if the space consists of choices
+        only and has no more points than that, every point is tried once before one is tried again.
       batch: number of trials that run together, as rows of a program. Unless given, the smallest multiple of the number
         of devices that is 8 or more; the larger the batch, the less the sampler knows when it chooses the trials.
       seed: seed of the sampler, 0 or more.

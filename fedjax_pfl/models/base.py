@@ -24,12 +24,12 @@ class Projection(NamedTuple):
     Its parameters theta are ``{"encoder": ..., "projection": ...}``; each function reads only its own part.
 
     Attributes:
-      encode: theta, x, mask=None -> f, the output of the encoder, [batch, dim].
-      project: theta, f -> z, the output of the projection head: the features of the model.
+      encode: theta, x, mask=None -> f, the output of the encoder, [batch, width].
+      project: theta, f -> z [batch, dim], the output of the projection head: the features of the model.
       dim: the width of f.
     """
 
-    encode: Callable[..., Float[Array, "batch dim"]]
+    encode: Callable[..., Float[Array, "batch width"]]
     project: Callable[[Params, Float[Array, "batch width"]], Float[Array, "batch dim"]]
     dim: int
 
@@ -206,7 +206,7 @@ _traced_once = lru_cache(maxsize=64)(_traced)
 def _projection(extractor: nn.Module, example: jax.ShapeDtypeStruct, normalise: Callable[[Array], Array]) -> Projection:
     """The two parts of an extractor with a projection head."""
 
-    def encode(theta: Params, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch dim"]:
+    def encode(theta: Params, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch width"]:
         f: Any = extractor.apply({"params": theta}, normalise(x), mask, method="encode")
         return f
 

@@ -108,7 +108,8 @@ def own_model(given: Any, *, features: str | None = None) -> Callable[..., Any]:
         parameters still belong to the extractor. Unless given, the cut is before the last layer with parameters.
 
     Raises:
-      ConfigError: ``given`` is none of these.
+      ConfigError: ``given`` is none of these, an argument of it has no default, or ``features`` is given for a pair or
+        for a module x, mask -> (z, maps).
     """
     # The same model must give the same factory, so that a program is not compiled again. This does not hold for an NNX
     # module (or a pair with one), whose content may change in between.

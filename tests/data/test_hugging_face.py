@@ -197,6 +197,7 @@ def test_data_in_hand_that_do_not_fit_are_one_line(data, message):
         ("", "hf:NAME or hf:FOLDER; options are"),
         ("set?size=3", "hf:NAME or hf:FOLDER; options are"),
         ("set?label", "hf:NAME or hf:FOLDER; options are"),
+        ("set?label=a&label=b", "hf:NAME or hf:FOLDER; options are"),
         ("{folder}?image=pixels", r"there is no column 'pixels'; present: img \(Image\), label \(ClassLabel\)"),
         ("owner/none", r"no such folder, and as a data set of the hub it cannot be loaded \(OSError: no way there\)$"),
         ("{folder}/junk", "an image in column 'img' of the train part, one of samples 0 to 1, cannot be decoded"),

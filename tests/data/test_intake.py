@@ -193,7 +193,10 @@ MISTAKES = {
     ),
     "truth values": ((NUMBERS > 0, Y), "uint8 .* or floats, got bool: "),
     "flat samples": ((NUMBERS[:, 0], Y), r"must be \[n, \.\.\.\], got \(6,\); x\.reshape\(-1, 1\)"),
-    "bytes that are no image": ((PIXELS.reshape(6, 60), Y), r"got \(6, 60\); reshape flat images, or make .*float32$"),
+    "bytes that are no image": (
+        (PIXELS.reshape(6, 60), Y),
+        r"got \(6, 60\); reshape flat images, or convert .*float32$",
+    ),
     "pixels with channels first": ((np.zeros((6, 3, 8, 8), np.uint8), Y), r"moveaxis\(x, 1, -1\) puts them last"),
     "floats with channels first": ((np.zeros((6, 1, 8, 8)), Y), r"moveaxis\(x, 1, -1\) puts them last"),
     "two kinds of samples": (

@@ -58,7 +58,7 @@ def pool(counts: Float[Array, "N C"], means: Float[Array, "N C K"], upper: Float
     A class with a single sample gets the covariance within classes, pooled over all classes.
 
     Args:
-      counts: number of samples of each client and class; where it is 0, the other arguments are not read.
+      counts: number of samples of each client and class; where it is 0, the other arguments must be finite.
       means: means of their features.
       upper: the upper halves of their covariances, row by row.
     """

@@ -67,8 +67,8 @@ def fedecouple(
       frozen_head_epochs: epochs of the extractor under the frozen global head (GLF, Eq. 5); 0 turns them off.
       teacher: whether the global head adapts while it teaches, stays as received, or does not teach (Table IX).
       scale_by_temperature: multiply the distillation by tau^2; the paper has no such factor.
-      head_features: whose extractor's features the heads are trained on: the client's own, or the received one's, as in
-        FedPAC's code, where PRE is 0.6, 3.0 and 2.0 points below the paper's (three seeds; docs/papers/fedecouple.md).
+      head_features: whose extractor's features the heads are trained on: the client's own, or the received one's (as in
+        FedPAC's code; PRE is then 0.6, 3.0 and 2.0 points below the paper's in three seeds, docs/papers/fedecouple.md).
       global_extractor: whether the client continues from the received extractor or from its own (Table IX).
       anchor_on: whether augmented copies count in the anchors.
       anchor_coverage: share of the client's classes that get an anchor, drawn in each round (GFA; Table IX).

@@ -42,12 +42,12 @@ def fedpa(
     """FedPA: clients also classify generated features, and stay near the prototypes; the server trains the generator.
 
     Shared: w, the generator, prototypes. Personal: nothing. Headline: PRE, the global model; in tables of personal
-    models report POST. The first round is FedAvg's. The generator learns from the heads before they are averaged.
-    Gradients are large at first: ``training.clip_norm = 10`` helps where rounds diverge. The source is the public code,
-    not the journal's text. Unlike there, prototypes are weighted by the samples of the round's steps, not of the data
-    set; classes that nobody has keep theirs, and zeros are no prototype; features are generated of classes that have a
-    prototype, there of all that the training data hold; a head's loss on a generated feature is weighted by that
-    feature's class; and the generator's hidden layer has no bias under its normalisation.
+    models report POST. The first round is FedAvg's with R steps. The generator learns from the heads before they are
+    averaged. Gradients are large at first: ``training.clip_norm = 10`` helps where rounds diverge. The source is the
+    public code, not the journal's text. Unlike there, prototypes are weighted by the samples of the round's steps, not
+    of the data set; classes that nobody has keep theirs, and zeros are no prototype; features are generated of classes
+    that have a prototype, there of all that the training data hold; a head's loss on a generated feature is weighted by
+    that feature's class; and the generator's hidden layer has no bias under its normalisation.
 
     Args:
       model: extractor and head.

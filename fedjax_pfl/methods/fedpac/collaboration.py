@@ -12,7 +12,7 @@ from fedjax_pfl.ops.matrices import map_matrices
 from fedjax_pfl.ops.prototypes import Prototypes
 from fedjax_pfl.ops.tree import keep_rows
 
-NEGLIGIBLE = 1e-3  # weights of other clients' heads up to this are dropped, as in the official code
+NEGLIGIBLE = 1e-3  # a head with a weight up to this is dropped, also the client's own, as in the official code
 
 
 class Statistics(NamedTuple):

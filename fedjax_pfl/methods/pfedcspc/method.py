@@ -52,7 +52,7 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         return View(with_encoder(params, None) if starts_personal else params, sent, server.scored)
 
     def dispatch(now: Round, server: Server, clients: PyTree, cohort: Cohort) -> Params:
-        """m_k for training, from the newest encoders, whenever client k took part."""
+        """The encoder of m_k, for training: the newest one, also of a client that last took part long ago."""
         assert server.known is not None
         return take_rows(server.known.encoders, cohort.ids)
 
