@@ -629,11 +629,7 @@ def test_version_and_completion():
     assert done.stdout.split() == ["partition", "partitions"]
 
 
-def test_every_method_model_and_public_name_is_documented():
-    import fedjax_pfl
-
-    for name in fedjax_pfl.__all__:
-        assert getattr(fedjax_pfl, name).__doc__, name
+def test_every_method_and_model_is_documented():
     docs = Path(__file__).parent.parent / "docs"
     models = (docs / "howto" / "models.md").read_text(encoding="utf-8")
     for name, model in MODELS.items():
@@ -644,7 +640,6 @@ def test_every_method_model_and_public_name_is_documented():
         headline = re.search(r"Headline: (PRE|POST)", factory.__doc__)[1]
         assert re.search(rf"^\| \[`{name}`\]\(.*\| {headline} \|$", rows, re.MULTILINE), name
         assert "Reference:" in factory.__doc__, name
-        assert "Headline:" in factory.__doc__, name
 
 
 def test_help_needs_no_jax():

@@ -138,7 +138,16 @@ def test_a_killed_run_goes_on_to_the_same_history(cut, whole, tmp_path):
 
 
 def test_a_run_killed_before_its_first_checkpoint_leaves_no_rows(whole, tmp_path):
-    out = shutil.copytree(whole[1], tmp_path / "run")
+    out = tmp_path / "run"
+
+    def killed(now):
+        if now.round == 1:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        simulate(recorded(out), progress=killed)
+    assert len((out / "client_history.csv").read_text().splitlines()) == 5  # a heading, and round 1
+    assert not (out / "checkpoints").exists()
     again = simulate(recorded(out), overwrite=True)
     assert len(again.client_history["round"]) == 16
     assert (out / "client_history.csv").read_bytes() == (whole[1] / "client_history.csv").read_bytes()

@@ -53,15 +53,6 @@ def test_rounds_are_fedavgs_bit_for_bit_and_only_pre_differs(plain, tuned):
     assert float(tuned[1].test.loss.mean()) < float(plain[1].test.loss.mean())
 
 
-def test_evaluation_leaves_the_server_alone(model, trainer, federation, tuned):
-    engine = Engine(fedavg_ft(model, trainer, finetune_epochs=3), 7)
-    run, scores = tuned
-    before = jax.tree.map(np.array, run.state)
-    again = jax.jit(engine.pre)(KEY, bounds[1], run.state, federation)
-    assert same(run.state, before)
-    assert same(again, scores)
-
-
 def personalize(method, key, t, view, federation, i, client=()):
     """The model that the client is scored on."""
     data = client_data(federation.x, federation.y, jax.tree.map(lambda leaf: leaf[i], federation.train))

@@ -168,12 +168,13 @@ def test_the_model_goes_down_and_comes_back_and_nothing_stays(model, trainer, fe
 
 def test_running_statistics_are_averaged_whatever_the_servers_rate(model, trainer):
     server = {"kernel": jnp.zeros(5), "norm": {"running_var": jnp.ones(3)}}
-    kernels = jnp.asarray(np.random.default_rng(7).normal(1, 1, (4, 5)), jnp.float32)
-    absent = SIZES == 0
-    sent = {"kernel": kernels, "norm": {"running_var": jnp.asarray(np.where(absent, 0.0, 4.0)[:, None] * np.ones(3))}}
+    kernels = np.random.default_rng(7).normal(1, 1, (4, 5)).astype(np.float32)
+    here, values = SIZES > 0, np.array([4.0, 0.0, 1.0, 8.0])
+    rows = jnp.asarray(values[:, None] * np.ones(3), jnp.float32)
+    sent = {"kernel": jnp.asarray(kernels), "norm": {"running_var": rows}}
     cohort = Cohort(jnp.arange(4), jnp.asarray(SIZES, jnp.float32), N, N)
     found, _ = grace(model, trainer, server_lr=0.5).aggregate(now(KEY, 0), server, (), sent, cohort)
-    near(found["norm"]["running_var"], 4.0)
+    near(found["norm"]["running_var"], grace_weights(-kernels[here], SIZES[here]) @ values[here])
 
 
 def test_unless_given_the_inner_rate_is_the_local_one(model, trainer, federation):

@@ -288,7 +288,7 @@ def as_on_a_tpu(monkeypatch):
 @pytest.mark.parametrize("name", BATCHED)
 def test_a_tpus_grouped_convolutions_are_the_same_under_vmap(name, as_on_a_tpu):
     test_the_same_under_vmap(name, 3)
-    assert sum(as_on_a_tpu) >= (0 if name.endswith("a shared kernel") else 2)
+    assert sum(as_on_a_tpu) >= 2
 
 
 def test_a_tpu_takes_the_clients_of_several_runs_for_so_many_clients():

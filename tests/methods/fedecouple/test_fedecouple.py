@@ -429,8 +429,9 @@ def test_without_a_step_a_client_goes_on_with_the_head_that_it_receives(model, t
 def test_gradient_ratios_are_those_of_the_terms_in_numpy(model, trainer, federation):
     """On the client's one batch.
 
-    Of the anchors at the trained extractor under the trained head; of the whole loss under the frozen head, beside that
-    under the trained one, at the received extractor.
+    Of the anchors at the trained extractor under the trained head; of the distillation for the trained head, on the own
+    extractor's features, with the adapted teacher; of the whole loss under the frozen head, beside that under the
+    trained one, at the received extractor.
     """
     hyper = {"mu": 0.8, "lam": 0.6, "head_epochs": 2}
     whole = replace(trainer, batch_size=1000, diagnose=True)
@@ -464,7 +465,21 @@ def test_gradient_ratios_are_those_of_the_terms_in_numpy(model, trainer, federat
     frozen, adapted = (norms(view["extractor"], head)[2] for head in (view["head"], w["head"]))
     assert float(said["gradient_ratio_frozen_head"]) == pytest.approx(frozen / adapted, rel=1e-3)
     assert frozen != pytest.approx(adapted, rel=0.01)
-    assert float(said["gradient_ratio_distillation"]) > 0
+    own_extractor = to_numpy(own)["extractor"]
+    z = mlp.extract(own_extractor, rows)
+
+    def adapting(phi, rows):
+        z = mlp.extract(own_extractor, rows)
+        return linear_gradient(z, softmax_loss(linear(phi, z), mlp.y[rows])[1])
+
+    teacher = train(view["head"], adapting, KEY, 0, rows, whole, phase="head", epochs=hyper["head_epochs"])
+    logits, taught = linear(w["head"], z), linear(teacher, z)
+    lesson = hyper["lam"] * (softmax(logits / 2, axis=1) - softmax(taught / 2, axis=1)) / 2 / len(y)
+    lesson, own_labels = (
+        np.sqrt(sum(np.sum(leaf**2) for leaf in linear_gradient(z, d).values()))
+        for d in (lesson, softmax_loss(logits, y)[1])
+    )
+    assert float(said["gradient_ratio_distillation"]) == pytest.approx(lesson / own_labels, rel=1e-3)
     assert set(said) == {"gradient_ratio_anchors", "gradient_ratio_distillation", "gradient_ratio_frozen_head"}
 
 
