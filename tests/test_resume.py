@@ -167,6 +167,17 @@ def test_more_rounds_can_be_added_to_a_complete_run(whole, tmp_path):
     assert "rounds = 8" in (out / "config.toml").read_text()
 
 
+@pytest.mark.parametrize("rounds", [4, 6])
+def test_a_complete_run_is_not_run_again_from_an_older_checkpoint(rounds, whole, tmp_path):
+    """Of a signal, in a run without ``run.checkpoint_every``; the first rounds of it would replace the whole."""
+    out = shutil.copytree(whole[1], tmp_path / "run")
+    newest = max((out / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    shutil.rmtree(newest)
+    assert any((out / "checkpoints").iterdir())
+    match = "resume = .*: the run is complete after 6 rounds; to go on, give a larger training.rounds"
+    fails_untouched(out, match, config(out, training={"rounds": rounds}))
+
+
 def test_a_run_killed_before_its_summary_only_sums_up(whole, tmp_path):
     out = shutil.copytree(whole[1], tmp_path / "run")
     (out / "summary.json").unlink()

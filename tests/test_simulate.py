@@ -368,6 +368,7 @@ def test_each_run_keeps_its_compiled_programs_where_its_config_says(tmp_path, mo
             (None, [1, 1, 1]),
             ("off", [1, 1, 1]),
             (str(tmp_path / "a"), [2, 1, 1]),
+            (str(tmp_path / ("a" * 300) / "b"), [2, 1, 1]),  # as of a run on another machine: nothing can be kept there
         ]:
             with pytest.raises(CompiledError):
                 simulate(config(run={"compilation_cache": cache}))

@@ -130,6 +130,13 @@ def test_a_sampler_that_has_tried_everything_ends_the_search(sampler):
         found.stop()  # Optuna's own again
 
 
+def test_every_point_of_a_space_that_is_tried_as_a_whole_is_checked_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr(programs, "_compile", lambda *_: pytest.fail("compiled"))
+    space = {"training.batch_size": Choice([8, 500]), "training.drop_last": Choice([False, True])}
+    with pytest.raises(ConfigError, match=r"^training\.batch_size = 500 is not usable: at most \d+ with .*drop_last"):
+        search(4, space)
+
+
 def test_a_search_has_a_seed_and_a_second_batch_compiles_nothing(study):
     before = set(programs._store)
     again = search(TRIALS + 3)  # the second batch has fewer trials

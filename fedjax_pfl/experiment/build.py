@@ -134,7 +134,7 @@ def _keep_programs(cache: str | None) -> None:
         _cache.of_the_user = now
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache or _cache.of_the_user or str(caches / "fedjax_pfl")
-    if folder != "off" and Path(folder).is_file():
+    if folder != "off" and os.path.isfile(folder):  # Path.is_file raises where a folder above it may not be entered
         raise ConfigError("run.compilation_cache", folder, 'a folder, or "off"; it is a file')
     _cache.of_a_run = None if folder == "off" else folder
     if _cache.of_a_run != now:

@@ -230,7 +230,9 @@ def compare(
     Raises:
       ConfigError: there is no such method or hyperparameter, a run directory holds another run, ``out`` is that of a
         single run, or another process is running in ``out``; raised before anything is run.
-      KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
+      KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM; with ``local``, after checkpoints are written. Tasks of Ray
+        and processes of submitit's ``cluster = "local"`` are killed, and go on from their newest checkpoints in the
+        next call; jobs of SLURM stay in the queue.
     """
     folder = folder_of(config, out, executor)
     check_point(point)

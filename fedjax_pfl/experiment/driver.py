@@ -86,8 +86,9 @@ def simulate(
       progress: called before and after compilation, and after each block of rounds, with the rounds done so far;
         ``"auto"`` shows a bar on a terminal and a line in a notebook; None shows nothing.
       interrupt: what the first SIGINT does. ``"return"`` evaluates the next round at the latest, ends the run there and
-        returns the result so far; ``"raise"`` raises at once; ``"auto"`` is ``"return"`` at a prompt or in a notebook,
-        else ``"raise"``. With ``run.out`` a checkpoint is written, from which the run can be resumed.
+        returns the result so far; ``"raise"`` raises, at once or, with ``run.out``, after the block of rounds in
+        progress; ``"auto"`` is ``"return"`` at a prompt or in a notebook, else ``"raise"``. With ``run.out`` a
+        checkpoint is written, from which the run can be resumed.
 
     Returns:
       Summary, history per evaluated round, per-client table, final state. The numbers depend on config and data and, up
@@ -96,7 +97,8 @@ def simulate(
     Raises:
       ConfigError: config, data and method do not fit together; the run directory is not empty, holds no run that
         `overwrite` could replace, or is that of a run that goes on elsewhere; there is no matching checkpoint to resume
-        from; or `overwrite` and `resume` are both given. Raised before anything is compiled or written.
+        from, or the run there is complete after as many rounds or more; or `overwrite` and `resume` are both given.
+        Raised before anything is compiled or written.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after the checkpoint is written.
     """
     began = time.perf_counter()

@@ -110,6 +110,18 @@ class RunDirectory:
         return (self.path / "summary.json").exists()
 
     @property
+    def rounds(self) -> int:
+        """The number of rounds after which a run has ended here; 0 if none has.
+
+        Raises:
+          ConfigError: its summary is damaged.
+        """
+        if not self.complete:
+            return 0
+        done: int = _read("summary", self.path / "summary.json", lambda text: json.loads(text)["rounds"])
+        return done
+
+    @property
     def started(self) -> bool:
         """Whether a run has written its config here."""
         return (self.path / "config.toml").exists()

@@ -113,8 +113,9 @@ class RunPlace:
         saved, directory = self.checkpoints.read(round), str(self._record.path)
         _check_resumable(saved, self._config, manifest["hash"], directory)
         check_same_data(self._record.path, manifest["data"], "resume")
-        if saved.round == self._config.training.rounds and self._record.complete:
-            allowed = f"the run is complete after {saved.round} rounds; to go on, give a larger training.rounds"
+        # Its newest checkpoint may be an older one: that of a signal, without run.checkpoint_every.
+        if (done := self._record.rounds) >= self._config.training.rounds:
+            allowed = f"the run is complete after {done} rounds; to go on, give a larger training.rounds"
             raise ConfigError("resume", directory, allowed)
         if saved.versions != versions():
             message = f"{directory} was run with {saved.versions}, here are {versions()}: the last bits may differ"

@@ -280,7 +280,9 @@ def sweep(
       ConfigError: a field or value is not allowed in a config, a run directory holds another run, ``out`` is that of a
         single run, another process is running in ``out``, or the executor is unknown, not installed, has no such option
         or cannot be reached; raised before anything is run.
-      KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after checkpoints are written.
+      KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM; with ``local``, after checkpoints are written. Tasks of Ray
+        and processes of submitit's ``cluster = "local"`` are killed, and go on from their newest checkpoints in the
+        next call; jobs of SLURM stay in the queue.
     """
     out = folder_of(config, out, executor)
     config = of_data(config, data)

@@ -147,7 +147,8 @@ def tune(
 
     Raises:
       ConfigError: Optuna is not installed, config, space and data do not fit together, or the storage holds another
-        study under this name; raised before anything is compiled.
+        study under this name; raised before anything is compiled. In a space that is not tried as a whole, values that
+        are refused only together are met when they are drawn: the trials of that batch that have not ended have failed.
     """
     check_config(config)
     distributions = _distributions(space)
@@ -166,14 +167,14 @@ def tune(
     if jax.process_count() > 1:
         raise ConfigError("tune", f"{jax.process_count()} processes", "one process with devices of its own")
     dataset = dataset_of(config, data)
-    _check(config, distributions, dataset)
+    whole = list(_grid(distributions, n_trials)) if sampler is None else []
+    _check(config, distributions, dataset, whole)
     study = _study(storage, study_name, pruner, sampler, _DIRECTIONS[metric])
     _go_on(study, config, distributions, [metric, point], fingerprint(dataset))
-    if sampler is None:
-        tried = _tried(study)
-        for params in _grid(distributions, n_trials):
-            if params not in tried:
-                study.enqueue_trial(params)
+    tried = _tried(study)
+    for params in whole:
+        if params not in tried:
+            study.enqueue_trial(params)
     devices = jax.local_device_count()
     left = n_trials - _finished(study)
     batch = min(batch or math.ceil(_BATCH / devices) * devices, max(left, 1))
@@ -382,8 +383,10 @@ def _check_values(name: str, values: Any) -> None:
         raise ConfigError(name, values, "numbers, strings, true or false, or None: what a study can store")
 
 
-def _check(config: Config, distributions: Mapping[str, Any], dataset: Dataset) -> None:
-    """Checks the ends of each range and all choices, each combined with the first value of the other fields.
+def _check(
+    config: Config, distributions: Mapping[str, Any], dataset: Dataset, points: Sequence[Mapping[str, Any]]
+) -> None:
+    """Checks ``points``, and the ends of each range and all choices with the first value of the other fields.
 
     Raises:
       ConfigError: a config has no such field or value, or method, model and data do not fit together.
@@ -395,7 +398,8 @@ def _check(config: Config, distributions: Mapping[str, Any], dataset: Dataset) -
         for field, drawn in distributions.items()
     }
     first = {field: found[0] for field, found in values.items()}
-    tried = [config.replace({**first, field: value}) for field, found in values.items() for value in found]
+    ends = [{**first, field: value} for field, found in values.items() for value in found]
+    tried = [config.replace(dict(point)) for point in (*ends, *points)]
     for own in {alike(own): own for own in tried}.values():
         lay_out([own], dataset)
 
