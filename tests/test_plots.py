@@ -696,6 +696,7 @@ def test_a_picture_is_written_at_once_into_a_folder_that_is_made(folder, command
     monkeypatch.setattr(Figure, "savefig", half)
     assert "a file that can be written (no space)" in call(folder / "table", "-o", out, "--overwrite")
     assert out.read_bytes() == before
+    assert list(out.parent.iterdir()) == [out]
 
 
 def test_methods_are_drawn_in_the_order_of_their_table(folder, command):

@@ -34,7 +34,7 @@ from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.data.sources import SOURCES, load
 from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.experiment import programs, registry
-from fedjax_pfl.experiment.build import divide
+from fedjax_pfl.experiment.build import divide, make_engine, shape_of
 from fedjax_pfl.experiment.parts import with_parts
 from fedjax_pfl.experiment.schema import config_schema
 from fedjax_pfl.method import Method, PerClass, SentIf
@@ -252,14 +252,28 @@ def test_a_data_set_under_a_name_takes_what_follows_the_colon():
     assert SOURCES["mine_digits"][1] == "Digits below a number."
 
 
+def test_an_option_called_as_one_of_the_package_may_be_unset():
+    @register_method("mine")
+    def of_mine(model, train, *, finetune_epochs: int | None = None):
+        return fedavg(model, train)
+
+    changes = {"method.name": "mine", "finetune.epochs": 1}
+    assert make_engine(config(changes), shape_of(load("digits"))).method.selects is False
+    with pytest.raises(ConfigError, match=r"finetune\.epochs = 1 is not usable: 0 for mine, which fine-tunes by"):
+        make_engine(config({**changes, "method.finetune_epochs": 2}), shape_of(load("digits")))
+
+
 def test_a_partition_under_a_name():
+    """Nobody shares a row, whatever an option is called that `pathological` has as well."""
+
     @register_partition("mine_blocks")
-    def blocks(labels, clients, seed, size, *, gap: int = 0):
-        return [np.arange(client * 30 + gap, client * 30 + 20) for client in range(clients)]
+    def blocks(labels, clients, seed, size, *, overlap: int = 0):
+        return [np.arange(client * 30 + overlap, client * 30 + 20) for client in range(clients)]
 
     dataset = load("digits")
-    _, manifest = divide(config({"data.partition.kind": "mine_blocks", "data.partition.gap": 4}), dataset)
+    _, manifest = divide(config({"data.partition.kind": "mine_blocks", "data.partition.overlap": 4}), dataset)
     assert manifest["sizes"] == [16] * 5
+    assert manifest["notes"] == []
     expected = [
         np.bincount(dataset.labels[np.arange(at * 30 + 4, at * 30 + 20)], minlength=10).tolist() for at in range(5)
     ]

@@ -10,9 +10,10 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
-from fedjax_pfl import METHODS, Config, ConfigError, load_config
+from fedjax_pfl import METHODS, Config, ConfigError, load_config, register_dataset
 from fedjax_pfl.cli.commands import app
 from fedjax_pfl.data.partition import PARTITIONS
+from fedjax_pfl.experiment.schema import config_schema
 from fedjax_pfl.models import MODELS
 
 HOME = Path(__file__).resolve().parent.parent
@@ -44,6 +45,17 @@ def test_every_config_of_the_repository_fits(path, wrong):
 def test_there_are_many_of_them():
     assert len(RUNS) > 40
     assert 0 < len(FILES) - len(RUNS) < 10
+
+
+@pytest.mark.usefixtures("tables_as_before")
+def test_a_users_source_may_have_an_argument():
+    @register_dataset("mine")
+    def mine(text):
+        """Samples of a year."""
+
+    schema = config_schema()["$defs"]["Data"]["properties"]["source"]
+    for source, allowed in (("mine", True), ("mine:2020", True), ("digits", True), ("digits:3", False), ("npz", False)):
+        assert jsonschema.Draft202012Validator(schema).is_valid(source) is allowed, source
 
 
 SMALLEST = '[data]\nsource = "digits"\n[method]\nname = "fedavg"\n'

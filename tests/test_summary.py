@@ -120,6 +120,13 @@ def test_where_nobody_is_scored_there_are_no_numbers_and_nothing_has_diverged():
     assert majority_class(manifest | counts, "test", 1) is None
 
 
+def test_a_diagnostic_may_have_a_dot_and_the_name_of_a_metric():
+    found = lines(CURVE)
+    for number, line in enumerate(found):
+        line["diagnostics"] = {"head.accuracy": 0.5 - 0.1 * number}
+    assert summed_up(found)["metrics"]["diagnostics.head.accuracy"] == {"last": pytest.approx(0.3)}
+
+
 def test_old_and_new_names_agree():
     found = summary(CURVE)
     for point in ("pre", "post"):

@@ -303,6 +303,14 @@ def test_a_trial_with_other_shapes_has_a_program_of_its_own():
     np.testing.assert_allclose(list(found.trials[1].intermediate_values.values()), alone, atol=1e-6)
 
 
+def test_a_trial_that_has_ended_is_in_no_mean_that_is_reported(monkeypatch):
+    monkeypatch.setattr(tuning, "SECONDS_PER_LINE", -1.0)
+    said, given = [], config(**{"training.rounds": 6})
+    search(2, {"training.lr": Choice([1e30, 0.1])}, config=given, batch=2, progress=said.append)
+    losses = [line.partition("loss ")[2] for line in said if ", loss " in line]
+    assert losses[0] == "nan" != losses[-1]
+
+
 def test_a_trial_that_diverges_is_pruned_and_never_the_best():
     storage = InMemoryStorage()
     chosen = optuna.create_study(storage=storage, study_name="tune", direction="maximize")

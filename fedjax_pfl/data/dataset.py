@@ -69,7 +69,8 @@ def from_arrays(
 
     Args:
       images: uint8 ``[train, h, w, c]``, or ``[train, h, w]`` for one channel, or ``[train, w * w]`` for one channel of
-        a square image; or floats ``[train, ...]`` of any shape, all of them finite.
+        a square image; or floats ``[train, ...]`` of any shape, all of them finite; of four axes, the channels come
+        last.
       labels: integers ``[train]``, none negative.
       test_images: the samples of the official test part, likewise, if there is one.
       test_labels: their labels ``[test]``, given together with `test_images`.
@@ -193,6 +194,8 @@ def _checked_samples(x: np.ndarray, what: str, name: str) -> Shaped[np.ndarray, 
         )
     if x.ndim == 4 and x.shape[1] <= 4 < min(x.shape[2:]):
         hint = "the channels seem to come first; numpy.moveaxis(x, 1, -1) puts them last"
+        if not pixels:
+            hint += "; if they do come last, give numpy.swapaxes(x, 1, 2)"
         raise ConfigError("data", name, f"the {what} must be [n, h, w, c], got {x.shape}: {hint}")
     if x.size == 0:
         raise ConfigError("data", name, f"the {what} hold nothing, their shape is {x.shape}")

@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation, Pool, pack
-from fedjax_pfl.data.partition import MIN_SAMPLES, PARTITIONS, Partition, partition_of
+from fedjax_pfl.data.partition import MIN_SAMPLES, PARTITIONS, Partition, overlaps, partition_of
 from fedjax_pfl.data.rows import Holdings, Rows, Split, read, union
 from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, short_of_test_rows, split_rows
 from fedjax_pfl.errors import ConfigError
@@ -208,7 +208,7 @@ def _notes(
     kind, clients = partition["kind"], len(splits)
     if official and kind != "natural":
         yield from short_of_test_rows(splits, test_share)
-    if partition.get("overlap"):
+    if overlaps(partition):
         trained = np.concatenate([rows.train for rows in splits])
         yield f"clients overlap: together they train on {len(np.unique(trained))} different samples, of {len(trained)}"
     if dataset.users is not None and not dataset.divided and kind not in ("natural", "indices"):

@@ -121,7 +121,10 @@ def columns(data: Any, part: str, image: str | None = None, label: str | None = 
     label = _column(types, "ClassLabel", _LABEL_NAMES, "label", label)
     labels = _labels(data.with_format(None).select_columns(label)[:][label], label, part)
     if types[image] == "Image":
-        return _decoded(data.with_format(None).select_columns(image), image, part), labels
+        pictures = data.with_format(None).select_columns(image)
+        if not features[image].decode:  # it would hand out files, not images
+            pictures = pictures.cast_column(image, type(features[image])())
+        return _decoded(pictures, image, part), labels
     return _numbers(data.with_format("numpy").select_columns(image), features[image], image, part), labels
 
 

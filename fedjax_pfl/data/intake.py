@@ -145,7 +145,8 @@ def _of_clients(data: Sequence[tuple], name: str) -> Dataset:
                 ones = f"{held[0][0].dtype} {held[0][0].shape[1:]}, and of client {client} {x.dtype} {x.shape[1:]}"
                 raise ConfigError("data", name, f"samples must have one type and shape: those of client 0 are {ones}")
     users = [np.repeat(np.arange(len(held)), [len(part[at]) for part in held]) for at in range(1, len(held[0]), 2)]
-    columns = [np.concatenate(parts) for parts in zip(*held, strict=True)]
+    # Of [], NumPy makes floats, which would make floats of all labels.
+    columns = [np.concatenate([part for part in parts if len(part)] or parts[:1]) for parts in zip(*held, strict=True)]
     made = from_arrays(*columns, name=name)
     return made._replace(users=np.concatenate(users).astype(np.int32), divided=True)
 
@@ -194,6 +195,8 @@ def _rows(clients: Any, name: str) -> list[np.ndarray]:
 def _names(given: Any, name: str) -> np.ndarray:
     """Users; pandas hands out strings as objects, and integers where some may be missing."""
     users = _array(given, "users", name)
+    if users.dtype.kind == "T":  # NumPy's strings of any length
+        users = np.array(users.tolist())
     if users.dtype != object:
         return users
     unknown = [row for row, user in enumerate(users.ravel()) if not isinstance(user, str | int | np.integer)]

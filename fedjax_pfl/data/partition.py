@@ -17,8 +17,8 @@ Its keyword-only arguments are the schema of the config table ``data.partition``
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from annotated_types import Ge, Gt, Le
@@ -674,6 +674,11 @@ def _check_no_size(size: int | None) -> None:
     if size is not None:
         allowed = "another style with data.samples_per_client: 'pfllib' shares out all samples"
         raise ConfigError("data.partition.style", "pfllib", allowed)
+
+
+def overlaps(partition: Mapping[str, Any]) -> bool:
+    """Whether clients may hold the same rows; of a user's own kind they never do, whatever its options are called."""
+    return partition["kind"] in ("pathological", "weak_pathological") and bool(partition.get("overlap"))
 
 
 PARTITIONS: dict[str, Callable[..., Partition]] = {

@@ -302,7 +302,7 @@ def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any
             method = finetuned(method, model, train, **tuning.model_dump())
         except ValueError as error:
             raise ConfigError("finetune.epochs", tuning.epochs, f"0 for {name}: {error}") from None
-        if (own := config.method.get("finetune_epochs", 0)) > 0:
+        if own := config.method.get("finetune_epochs"):
             allowed = f"0 for {name}, which fine-tunes by method.finetune_epochs = {own} already: set one of them to 0"
             raise ConfigError("finetune.epochs", tuning.epochs, allowed)
     if (drawn := config.calibration.samples_per_class) > 0:

@@ -244,8 +244,9 @@ def drive(
             if interrupted and not returning:
                 stopping.leave()
             left = (time.perf_counter() - started_running) / (t - saved[0].round) * (end - t)
-            last = mean_line([course.lines[-1] for course in courses]) if courses[0].lines else None
-            report(Progress(t, end, float(np.mean(losses)), last, left, program.bytes(), runs))
+            last = mean_line([course.lines[-1] for course in going]) if going[0].lines else None
+            loss = float(np.mean([losses[course.run] for course in going]))
+            report(Progress(t, end, loss, last, left, program.bytes(), runs))
         results = _results(program, courses, states, t, began, round_seconds, dataset.name, data)
     if stopping.signal and not (returns and stopping.signal == signal.SIGINT):
         stopping.leave()  # the signal came when these runs were done, and is meant for the whole process

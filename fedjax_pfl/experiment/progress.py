@@ -23,8 +23,9 @@ class Progress(NamedTuple):
     Attributes:
       round: number of rounds done.
       rounds: number of the last round: ``training.rounds``, or fewer once the run is to end early.
-      loss: mean training loss of the last round's participants, mean over the runs of a program; NaN before the first.
-      last: the newest line of ``metrics.jsonl``, mean over the runs of a program; None before the first evaluation.
+      loss: mean training loss of the last round's participants, mean over the runs that have not ended before; NaN
+        before the first round.
+      last: the newest line of ``metrics.jsonl``, mean over these runs; None before the first evaluation.
       seconds_left: estimated time to the end, in seconds; NaN before the first round.
       memory: estimated memory of the program, in bytes.
       runs: number of runs in the program.

@@ -152,8 +152,8 @@ class Result:
             need it; models that are fine-tuned, mixed or calibrated with samples do.
 
         Raises:
-          ConfigError: the directory holds no complete run, a file is damaged, its method, model or partition is not
-            registered in this process, or its state does not fit its config.
+          ConfigError: the directory holds no complete run, a file is damaged, its method, model, partition or one of
+            its metrics is not registered in this process, or its state does not fit its config.
         """
         folder = Path(os.path.expanduser(directory))
         config, read = read_run(folder)

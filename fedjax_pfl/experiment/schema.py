@@ -8,7 +8,7 @@ from fedjax_pfl.data.sources import SOURCES
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.options import descriptions, options_model
 from fedjax_pfl.experiment.protocols import PROTOCOLS
-from fedjax_pfl.experiment.registry import load_entry_points
+from fedjax_pfl.experiment.registry import load_entry_points, own_parts
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
 
@@ -76,12 +76,13 @@ def _options(name: str, part: Callable) -> Schema:
 
 
 def _source() -> Schema:
-    """The names of the sources; some take an argument after a colon."""
-    with_argument = [name for name, (_, text) in SOURCES.items() if text.startswith(f"{name}:")]
+    """The names of the sources; some need an argument after a colon, and those of users may have one."""
+    own = own_parts({"dataset": SOURCES})["dataset"]
+    with_argument = [name for name, (_, text) in SOURCES.items() if text.startswith(f"{name}:") and name not in own]
     alone = [name for name in SOURCES if name not in with_argument]
     return {
         "type": "string",
-        "anyOf": [{"enum": [*alone, "arrays"]}, {"pattern": f"^({'|'.join(with_argument)}):."}],
+        "anyOf": [{"enum": [*alone, "arrays"]}, {"pattern": f"^({'|'.join([*with_argument, *own])}):."}],
     }
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from fedjax_pfl.data.augment import Augment, Copies
-from fedjax_pfl.data.partition import PARTITIONS
+from fedjax_pfl.data.partition import PARTITIONS, overlaps
 from fedjax_pfl.data.sources import SOURCES
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.options import USUAL, Section, choose, hyperparameters
@@ -84,10 +84,10 @@ class Data(Section):
             allowed = '"all", or data.split = "official" and a partition that is not natural'
             raise ConfigError("data.test_classes", self.test_classes, allowed)
         # Clients that overlap are held against nothing that others train on.
-        if self.partition.get("overlap") and self.split != "official":
+        if overlaps(self.partition) and self.split != "official":
             allowed = 'false with data.split = "merge", where others would train on what a client is tested on'
             raise ConfigError("data.partition.overlap", True, allowed)
-        if self.partition.get("overlap") and self.validation_share:
+        if overlaps(self.partition) and self.validation_share:
             allowed = "0 with data.partition.overlap: others would train on what a client validates on"
             raise ConfigError("data.validation_share", self.validation_share, allowed)
         if self.evaluate_on == "validation" and self.validation_share == 0:

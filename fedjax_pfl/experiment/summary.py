@@ -220,7 +220,7 @@ def summary_of(
     metrics = {}
     for name, values in history.items():
         point, _, metric = name.rpartition(".")
-        if not (name in _GLOBAL or (point and point != _DIAGNOSTICS and metric in _RISING)):
+        if not (name in _GLOBAL or (point and point in chosen and metric in _RISING)):
             metrics[name] = {"last": _known(values[-1])}
             continue
         best = int(np.argmax(np.where(np.isnan(values), -np.inf, values)))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.method import Cohort, Method, Round, Setup, Update
+from fedjax_pfl.method import Cohort, Method, Round, Setup, Update, personalize_nothing
 from fedjax_pfl.ops.training import phase_key
 
 
@@ -40,8 +40,9 @@ def alone(method: Method) -> Method:
     def aggregated(now: Round, server: PyTree, client: PyTree, upload: PyTree, data: ClientData) -> Alone:
         now = Round(phase_key(now.key, "aggregate"), now.t)
         combined, new = method.aggregate(now, server, _one(client), _one(upload), cohort(data))
-        # As in the engine: without samples the round did not happen.
-        server = jax.tree.map(lambda new, old: jnp.where(data.count > 0, new, old), combined, server)
+        # As in the engine: without samples the round did not happen, unless the server acts alone.
+        happened = (data.count > 0) | method.acts_alone
+        server = jax.tree.map(lambda new, old: jnp.where(happened, new, old), combined, server)
         return Alone(server, _only(new))
 
     def init(key: Key[Array, ""], clients: int) -> tuple[tuple[()], Alone]:
@@ -82,13 +83,15 @@ def alone(method: Method) -> Method:
         return method.personal(view, client)
 
     own_setup: Setup | None = None if method.setup is None else setup
+    # Else PRE scores the client's state as it is kept, and its model is made without samples.
+    personalizes = method.personalize is not personalize_nothing or method.calibrate or method.dispatch
     return Method(
         init,
         local,
         aggregate,
         personal,
         method.predict,
-        personalize=personalize,
+        personalize=personalize if personalizes else personalize_nothing,
         headline=method.headline,
         copies=method.copies,
         setup=own_setup,

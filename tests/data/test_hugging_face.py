@@ -191,6 +191,10 @@ def test_data_in_hand_that_do_not_fit_are_one_line(data, message):
     assert "\n" not in str(caught.value)
 
 
+def test_images_that_are_not_to_be_decoded_are():
+    check(as_dataset(of_images().cast_column("img", datasets.Image(decode=False))), COLOURS)
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -14,9 +14,9 @@ from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.experiment.build import DataShape, make_engine
-from fedjax_pfl.method import Calibration, Update
+from fedjax_pfl.method import Calibration, Update, personalize_nothing
 from fedjax_pfl.methods import METHODS
-from fedjax_pfl.methods.alone import alone
+from fedjax_pfl.methods.alone import Alone, alone
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.local import local
 from tests import generator
@@ -49,6 +49,27 @@ def play(method, clients, federation, rounds=3):
 def apart(model, trainer, federation):
     """name -> three rounds of a method without collaboration, and their scores."""
     return cache(lambda name: play(alone(METHODS[name](model, trainer)), N, federation))
+
+
+def test_models_are_made_without_samples_where_the_method_makes_them_so(model, trainer):
+    names = "fedavg", "ditto", "fedrep", "fedavg_ft", "ccvr"
+    made = [name for name in names if alone(METHODS[name](model, trainer)).personalize is personalize_nothing]
+    assert made == ["fedavg", "ditto"]
+
+
+def test_a_server_that_acts_alone_does_so_for_a_client_without_samples(model, trainer, federation):
+    def counted(acts_alone):
+        method = fedavg(model, trainer)._replace(
+            init=lambda key, clients: (jnp.zeros(()), ()),
+            broadcast=lambda server: jax.tree.map(lambda leaf: leaf + server, w),
+            aggregate=lambda now, server, clients, uploads, cohort: (server + 1, clients),
+            acts_alone=acts_alone,
+        )
+        nothing = client_data(federation.x, federation.y, client(federation.train, 0))._replace(count=jnp.array(0))
+        return jax.jit(lambda: alone(method).local(now(KEY, 0), (), Alone(jnp.zeros(()), ()), nothing).client.server)()
+
+    w = model.init(KEY)
+    assert (float(counted(True)), float(counted(False))) == (1, 0)
 
 
 def test_fedavg_without_collaboration_is_local(apart, model, trainer, federation):

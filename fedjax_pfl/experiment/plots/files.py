@@ -1,6 +1,7 @@
 """Writes plots of runs on disk as files."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from fedjax_pfl.errors import ConfigError
@@ -82,5 +83,7 @@ def write_plot(
             figure.savefig(partial, format=out.suffix[1:], metadata=_UNDATED[out.suffix])
             partial.replace(out)
         except OSError as error:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
             raise ConfigError("--out", str(out), f"a file that can be written ({error.strerror})") from None
     return [] if kind == "partition" else [run.path for run in begun if run.summary is None]
