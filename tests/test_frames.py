@@ -13,6 +13,7 @@ import pytest
 
 from fedjax_pfl import Comparison, Config, ConfigError, Sweep, compare, simulate, sweep
 from fedjax_pfl.experiment.tables import Cell
+from tests.interruption import KilledError, killed_after
 
 pandas = pytest.importorskip("pandas", reason="pandas is not installed")
 
@@ -111,21 +112,12 @@ def test_the_history_of_clients_is_off_unless_asked_for(whole, tmp_path):
     assert (tmp_path / "run" / "client_history.csv").read_text().splitlines() == expected[:1] + expected[9:]
 
 
-class KilledError(Exception):
-    """Stands for whatever ends a run without a chance to react."""
-
-
 @pytest.mark.parametrize("cut", ["", "1", "1,0,0.5,0.25,0.", "3,3,1.0,1.0,1.0,1.0\r"])
 def test_a_killed_run_goes_on_to_the_same_history(cut, whole, tmp_path):
     """The kill comes after the evaluation of round 3, or in the middle of a row, back to the checkpoint of round 2."""
     out = tmp_path / "run"
-
-    def killed(now):
-        if now.round == 3:
-            raise KilledError
-
     with pytest.raises(KilledError):
-        simulate(recorded(out), progress=killed)
+        simulate(recorded(out), progress=killed_after(3))
     path = out / "client_history.csv"
     kept = path.read_bytes().splitlines(keepends=True)
     assert len(kept) == 13  # a heading, and rounds 1 to 3
@@ -139,13 +131,8 @@ def test_a_killed_run_goes_on_to_the_same_history(cut, whole, tmp_path):
 
 def test_a_run_killed_before_its_first_checkpoint_leaves_no_rows(whole, tmp_path):
     out = tmp_path / "run"
-
-    def killed(now):
-        if now.round == 1:
-            raise KilledError
-
     with pytest.raises(KilledError):
-        simulate(recorded(out), progress=killed)
+        simulate(recorded(out), progress=killed_after(1))
     assert len((out / "client_history.csv").read_text().splitlines()) == 5  # a heading, and round 1
     assert not (out / "checkpoints").exists()
     again = simulate(recorded(out), overwrite=True)

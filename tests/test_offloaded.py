@@ -10,6 +10,7 @@ from fedjax_pfl.engine.memory import Hardware
 from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.programs import traced
 from fedjax_pfl.ops.tree import size
+from tests.interruption import KilledError, killed_after
 
 CLIENTS, COHORT = 9, 2
 
@@ -44,20 +45,13 @@ def assert_same(found, expected):
 
 
 def test_a_killed_run_goes_on_wherever_states_were_and_are(tmp_path):
-    class KilledError(Exception):
-        pass
-
-    def kill(now):
-        if now.round >= 2:
-            raise KilledError
-
     # A head for each client.
     run = {"checkpoint_every": 2}
     whole = simulate(config("host", run={**run, "out": str(tmp_path / "whole"), "client_state": "host"}))
     for begun, resumed in (("host", "host"), ("host", "device"), ("device", "host")):
         out = tmp_path / f"{begun}_{resumed}"
         with pytest.raises(KilledError):
-            simulate(config(begun, run={**run, "out": str(out), "client_state": begun}), progress=kill)
+            simulate(config(begun, run={**run, "out": str(out), "client_state": begun}), progress=killed_after(2))
         result = simulate(config(resumed, run={**run, "out": str(out), "client_state": resumed}), resume=out)
         if begun == resumed:
             jax.tree.map(np.testing.assert_array_equal, result.state, whole.state)

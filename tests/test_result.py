@@ -22,6 +22,7 @@ from fedjax_pfl.experiment.kept import Kept, fitted, read_state, write_state
 from fedjax_pfl.experiment.trained import state_like
 from fedjax_pfl.method import State
 from fedjax_pfl.models import MODELS, build
+from tests.interruption import KilledError, killed_after
 
 DIGITS = load("digits")
 CLIENTS, NEW = 4, 3  # the last one is new
@@ -379,15 +380,6 @@ def test_a_loss_comes_down_to_its_target(fedavg, metric, target, round):
 # --- Which state is kept ----------------------------------------------------------------------------------------------
 
 
-class KilledError(Exception):
-    """Stands for whatever ends a run without a chance to react."""
-
-
-def kill(now):
-    if now.round == 5:
-        raise KilledError
-
-
 def test_the_best_state_is_that_of_the_best_round_also_after_an_interruption(tmp_path):
     def best_of(out, **run):
         training = {"rounds": 6, "lr": 2.5}
@@ -401,7 +393,7 @@ def test_the_best_state_is_that_of_the_best_round_also_after_an_interruption(tmp
     until = simulate(best_of("until", keep="final").replace({"training.rounds": best}))
     jax.tree.map(np.testing.assert_array_equal, result.state, until.state)
     with pytest.raises(KilledError):
-        simulate(best_of("killed", checkpoint_every=4), progress=kill)
+        simulate(best_of("killed", checkpoint_every=4), progress=killed_after(5))
     assert not (tmp_path / "killed" / "state.safetensors").exists()
     simulate(best_of("killed", checkpoint_every=4), resume=tmp_path / "killed")
     kept = [(tmp_path / out / "state.safetensors").read_bytes() for out in ("whole", "killed")]
@@ -409,7 +401,7 @@ def test_the_best_state_is_that_of_the_best_round_also_after_an_interruption(tmp
     assert Result.load(tmp_path / "killed").kept.round == best
 
     with pytest.raises(KilledError):
-        simulate(best_of("other", checkpoint_every=4, keep="final"), progress=kill)
+        simulate(best_of("other", checkpoint_every=4, keep="final"), progress=killed_after(5))
     with pytest.raises(ConfigError, match=r"run\.keep = 'best' is not usable: .final. or .none. for this run"):
         simulate(best_of("other", checkpoint_every=4), resume=tmp_path / "other")
 

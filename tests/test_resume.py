@@ -20,6 +20,7 @@ from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.record import RunDirectory, check_alike, complete_run
 from fedjax_pfl.experiment.resume import versions
 from fedjax_pfl.experiment.sections import Run
+from tests.interruption import KilledError, killed_after
 
 
 def config(out, **tables):
@@ -34,18 +35,6 @@ def config(out, **tables):
     for section, fields in tables.items():
         base[section] = {**base.get(section, {}), **fields}
     return Config(**base)
-
-
-class KilledError(Exception):
-    """Stands for whatever ends a run without a chance to react."""
-
-
-def killed_after(round_number):
-    def progress(now):
-        if now.round >= round_number:
-            raise KilledError
-
-    return progress
 
 
 def metrics(out):

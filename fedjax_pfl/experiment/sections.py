@@ -120,7 +120,8 @@ class Training(Section):
         added to the originals (``concat``) or instead of them (``replace``). The method's default unless given
         (FedeCouple: ``concat``, all others: ``none``).
       decorrelate: beta, weight of FedDecorr's term (``norm = "code"``) in every loss that trains the extractor on
-        labels, for any method, except in fine-tuning; 0 for none; the official value is 0.1.
+        labels, for any method, except in fine-tuning (FedETF's begins with a local training, which has it); 0 for none;
+        the official value is 0.1.
     """
 
     rounds: int = Field(100, ge=1)

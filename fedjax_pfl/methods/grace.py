@@ -59,7 +59,7 @@ def grace(
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             del key
             outer, inner = deal(batch, 2)
-            adapted = inner_step(lambda w: supervised(model, w, inner), params, rate)
+            adapted = inner_step(lambda w: supervised(model, w, inner), params, rate, statistics=False)
             z = model.features(adapted["extractor"], outer.x, outer.mask)
             ce = label_loss(model, z, model.classify(adapted["head"], z), outer)
             if is_off(lam):

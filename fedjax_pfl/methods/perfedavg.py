@@ -80,7 +80,7 @@ def perfedavg(
             del key
             outer, inner, *rest = deal(batch, parts)
             here = params if version == "first_order" else lax.stop_gradient(params)
-            adapted = inner_step(lambda w: supervised(model, w, inner), here, rate)
+            adapted = inner_step(lambda w: supervised(model, w, inner), here, rate, statistics=False)
             if version == "first_order":
                 return supervised(model, adapted, outer)
             value, g = jax.value_and_grad(supervised, argnums=1)(model, adapted, outer)

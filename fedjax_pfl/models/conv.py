@@ -282,14 +282,24 @@ def _on_cpu(special: Callable | None, general: Callable, *operands: Array) -> Ar
 
 
 def _side_by_side(
-    axes: tuple[int | None, ...], cpu: Callable, tpu: Callable, gpu: Callable
-) -> dict[str, Callable[..., Array]]:
-    """Functions of all clients, one for each platform; ``axes`` say which operands differ between clients."""
-    ways = {"cpu": cpu, "tpu": tpu, "default": gpu}
-    by_platform: dict[str, Callable] = {platform: jax.vmap(way, axes) for platform, way in ways.items()}
-    if None not in axes:
-        by_platform["tpu"] = _runs_as_clients(by_platform["tpu"])
-    return by_platform
+    by_patches: Callable[..., Array], direct: Callable[..., Array]
+) -> Callable[[tuple[int | None, ...], int], dict[str, Callable[..., Array]]]:
+    """What computes an operation for all clients, as ``lax.platform_dependent`` takes it.
+
+    The function returned takes the axes, None for an operand that clients share, and how many output columns one patch
+    serves on a GPU.
+    """
+
+    @functools.cache
+    def of_clients(axes: tuple[int | None, ...], columns: int) -> dict[str, Callable[..., Array]]:
+        tpu = jax.vmap(direct, axes)
+        return {
+            "cpu": jax.vmap(by_patches, axes),
+            "tpu": tpu if None in axes else _runs_as_clients(tpu),
+            "default": jax.vmap(functools.partial(by_patches, columns=columns), axes),
+        }
+
+    return of_clients
 
 
 def _runs_as_clients(way: Callable[..., Array]) -> Callable[..., Array]:
@@ -367,9 +377,7 @@ def _output_op(strides: tuple[int, int], pads: Pads) -> Callable[[Images, Kernel
     def by_patches(x: Images, kernel: Kernel, columns: int = 1) -> Maps:
         return patches.output(x, kernel, strides, pads, columns=columns)
 
-    @functools.cache
-    def side_by_side(axes: tuple[int | None, ...], columns: int) -> dict[str, Callable[..., Array]]:
-        return _side_by_side(axes, by_patches, direct, functools.partial(by_patches, columns=columns))
+    side_by_side = _side_by_side(by_patches, direct)
 
     def one_client(x: Images, kernel: Kernel) -> Maps:
         fourier = _fourier(x.shape, kernel.shape, x.dtype, strides, pads)
@@ -411,9 +419,7 @@ def _kernel_gradient_op(
     def by_patches(x: Images, dy: Maps, columns: int = 1) -> Kernel:
         return patches.kernel_gradient(x, dy, strides, pads, size, columns=columns)
 
-    @functools.cache
-    def side_by_side(axes: tuple[int | None, ...], columns: int) -> dict[str, Callable[..., Array]]:
-        return _side_by_side(axes, by_patches, direct, functools.partial(by_patches, columns=columns))
+    side_by_side = _side_by_side(by_patches, direct)
 
     by_blocks = functools.partial(_kernel_gradient_by_blocks, pads=pads, size=size)
 
@@ -469,9 +475,7 @@ def _input_gradient_op(
         x = jax.ShapeDtypeStruct((len(dy), *pixels, kernel.shape[2]), dy.dtype)
         return jax.linear_transpose(lambda x: _direct(x, kernel, strides, pads), x)(dy)[0]
 
-    @functools.cache
-    def side_by_side(axes: tuple[int | None, ...], columns: int) -> dict[str, Callable[..., Array]]:
-        return _side_by_side(axes, by_patches, direct, functools.partial(by_patches, columns=columns))
+    side_by_side = _side_by_side(by_patches, direct)
 
     def one_client(dy: Maps, kernel: Kernel) -> Images:
         fourier = _fourier((dy.shape[0], *pixels), kernel.shape, dy.dtype, strides, pads)

@@ -27,14 +27,25 @@ def deal(batch: Batch, parts: int) -> tuple[Batch, ...]:
     return tuple(jax.tree.map(lambda leaf, part=part: leaf[part::parts], rows) for part in range(parts))
 
 
-def inner_step(loss: Callable[[Params], Float[Array, ""]], params: Params, rate: Scalar) -> Params:
-    """w - rate * grad loss(w), one step of plain SGD; running statistics take their full update (``models/norm.py``).
+def inner_step(
+    loss: Callable[[Params], Float[Array, ""]], params: Params, rate: Scalar, *, statistics: bool = True
+) -> Params:
+    """w - rate * grad loss(w), one step of plain SGD.
 
     First-order: derivatives of the result treat the step as a constant, so that no loss is differentiated twice.
+
+    Args:
+      loss: of the parameters.
+      params: w.
+      rate: of the step.
+      statistics: whether running statistics take their update, in full (``models/norm.py``). Where a loss judges the
+        result they must not: the amount by which that loss changes them is subtracted from those before the step.
     """
     gradient = jax.grad(loss)(lax.stop_gradient(params))
 
     def leaf(path: tuple, w: Array, g: Array) -> Array:
-        return w - (g if is_statistic(path) else rate * g)
+        if is_statistic(path):
+            return w - g if statistics else w
+        return w - rate * g
 
     return jax.tree.map_with_path(leaf, params, gradient)

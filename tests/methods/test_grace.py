@@ -12,7 +12,9 @@ import pytest
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.method import Cohort
 from fedjax_pfl.methods.grace import grace
+from fedjax_pfl.ops.training import Trainer
 from tests.play import KEY, SOME, N, exchanged, play, update_of
+from tests.quadratics import curved, half_running, quadratic
 from tests.reference import MLP, batches, client, client_key, held, linear_gradient, now, sgd, softmax_loss, to_numpy
 
 ROUNDS = 4
@@ -130,6 +132,18 @@ def test_parallel_updates_a_lone_one_and_none_count_by_their_samples(moved):
     near(moved(updates, SIZES), SIZES @ updates / SIZES.sum())
     near(moved(updates, np.array([0.0, 0.0, 3.0, 0.0])), updates[2])
     near(moved(0 * updates, SIZES), 0 * way)
+
+
+def test_running_statistics_take_the_outer_update_whole(federation):
+    matrix, centre, w = curved()
+    a, b, learnt = 0.3, 0.05, np.array([1, 1, 0, 0])
+    model = half_running(quadratic(matrix, centre, w))
+    method = grace(model, Trainer(batch_size=32, lr=b), lam=0.0, inner_lr=a)
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    update = jax.jit(method.local)(now(KEY, 0), method.init(KEY, N)[0], (), data)
+    adapted = w - learnt * a * (matrix @ (w - centre))
+    expected = w - np.where(learnt, b, 1) * (matrix @ (adapted - centre))
+    near(np.concatenate([update.upload["extractor"][name] for name in ("point", "running_mean")]), expected)
 
 
 def test_running_statistics_have_no_say_in_the_weights(model, trainer):

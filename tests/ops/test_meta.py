@@ -33,16 +33,17 @@ def test_parts_for_which_there_is_no_sample_have_padding_alone(samples, parts, s
         assert float(jnp.sum(part.x)) == 4 * size
 
 
-def test_an_inner_step_is_one_of_plain_sgd_and_gives_statistics_their_update_whole():
+@pytest.mark.parametrize(("how", "statistics"), [({}, [2.0, 2.0]), ({"statistics": False}, [3.0, 4.0])])
+def test_an_inner_step_is_one_of_plain_sgd_and_gives_statistics_their_update_whole_or_not_at_all(how, statistics):
     w = {"scale": jnp.array([1.0, 2.0]), "running_mean": jnp.array([3.0, 4.0])}
     gradient = {"scale": jnp.array([0.5, -1.0]), "running_mean": jnp.array([1.0, 2.0])}
 
     def loss(w):
         return sum(jnp.sum(gradient[name] * w[name]) for name in w)
 
-    stepped = inner_step(loss, w, 0.1)
+    stepped = inner_step(loss, w, 0.1, **how)
     np.testing.assert_allclose(stepped["scale"], [0.95, 2.1], rtol=1e-6)
-    np.testing.assert_allclose(stepped["running_mean"], [2.0, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(stepped["running_mean"], statistics, rtol=1e-6)
 
 
 def test_derivatives_of_an_inner_step_are_first_order():

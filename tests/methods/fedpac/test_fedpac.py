@@ -369,7 +369,7 @@ def of_four(method, federation):
 
 @pytest.mark.parametrize("what", ["nothing is finite", "its squares are not"])
 def test_a_client_that_has_diverged_is_left_out_and_gets_finite_heads(what, model, trainer, federation):
-    """Its own is a combination of the others', or the one that it had."""
+    """It keeps the one that it had."""
     method = fedpac(model, trainer)
     server, kept, rows = of_four(method, federation)
 
@@ -387,8 +387,18 @@ def test_a_client_that_has_diverged_is_left_out_and_gets_finite_heads(what, mode
         near(leaf[:3], of_others[:3])
         assert np.isfinite(leaf).all()
         assert np.any(leaf[:3])
-    if what == "its squares are not":
-        jax.tree.map(lambda leaf, own: np.testing.assert_array_equal(leaf[3], own[3]), found, kept)
+    jax.tree.map(lambda leaf, own: np.testing.assert_array_equal(leaf[3], own[3]), found, kept)
+
+
+def test_a_participant_without_samples_keeps_the_head_that_it_received(model, trainer, federation):
+    method = fedpac(model, trainer)
+    server, kept, rows = of_four(method, federation)
+    nobody = jax.tree.map(lambda leaf: np.concatenate([leaf[:3], np.zeros_like(leaf[3:])]), rows.per_class)
+    cohort = Cohort(jnp.arange(4), jnp.array([1.0, 1.0, 1.0, 0.0]), N, N)
+    aggregate = jax.jit(lambda rows: method.aggregate(now(KEY, 0), server, kept, rows, cohort)[1])
+    after = aggregate(rows._replace(per_class=nobody))
+    jax.tree.map(lambda leaf, own: np.testing.assert_array_equal(leaf[3], own[3]), after, kept)
+    assert all(np.any(leaf[0] != own[0]) for leaf, own in zip(*map(jax.tree.leaves, (after, kept)), strict=True))
 
 
 def test_a_head_that_has_diverged_on_features_that_have_not_is_left_out(model, trainer, federation):
