@@ -300,14 +300,21 @@ def main() -> None:
         return
     rows: dict[str, Any] = {}
     if options.json and options.json.exists():
-        rows = json.loads(options.json.read_text(encoding="utf-8"))["rows"]
+        held = json.loads(options.json.read_text(encoding="utf-8"))
+        if held["jax"] != jax.__version__:
+            parser.error(f"{options.json} is of jax {held['jax']}, this is {jax.__version__}; choose another --json")
+        rows = held["rows"]
     names = [str(options.config)] if options.config else options.cases.split(",") if options.cases else list(by_name)
+    cases = [] if options.config else names
+    for option, given, known in (("--target", targets, list(TARGETS)), ("--cases", cases, list(by_name))):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"{option}: {', '.join(unknown)} is not one of {', '.join(known)}")
     failed = False
     for name, target, part in itertools.product(names, targets, parts):
         if TARGETS[target].backend == "tpu" and name in by_name and by_name[name].precision == "tensorfloat32":
             continue  # which a TPU does not have
         label = f"{name} {target} {part}"
-        if label not in rows or options.again:
+        if label not in rows or options.again or options.config:  # whose name does not tell its --set
             what = (
                 ["--config", name, *(f"--set={item}" for item in options.set)] if options.config else ["--cases", name]
             )

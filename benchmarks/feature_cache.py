@@ -107,8 +107,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides")
     options = parser.parse_args()
-    cases = {}
-    for method in options.methods.split(","):
+    cases, methods = {}, options.methods.split(",")
+    if unknown := [name for name in methods if name not in CASES]:
+        parser.error(f"--methods: {', '.join(unknown)} is not one of {', '.join(CASES)}")
+    for method in methods:
         cases[method] = compare(method, options.set, options.repeats)
         shown = cases[method]
         print(

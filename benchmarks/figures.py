@@ -246,13 +246,13 @@ def partitions(settings: dict[str, tuple[str, list[str]]]) -> Figure:
 
 
 def curves(name: str, ax: Axes, rows: dict[str, str], *, setting: str | None = None, point: str = "pre") -> None:
-    """A line for each of these rows, with its label, from a file of ``results/``; of one setting if it has several."""
+    """The mean over the seeds of each of these rows, by its label, from a file of ``results/`` (and one setting)."""
     cells = json.loads((RESULTS / f"{name}.json").read_text())["cells"]
-    found = {cell["row"]: cell["curve"] for cell in cells if setting in (None, cell["setting"])}
     for number, (row, label) in enumerate(rows.items()):
-        curve = found[row]
-        ax.plot(curve["round"], 100 * np.array(curve[point]), label=label, **line_style(number))
-        ax.set_xticks(curve["round"])
+        found = [cell["curve"] for cell in cells if cell["row"] == row and setting in (None, cell["setting"])]
+        rounds, accuracy = found[0]["round"], 100 * np.mean([curve[point] for curve in found], axis=0)
+        ax.plot(rounds, accuracy, label=label, **line_style(number))
+        ax.set_xticks(rounds)
     ax.grid(visible=True)
     ax.set(xlabel="round", ylabel=f"{point.upper()} accuracy (%)")
     legend_above(ax, ax.get_legend_handles_labels()[0])

@@ -166,7 +166,10 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="to try the script")
     parser.add_argument("--parts", default=",".join(PARTS), help="of: " + ", ".join(PARTS))
     options = parser.parse_args()
-    if "tables" in options.parts.split(",") and not (os.environ.get("FEDJAX_PFL_DATA") and options.work):
+    parts = options.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"--parts: {', '.join(unknown)} is not one of {', '.join(PARTS)}")
+    if "tables" in parts and not (os.environ.get("FEDJAX_PFL_DATA") and options.work):
         parser.error("tables need FEDJAX_PFL_DATA, a folder with the data, and --work; or leave them out of --parts")
     # Else this process would keep three quarters of the device's memory from those of `round_time` and `tables`.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -178,7 +181,7 @@ def main() -> None:
         results = json.loads(options.json.read_text(encoding="utf-8"))
         if {name: results.get(name) for name in here} != here:
             parser.error(f"{options.json} was measured elsewhere; choose another --json")
-    for name in options.parts.split(","):
+    for name in parts:
         results[name] = PARTS[name](options.small, *([options.work] if name == "tables" else []))
         print(name, json.dumps(results[name], indent=2), flush=True)
         if options.json:

@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -70,13 +69,16 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=5, help="of each method")
     parser.add_argument("--json", type=Path, help="where the figures are kept; other methods' stay")
     options = parser.parse_args()
+    about, rows = {"jax": jax.__version__, "cpu": platform.machine(), "rounds": options.rounds}, {}
+    if options.json and options.json.exists():
+        held = json.loads(options.json.read_text(encoding="utf-8"))
+        rows = held.pop("methods")
+        if held != about:
+            parser.error(f"{options.json} was measured with {held}, this would be with {about}; choose another --json")
     dataset = load("digits")
     prepare(config_of("fedavg").run)
     base = Timed(config_of("fedavg"), dataset)
     work = work_of(base.program)
-    rows: dict[str, Any] = {}
-    if options.json and options.json.exists():
-        rows = json.loads(options.json.read_text(encoding="utf-8"))["methods"]
     print("| method | time | work | down | up | kept |\n|---|---|---|---|---|---|")
     for name in options.methods.split(",") if options.methods else METHODS:
         try:
@@ -101,11 +103,6 @@ def main() -> None:
         print(f"| {name} | {row['time']:.2f} | {row['work']:.2f} | {row['down']} | {row['up']} | {row['kept']} |")
         sys.stdout.flush()
         if options.json:
-            about = {
-                "jax": jax.__version__,
-                "cpu": platform.machine(),
-                "rounds": options.rounds,
-            }
             text = json.dumps({**about, "methods": {key: rows[key] for key in METHODS if key in rows}}, indent=1)
             options.json.write_text(text + "\n", encoding="utf-8")
 

@@ -46,7 +46,7 @@ def main() -> None:
     record = commands.add_parser("record", help="run all methods and keep their numbers")
     record.add_argument("file", type=Path)
     record.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
-    compare = commands.add_parser("compare", help="exit with 1 where a number differs")
+    compare = commands.add_parser("compare", help="exit with 1 where a metric or a state differs")
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)
     options = parser.parse_args()
@@ -102,9 +102,10 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> int:
         gone = sorted(old["history"].keys() - both)
         moved = {key: gap(old["history"][key], new["history"][key]) for key in sorted(both)}
         moved = {key: size for key, size in moved.items() if size}
-        if gone or moved:
+        alike = old["state"] == new["state"]
+        if gone or moved or not alike:
             status = 1
-        state = "state equal" if old["state"] == new["state"] else "state differs"
+        state = "state equal" if alike else "state differs"
         shown = ", ".join(f"{key} by {size:.2g}" for key, size in moved.items()) or f"all {len(both)} metrics equal"
         print(f"{run}: {shown}; {state}" + (f"; gone: {', '.join(gone)}" if gone else ""))
     return status

@@ -281,7 +281,10 @@ def main() -> None:
         print(json.dumps(PARTS[part](*cases(part, options.repeats)[int(number)])))
         return
     found: dict[str, list[dict[str, Any]]] = {}
-    for part in options.parts.split(","):
+    parts = options.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"--parts: {', '.join(unknown)} is not one of {', '.join(PARTS)}")
+    for part in parts:
         found[part] = []
         for number in range(len(cases(part, options.repeats))):
             command = [sys.executable, __file__, "--repeats", str(options.repeats), "--case", part, str(number)]

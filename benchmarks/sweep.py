@@ -34,9 +34,9 @@ FIXED = [
 ]
 
 
-def measure(side: str, seeds: int, rates: list[float], overrides: list[str]) -> dict[str, Any]:
-    """Seconds of one side, how much of this was compilation, and its accuracies."""
-    config = load_config(CONFIG, [*FIXED, *overrides, f"run.compilation_cache={tempfile.mkdtemp()}"])
+def measure(side: str, seeds: int, rates: list[float], overrides: list[str], cache: str) -> dict[str, Any]:
+    """Seconds of one side, how much of this was compilation, and its accuracies; ``cache`` is an empty folder."""
+    config = load_config(CONFIG, [*FIXED, *overrides, f"run.compilation_cache={cache}"])
     prepare(config.run)
     grid: dict[str, list[Any]] = {"run.seed": list(range(seeds)), "training.lr": rates}
     began = time.perf_counter()
@@ -72,7 +72,8 @@ def main() -> None:
     parser.add_argument("--side", help="one side, as JSON on standard output")
     options = parser.parse_args()
     if options.side:
-        print(json.dumps(measure(options.side, options.seeds, options.rates, options.set)))
+        with tempfile.TemporaryDirectory() as cache:
+            print(json.dumps(measure(options.side, options.seeds, options.rates, options.set, cache)))
         return
     sides = {}
     for side in SIDES:

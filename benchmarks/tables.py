@@ -16,8 +16,11 @@ would run, and why, but runs nothing.
 """
 
 import argparse
+import contextlib
+import hashlib
 import itertools
 import json
+import os
 import platform
 import re
 import shlex
@@ -25,7 +28,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +63,7 @@ LEGEND = (
     "Columns PRE and POST: {clients}the last round. Passes: a participant's work in a round, in passes over its "
     "samples, forward and backward. MB: all clients, up and down. Behind {reference}: its figure minus "
     "the row's, mean of the paired differences in points with a 95 % interval over seeds{drawn}. p: two-sided paired "
-    "t-test over seeds."
+    "t-test over seeds, not corrected for the number of rows."
 )
 DRAWN = (
     "; over clients: 95 % interval, after the last round, when clients are drawn anew, each with its figures of all "
@@ -115,11 +118,16 @@ Cell = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table; ``point``, ``pre`` or ``post``, is the accuracy that the paper reports."""
+    """A row of a table; ``point``, ``pre`` or ``post``, is the accuracy that the paper reports.
+
+    ``reading_of`` is another row, if this one reads in another way what the paper says of that row; beside it, it has
+    no part in the rank correlation.
+    """
 
     label: str
     point: str
     overrides: list[str]
+    reading_of: str | None = None
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,11 @@ class Line(NamedTuple):
 
 
 def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
-    """Fills and prints a table of a paper's file; bad input is one line on stderr and exit code 2."""
+    """Fills and prints a table of a paper's file.
+
+    Raises:
+      SystemExit: 2 for bad input, which is one line on stderr; 1 if a cell that was asked for could not be run.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser(paper).parse_args(arguments)
     try:
@@ -193,7 +205,7 @@ def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
         allow("--reference", [reference], table.rows)
         allow("--settings", options.settings or (), table.settings)
         allow("--methods", options.methods or (), table.rows)
-        path = RESULTS / f"{options.name or f'{table.paper.lower()}_{table.name}'}.json"
+        path = RESULTS / f"{stem(options, table)}.json"
         cells = load_cells(path, table)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -201,16 +213,38 @@ def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *without_folder(arguments)])
 
     def save(done: Mapping[Key, Cell]) -> None:
-        cells.update(load_cells(path, table))  # of other calls, since
-        cells.update(done)
-        write_atomically(path, to_json(table, cells))
+        with alone():
+            cells.update(load_cells(path, table))  # of other calls, since
+            cells.update(done)
+            write_atomically(path, to_json(table, cells))
 
     if moved := moved_by(options.set):
         print(f"note: --set moves {moved}: the paper's figures are of another setting", file=sys.stderr)
     missing = fill(table, cells, options, command, save)
-    text = markdown(table, cells, missing, reference)
-    write_atomically(path.with_suffix(".md"), text)
+    with alone():
+        cells.update(load_cells(path, table))
+        text = markdown(table, cells, missing, reference)
+        write_atomically(path.with_suffix(".md"), text)
     print(text, end="")
+    if missing:
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Lets one call at a time write to the results; the others wait, except on Windows, which has no such locks."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    folder = os.open(RESULTS, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def parser(paper: Path) -> argparse.ArgumentParser:
@@ -231,7 +265,7 @@ def parser(paper: Path) -> argparse.ArgumentParser:
         "--work", type=Path, metavar="FOLDER", help="of run directories, with checkpoints; none unless given"
     )
     parser.add_argument(
-        "--checkpoint-every", type=int, default=10, metavar="ROUNDS", help="with --work; 10 unless given"
+        "--checkpoint-every", type=at_least_one, default=10, metavar="ROUNDS", help="with --work; 10 unless given"
     )
     parser.add_argument(
         "--plan",
@@ -241,6 +275,18 @@ def parser(paper: Path) -> argparse.ArgumentParser:
     changes: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "SECTION.KEY=VALUE"}
     parser.add_argument("--set", **changes, help="wins over all overrides")
     return parser
+
+
+def stem(options: argparse.Namespace, table: Table) -> str:
+    """What the names of the result files and of the runs' folders begin with."""
+    return options.name or f"{table.paper.lower()}_{table.name}"
+
+
+def at_least_one(text: str) -> int:
+    """A positive number; argparse's error names the option otherwise."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
 
 
 def without_folder(arguments: Sequence[str]) -> list[str]:
@@ -269,6 +315,7 @@ def read_table(path: Path, name: str) -> Table:
     rows = {key: Row(**row) for key, row in ({key: controls[key] for key in wanted if key not in own} | own).items()}
     reference = fields.pop("reference", paper.get("reference", list(rows)[-1]))
     allow(f"{name}.reference", [reference], rows)
+    allow(f"{name}.reading_of", [row.reading_of for row in rows.values() if row.reading_of], rows)
     settings = {key: Setting(**setting) for key, setting in fields.pop("settings").items()}
     for key, setting in settings.items():
         for what in ("row_overrides", "paper", "paper_to_target"):
@@ -327,25 +374,31 @@ def fill(
         told = ", ".join([outcome, *shown])
         print(f"{time.perf_counter() - began:8.1f} s  {key[0]} {key[1]} seed {key[2]}: {told}", file=sys.stderr)
 
-    settings, rows = options.settings or table.settings, options.methods or table.rows
-    for key in itertools.product(table.settings, table.rows, options.seeds):
-        if key[0] in settings and key[1] in rows:
-            try:
-                wanted[key] = load_config(ROOT / table.config, cell_overrides(table, key, options))
-            except ConfigError as error:
-                say(key, "missing", str(error))
-                continue
-            if key in cells and (had := cells[key]["config"]["training"]["rounds"]) > wanted[key].training.rounds:
-                lost = f"{key[0]} {key[1]} seed {key[2]} has {had} rounds, which would be lost; give another --name"
-                print(f"error: {wanted[key].training.rounds} rounds are fewer: {lost}", file=sys.stderr)
-                sys.exit(2)
-            why = changes_since(cells[key], wanted[key]) if key in cells else ["not there yet"]
-            if not why:
-                del wanted[key]
-                say(key, "kept")
-            elif options.plan:
-                del wanted[key]
-                print(f"would run  {key[0]} {key[1]} seed {key[2]}: {'; '.join(why)}", file=sys.stderr)
+    settings, rows, refused = options.settings or table.settings, options.methods or table.rows, {}
+    every = itertools.product(table.settings, table.rows, options.seeds)
+    asked = [key for key in every if key[0] in settings and key[1] in rows]
+    for key in asked:
+        try:
+            wanted[key] = load_config(ROOT / table.config, cell_overrides(table, key, options))
+        except ConfigError as error:
+            refused[key] = str(error)
+    if len(refused) == len(asked):
+        print(f"error: {refused[asked[0]]}", file=sys.stderr)
+        sys.exit(2)
+    for key, why in refused.items():
+        say(key, "missing", why)
+    for key, config in list(wanted.items()):
+        if key in cells and (had := cells[key]["config"]["training"]["rounds"]) > config.training.rounds:
+            lost = f"{key[0]} {key[1]} seed {key[2]} has {had} rounds, which would be lost; give another --name"
+            print(f"error: {config.training.rounds} rounds are fewer: {lost}", file=sys.stderr)
+            sys.exit(2)
+        changes = changes_since(cells[key], config) if key in cells else ["not there yet"]
+        if not changes:
+            del wanted[key]
+            say(key, "kept")
+        elif options.plan:
+            del wanted[key]
+            print(f"would run  {key[0]} {key[1]} seed {key[2]}: {'; '.join(changes)}", file=sys.stderr)
 
     def keep(keys: Sequence[Key], results: Sequence[Finished]) -> None:
         done: dict[Key, Cell] = {}
@@ -381,10 +434,16 @@ def fill(
 
 
 def kept_in(options: argparse.Namespace, table: Table, key: Key, config: Config) -> Config:
-    """The config of a cell, with the directory in which its run is kept, if any."""
+    """The config of a cell, with the directory in which its run is kept, if any.
+
+    A cell whose config has changed in more than the number of rounds has another directory.
+    """
     if options.work is None:
         return config
-    folder = options.work / f"{options.name or table.name}_{'_'.join(map(str, key))}"
+    held = config.model_dump(mode="json")
+    del held["training"]["rounds"]
+    digest = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:8]
+    folder = options.work / "_".join((stem(options, table), *map(str, key), digest))
     return config.replace({"run.out": str(folder), "run.checkpoint_every": options.checkpoint_every})
 
 
@@ -695,8 +754,11 @@ def paired_p(first: Mapping[int, float], second: Mapping[int, float]) -> float |
 def ranking(paper: Sequence[tuple[Line, float]], ranked: str) -> list[str]:
     """How well the order of the rows agrees with the paper's figures, in the last round that all rows have scores of.
 
+    Of two rows that read the same line of the paper in two ways, one counts.
     This is the headline's round if all rows have been run for the same number of rounds. Empty if they share no round.
     """
+    there = {line.key for line, _ in paper}
+    paper = [(line, figure) for line, figure in paper if line.row.reading_of not in there]
     cells = [cell for line, _ in paper for cell in line.cells.values()]
     pairs, after = [(figure, line.mean(ranked)) for line, figure in paper], ""
     if len({cell["config"]["training"]["rounds"] for cell in cells}) > 1:

@@ -486,8 +486,9 @@ def test_partition_takes_nothing_from_a_run(quick, tmp_path):
     of_run = tmp_path / "of_run.toml"
     of_run.write_text(load_config(quick).replace("run.out", str(folder)).to_toml())
     assert invoke("partition", of_run).exit_code == 0
-    refused = invoke("partition", quick, "--out", folder, "--overwrite").exception
-    assert str(refused).startswith(f"--out = '{folder}' is not usable: a directory without a run")
+    for how in ([], ["--overwrite"]):
+        refused = invoke("partition", quick, "--out", folder, *how).exception
+        assert str(refused).startswith(f"--out = '{folder}' is not usable: a directory without a run")
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     (folder / "metrics.jsonl").unlink()
     assert invoke("partition", quick, "--out", folder, "--overwrite").exit_code == 0

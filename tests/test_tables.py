@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -637,6 +638,21 @@ def test_rows_of_different_length_are_ranked_in_the_last_round_that_all_have():
     assert tables.ranking(alike, "accuracy")[0].endswith("over 3 rows: 1.00.")
 
 
+def test_of_two_readings_of_a_row_one_is_ranked():
+    cell = {"config": {"training": {"rounds": 1}}, "curve": {"round": [1]}}
+
+    def line(key, accuracy, reading_of=None):
+        row = tables.Row(key, "pre", [], reading_of)
+        return tables.Line(key, row, {0: cell}, {0: {"accuracy": accuracy}})
+
+    other, *rows = (line("a'", 0.1, "a"), 70.0), (line("a", 0.9), 70.0), (line("b", 0.5), 60.0), (line("c", 0.4), 50.0)
+    (shown,) = tables.ranking([other, *rows], "accuracy")
+    assert shown.endswith("over 3 rows: 1.00.")
+    assert tables.ranking([other, rows[0], rows[1]], "accuracy") == []  # of two rows there is no order to speak of
+    (shown,) = tables.ranking([other, *rows[1:]], "accuracy")
+    assert shown.endswith("over 3 rows: -0.50.")
+
+
 def test_the_best_round_is_that_of_the_figure_that_rows_are_ranked_by(scores, fake, monkeypatch):
     monkeypatch.setitem(ACCURACY, ("fedprox", 0), (0.75, 0.65))
     text = scores.read_text().replace('columns = "global_local_hm"', 'columns = "global_local_hm"\nheadline = "best"')
@@ -729,6 +745,25 @@ def test_what_another_call_fills_in_meanwhile_is_kept(paper, fake, monkeypatch):
     assert all(rows(markdown(), label) for label in ("Local", "FedProx", "FedAvg"))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
+def test_one_call_at_a_time_writes(paper):
+    done, begun = [], threading.Event()
+
+    def other():
+        begun.set()
+        with tables.alone():
+            done.append("other")
+
+    thread = threading.Thread(target=other)
+    with tables.alone():
+        thread.start()
+        begun.wait()
+        thread.join(timeout=0.2)
+        done.append("first")
+    thread.join()
+    assert done == ["first", "other"]
+
+
 def test_the_file_stays_as_it_was_when_writing_fails(paper, fake, monkeypatch):
     call(paper, "table1 --settings three --methods local")
     before = (tables.RESULTS / "toy_table1.json").read_bytes()
@@ -754,7 +789,9 @@ def test_missing_data_is_reported_and_the_rest_is_run(paper, fake, monkeypatch, 
         return fake(config)
 
     monkeypatch.setattr(tables, "run_configs", each_by(simulate))
-    call(paper, "table1 --settings three")
+    with pytest.raises(SystemExit) as caught:
+        call(paper, "table1 --settings three")
+    assert caught.value.code == 1
     assert list(cells()) == [("three", "local", 0), ("three", "fedprox", 0)]
     assert rows(markdown(), "FedAvg") == [["FedAvg", "60.5", *"———————————"], ["FedAvg", *"——————"]]
     reason = "data.source = 'npz:no.npz' is not usable: no such file"
@@ -763,7 +800,9 @@ def test_missing_data_is_reported_and_the_rest_is_run(paper, fake, monkeypatch, 
 
 
 def test_a_table_of_nothing_but_missing_cells_is_still_written(paper):
-    call(paper, "table1 --set data.source=npz:/no/such/file.npz")
+    with pytest.raises(SystemExit) as caught:
+        call(paper, "table1 --set data.source=npz:/no/such/file.npz")
+    assert caught.value.code == 1
     assert markdown().count("Missing: Local (0), FedAvg (0), FedProx (0): data.source = ") == 2
     assert not (tables.RESULTS / "toy_table1.json").exists()
 
@@ -776,14 +815,19 @@ def test_a_table_of_nothing_but_missing_cells_is_still_written(paper):
         ("table1 --methods fedper", "--methods = 'fedper' is not usable: allowed: local, fedavg, fedprox"),
         ("table2 --methods local", "--methods = 'local' is not usable: allowed: mild"),
         ("table1 --reference best", "--reference = 'best' is not usable: allowed: local, fedavg, fedprox"),
+        (
+            "table1 --set training.rounds=0",
+            "training.rounds = 0 is not usable: input should be greater than or equal to 1",
+        ),
     ],
 )
 def test_unknown_names_are_one_line_that_lists_what_is_allowed(paper, fake, capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
         call(paper, arguments)
     assert caught.value.code == 2
-    assert capsys.readouterr().err == f"error: {message}\n"
+    assert capsys.readouterr().err.endswith(f"error: {message}\n")
     assert not fake.configs
+    assert not tables.RESULTS.exists()
 
 
 def test_results_of_another_table_are_not_overwritten(paper, fake, capsys):
@@ -900,10 +944,15 @@ def test_runs_can_be_kept_in_directories_with_checkpoints(paper, fake, monkeypat
 
     monkeypatch.setattr(tables, "run_configs", each_by(simulate))
     call(paper, f"table1 --settings three --methods local --work {tmp_path} --checkpoint-every 4")
-    assert seen == [(str(tmp_path / "table1_three_local_0"), 4)]
+    ((out, every),) = seen
+    assert (Path(out).parent, every) == (tmp_path, 4)
+    assert Path(out).name.startswith("toy_table1_three_local_0_")
     assert cells()["three", "local", 0]["config"]["run"]["out"] is None
     call(paper, "table1 --settings three --methods local")
     assert len(seen) == 1
+    call(paper, f"table1 --settings three --methods local --rounds 20 --work {tmp_path}")
+    call(paper, f"table1 --settings three --methods local --rounds 20 --set training.lr=0.5 --work {tmp_path}")
+    assert seen[1][0] == out != seen[2][0]  # more rounds go on from what there is, another rate does not
 
 
 def test_a_run_that_was_complete_before_its_cell_was_written_is_not_run_again(paper, tmp_path, monkeypatch):

@@ -22,6 +22,8 @@ def main() -> None:
     method, on_gpu = case.settings["method"], torch.cuda.is_available()
     if on_gpu and method != "fedavg":
         raise SystemExit(f"{method}: on a GPU the loop has been written for FedAvg alone")
+    if on_gpu:  # as ours there (`run.precision`); PyTorch's convolutions have tensorfloat32 without being asked
+        torch.set_float32_matmul_precision("high")
     loop = METHODS[method](case, loader=not arguments.without_loader, device="cuda" if on_gpu else "cpu")
 
     def round_(warm_up: bool) -> None:

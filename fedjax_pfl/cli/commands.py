@@ -251,7 +251,10 @@ def tune(
         str | None, typer.Option(help="Where the study is kept, e.g. sqlite:///tune.db, for the same command to go on.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="What it is called there; by default as the file is.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Trials that go together.")] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Trials that run side by side; by default 8, or the next multiple of the number of devices."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the sampler.")] = 0,
     metric: Annotated[str, typer.Option(help="What trials are judged by, on validation samples.")] = "accuracy",
     point: Annotated[
@@ -288,7 +291,10 @@ def partition(
     out: Annotated[
         str | None, typer.Option(help="Where partition.json and partition.npz go; not written unless given.")
     ] = None,
-    overwrite: Overwrite = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace an earlier partition in the directory, but no run that has begun."),
+    ] = False,
     pfllib: Annotated[str | None, typer.Option(help="A new folder for the samples, as PFLlib reads them.")] = None,
 ) -> None:
     """Show who holds what, without training."""
@@ -301,9 +307,9 @@ def partition(
     loaded = _load(config, overrides, out)
     dataset = load(loaded.data.source)
     holdings, manifest = deal(loaded, dataset)
-    directory = RunDirectory(out, overwrite=overwrite) if out else None  # that of the config is where its run is
-    if directory is not None and directory.begun:
+    if out and RunDirectory(out, resume=True).begun:
         raise ConfigError("--out", out, "a directory without a run: what it has learnt would be lost")
+    directory = RunDirectory(out, overwrite=overwrite) if out else None  # that of the config is where its run is
     if pfllib:
         pixels = {"mean": loaded.data.mean, "std": loaded.data.std}
         batch_size = loaded.training.batch_size
@@ -411,7 +417,9 @@ def describe(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
 
 @app.command("ls")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look.", metavar="FOLDER", show_default=False)] = Path("runs"),
+    folder: Annotated[
+        Path, typer.Argument(help="Where to look; by default runs.", metavar="FOLDER", show_default=False)
+    ] = Path("runs"),
 ) -> None:
     """List the runs in a folder, and in those below it: how far they are and what they came to."""
     from fedjax_pfl.cli.printing import print_runs
@@ -423,9 +431,9 @@ def list_runs(
 
 @app.command()
 def init(
-    file: Annotated[Path, typer.Argument(help="The new file.", metavar="FILE", show_default=False)] = Path(
-        "config.toml"
-    ),
+    file: Annotated[
+        Path, typer.Argument(help="The new file; by default config.toml.", metavar="FILE", show_default=False)
+    ] = Path("config.toml"),
 ) -> None:
     """Write a config with every field, its description and, in a comment, its default."""
     from fedjax_pfl.cli.describing import template

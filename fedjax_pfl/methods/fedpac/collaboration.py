@@ -46,11 +46,12 @@ def head_weights(
 
     Q_i = diag(v) + [<h_i - h_j, h_i - h_k>]_jk. Weights up to 1e-3 are dropped, and the rest sum to 1.
     With m > 500 clients present the cut is at half of 1 / m, which the largest weight exceeds: something always stays.
+    The row of a client that is not present is zero.
 
     Args:
       h: weighted class means of each client.
       v: variance of each.
-      present: whose head may be used; the h and v of the others are not read.
+      present: who has a head that may be used; the h and v of the others are not read.
     """
     h, v = keep_rows(present, (h, v))
     flat = h.reshape(len(h), -1)
@@ -62,7 +63,7 @@ def head_weights(
         a = jnp.where(a > cut, a, 0.0)
         return a / jnp.maximum(jnp.sum(a), 1e-12)
 
-    found = map_matrices(weights, flat, batch_size=64)
+    found = jnp.where(present[:, None], map_matrices(weights, flat, batch_size=64), 0.0)
     # Heads are split over devices by rows. The index keeps that from reaching back into the solver, whose devices would
     # ask each other in every step whether to go on.
     return jnp.take(found, jnp.arange(len(h)), axis=0)

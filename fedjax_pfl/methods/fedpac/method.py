@@ -133,8 +133,8 @@ def fedpac(
         weights = head_weights(h, uploads.variance, present)
         combined = functools.partial(jnp.tensordot, weights, axes=1, precision=lax.Precision.HIGHEST)
         heads = jax.tree.map(combined, keep_rows(present, uploads.head))
-        # A client without a sample, or that has diverged, keeps what it has received; so does one without any weight.
-        heads = where_rows(present & (jnp.sum(weights, axis=1) > 0), heads, clients.inbox)
+        # Who has no weights, without a sample or with an upload that has diverged, keeps what it has received.
+        heads = where_rows(jnp.sum(weights, axis=1) > 0, heads, clients.inbox)
         return Server(combine(uploads.extractor, cohort.weight), prototypes), Client(heads)
 
     def personal(view: View, client: Client) -> Params:

@@ -350,6 +350,7 @@ def test_absent_clients_get_no_weight():
     present = np.array([True, False, True, True])
     found = weights_of(h * present[:, None, None], v * present, present)
     np.testing.assert_array_equal(found[:, 1], 0)
+    np.testing.assert_array_equal(found[1], 0)
     np.testing.assert_allclose(found[np.ix_(present, present)], mixtures(h[present], v[present]), atol=2e-6)
     alone = weights_of(h, v, [False, False, True, False])
     np.testing.assert_array_equal(alone[2], [0, 0, 1, 0])
