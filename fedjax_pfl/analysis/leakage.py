@@ -332,7 +332,9 @@ def _bias_of_head(upload: Upload, head: PyTree, classes: int) -> str | None:
     if len(ends) != 1:
         return None
     sent = [name for name, leaf in upload.items() if leaf.shape == (classes,)]
-    return next((name for name in sent if name == ends[0] or f"/{name}".endswith(f"/head/{ends[0]}")), None)
+    found = [name for name in sent if name == ends[0] or f"/{name}".endswith(f"/head/{ends[0]}")]
+    # A control variate changes as a gradient does: with two classes its signs would be taken for a trained bias.
+    return min(found, key=lambda name: "control" in name.split("/"), default=None)
 
 
 def _inferred_label(seen: Upload, nothing: Upload, bias: str | None) -> Int[Array, ""] | None:

@@ -296,6 +296,14 @@ def test_a_label_is_told_by_the_sign_that_its_bias_has_alone_or_by_the_classes_h
     assert _inferred_label({"extractor/kernel": gradient}, {"extractor/kernel": nothing}, None) is None
 
 
+@pytest.mark.parametrize("method", ["scaffold", "feddc"])
+def test_the_label_is_read_from_what_is_trained_and_not_from_a_control_variate(method):
+    """They change in opposite directions; with two classes, the signs alone do not tell which is which."""
+    victim = victim_of(CONFIG.replace("method.name", method))
+    assert f"control/{victim.bias.partition('/')[2]}" in victim.uploaded
+    assert "control" not in victim.bias.split("/")
+
+
 @pytest.mark.parametrize("sent", [True, False])
 def test_what_is_not_sent_in_a_round_is_not_seen(sent):
     found = _visible(SentIf(jnp.array(sent), {"kernel": jnp.ones(3)}))
