@@ -52,7 +52,8 @@ def deal(
         (`draw_test`).
       validation_share: share of a client's training rows on which methods may select.
       stratified: whether ``"merge"`` splits each class of a client in these shares (`split_rows`).
-      new_clients: share of the clients, drawn at random and numbered last, that never train.
+      new_clients: share of the clients, drawn at random and numbered last, that never train; with the file of a run as
+        the partition, its last clients.
       samples_per_client: training rows (validation included) of each client; all rows are used unless given.
       seed: seed of test part, partition, split and the choice of new clients.
 
@@ -92,6 +93,7 @@ def deal(
         size = _with_test_samples(samples_per_client, test_share, clients, len(shared))
     if natural and dataset.divided:
         shared = shared[groups[shared] >= 0]
+        _check_shares(np.bincount(groups[shared], minlength=clients), size, samples_per_client, test_part_share)
 
     # 2. The rows of each client, new clients last.
     if listed is None:
@@ -248,6 +250,18 @@ def _check_divided(dataset: Dataset, clients: int, kind: str, official: bool) ->
         if counts.min() < least:
             few = f"client {counts.argmin()} has {counts.min()} {part}samples, and needs {least} or more"
             raise ConfigError("data", dataset.name, few)
+
+
+def _check_shares(
+    counts: Rows, size: int | None, samples_per_client: int | None, test_part_share: float | None
+) -> None:
+    """Checks that every client of a given division has samples enough after the test part has been set apart."""
+    few = f"client {counts.argmin()} has {counts.min()} samples"
+    if counts.min() < MIN_SAMPLES:
+        allowed = f"a smaller share: {few} outside the test part, and needs {MIN_SAMPLES} or more"
+        raise ConfigError("data.test_part_share", test_part_share, allowed)
+    if size is not None and counts.min() < size:
+        raise ConfigError("data.samples_per_client", samples_per_client, f"fewer: {few}, and {size} are asked for")
 
 
 def _check_training_rows(parts: Sequence[Rows], shared: Rows, file: str) -> None:

@@ -39,8 +39,9 @@ class Data(Section):
         trains on at least one; for ``merge``, which otherwise splits a client's samples at random, as PFLlib does.
       evaluate_on: ``test``, or ``validation``: models are scored on the validation samples instead of the test samples,
         so that hyperparameters can be chosen without using test samples.
-      new_clients: share of the clients, drawn at random and numbered last, that never train; they are evaluated after
-        the method's personalisation (PRE), and after one round of local training that is not uploaded (POST).
+      new_clients: share of the clients, drawn at random and numbered last, that never train (with the file of a run as
+        the partition, its last clients); they are evaluated after the method's personalisation (PRE), and after one
+        round of local training that is not uploaded (POST).
       samples_per_client: training samples (validation included) of each client; if not given, all samples are used.
       seed: seed of test part, partition and split; ``run.seed`` unless given.
       mean: mean by which pixels, scaled to [0, 1], are normalised; one number or one per channel.

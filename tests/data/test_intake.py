@@ -322,6 +322,7 @@ def config(clients=5, model=None, **sections):
 PAIRS = [PART, PART]
 SHORT = [PART, (NUMBERS[:1], Y[:1])]
 WITH_TEST = [(NUMBERS, Y, TEST_NUMBERS, TEST_Y), (NUMBERS, Y, TEST_NUMBERS[:0], TEST_Y[:0])]
+WITH_ONE_TEST_SAMPLE = [(NUMBERS, Y, NUMBERS[:1], Y[:1]), (NUMBERS[:4], Y[:4], NUMBERS[:1], Y[:1])]
 NATURAL = {"partition": {"kind": "natural"}}
 LINE = np.zeros((20, 6, 7))
 
@@ -342,6 +343,18 @@ LINE = np.zeros((20, 6, 7))
             {"clients": 2, "data": {**NATURAL, "split": "official"}},
             "data",
             "client 1 has 0 test samples, and needs 1",
+        ),
+        (
+            [PART, (NUMBERS[:2], Y[:2])],
+            {"clients": 2, "data": {**NATURAL, "split": "official", "test_part_share": 0.5}},
+            "data.test_part_share",
+            "a smaller share: client . has . samples outside the test part, and needs 2",
+        ),
+        (
+            WITH_ONE_TEST_SAMPLE,
+            {"clients": 2, "data": {**NATURAL, "split": "official", "samples_per_client": 5}},
+            "data.samples_per_client",
+            "fewer: client 1 has 4 samples, and 5 are asked for",
         ),
         (PART, {"clients": 2, "data": {"mean": 0.1}}, "data.mean", "0.5, or left out: arrays is real numbers"),
         (PART, {"clients": 2, "data": {"std": [0.5] * 7}}, "data.std", "which models read as they are"),
