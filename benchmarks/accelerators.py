@@ -39,6 +39,7 @@ import numpy as np
 from hlo import Cost, Rates, estimate, parse
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+from listed import names_of
 
 from fedjax_pfl import Config, load_config
 from fedjax_pfl.data.dataset import Dataset, from_arrays
@@ -90,6 +91,8 @@ TARGETS = {
 }
 # Of a GPU's float32 arithmetic; what the tensor cores do in the other precisions.
 _FLOPS = {"float32": 67e12, "tensorfloat32": 495e12, "bfloat16": 990e12}
+# Of a run, and the same of a group of clients whose states are on the host.
+PARTS = {"rounds": "round", "score": "pre"}
 # Passes of the loops that stop by their own numbers: FedPAC's quadratic programs (6 to 13, measured).
 _PASSES = {"simplex_qp": 13}
 
@@ -193,7 +196,7 @@ CASES += [
 def compiled(program: Program, part: str, target: str, keep: Path | None) -> dict[str, Any]:
     """Compiles one function of a program, and returns what the compiler reports about it."""
     if program.offloaded:  # of a group of clients
-        part = {"rounds": "round", "score": "pre"}[part]
+        part = PARTS[part]
     jitted, arguments = traced(program, SingleDeviceSharding(devices_of(target)[0]))[part]
     began, used = time.perf_counter(), time.process_time()
     with jax.default_matmul_precision(program.precision):
@@ -278,25 +281,25 @@ def main() -> None:
       SystemExit: a program does not compile, or takes more memory than the device has.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="h200,v5e", help="of: " + ", ".join(TARGETS))
-    parser.add_argument("--parts", default="rounds,score")
+    by_name = {case.name: case for case in CASES}
+    usual = ["h200", "v5e"]
+    parser.add_argument("--target", type=names_of(TARGETS), default=usual, help="of: " + ", ".join(TARGETS))
+    parser.add_argument("--parts", type=names_of(PARTS), default=list(PARTS), help="of: " + ", ".join(PARTS))
     parser.add_argument("--config", type=Path, help="in the place of the table")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--cases", help="of the table, by name, e.g. fedavg_cnn2_20")
+    parser.add_argument("--cases", type=names_of(by_name), help="of the table, by name, e.g. fedavg_cnn2_20")
     parser.add_argument("--again", action="store_true", help="compile what the file holds already, too")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", type=Path, help="with one program: a file for what the compiler has made of it")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in this process, and print JSON
     options = parser.parse_args()
-    targets, parts = options.target.split(","), options.parts.split(",")
-    by_name = {case.name: case for case in CASES}
     if options.one:
         if options.config:
             configs = [load_config(options.config, options.set)]
             dataset = load(configs[0].data.source)
         else:
-            configs, dataset = by_name[options.cases].configs(), by_name[options.cases].dataset()
-        print(json.dumps(describe(configs, dataset, targets[0], parts[0], options.keep)))
+            configs, dataset = by_name[options.cases[0]].configs(), by_name[options.cases[0]].dataset()
+        print(json.dumps(describe(configs, dataset, options.target[0], options.parts[0], options.keep)))
         return
     rows: dict[str, Any] = {}
     if options.json and options.json.exists():
@@ -304,13 +307,9 @@ def main() -> None:
         if held["jax"] != jax.__version__:
             parser.error(f"{options.json} is of jax {held['jax']}, this is {jax.__version__}; choose another --json")
         rows = held["rows"]
-    names = [str(options.config)] if options.config else options.cases.split(",") if options.cases else list(by_name)
-    cases = [] if options.config else names
-    for option, given, known in (("--target", targets, list(TARGETS)), ("--cases", cases, list(by_name))):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"{option}: {', '.join(unknown)} is not one of {', '.join(known)}")
+    names = [str(options.config)] if options.config else options.cases or list(by_name)
     failed = False
-    for name, target, part in itertools.product(names, targets, parts):
+    for name, target, part in itertools.product(names, options.target, options.parts):
         if TARGETS[target].backend == "tpu" and name in by_name and by_name[name].precision == "tensorfloat32":
             continue  # which a TPU does not have
         label = f"{name} {target} {part}"

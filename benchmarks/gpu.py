@@ -35,6 +35,7 @@ from typing import Any
 import jax
 import numpy as np
 from conv import LAYERS, direct, step_seconds
+from listed import names_of
 
 from fedjax_pfl import Config, load_config, simulate
 from fedjax_pfl.data.dataset import Dataset, from_arrays
@@ -164,12 +165,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="parts that it holds and that are not asked for stay in it")
     parser.add_argument("--work", type=Path, help="of the tables: a folder for their runs")
     parser.add_argument("--small", action="store_true", help="to try the script")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of: " + ", ".join(PARTS))
+    parser.add_argument("--parts", type=names_of(PARTS), default=list(PARTS), help="of: " + ", ".join(PARTS))
     options = parser.parse_args()
-    parts = options.parts.split(",")
-    if unknown := [part for part in parts if part not in PARTS]:
-        parser.error(f"--parts: {', '.join(unknown)} is not one of {', '.join(PARTS)}")
-    if "tables" in parts and not (os.environ.get("FEDJAX_PFL_DATA") and options.work):
+    if "tables" in options.parts and not (os.environ.get("FEDJAX_PFL_DATA") and options.work):
         parser.error("tables need FEDJAX_PFL_DATA, a folder with the data, and --work; or leave them out of --parts")
     # Else this process would keep three quarters of the device's memory from those of `round_time` and `tables`.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -181,7 +179,7 @@ def main() -> None:
         results = json.loads(options.json.read_text(encoding="utf-8"))
         if {name: results.get(name) for name in here} != here:
             parser.error(f"{options.json} was measured elsewhere; choose another --json")
-    for name in parts:
+    for name in options.parts:
         results[name] = PARTS[name](options.small, *([options.work] if name == "tables" else []))
         print(name, json.dumps(results[name], indent=2), flush=True)
         if options.json:

@@ -26,6 +26,7 @@ from conv import LAYERS, Layer, direct
 from hlo import estimate, parse
 from jax import lax
 from jax.sharding import SingleDeviceSharding
+from listed import names_of
 
 from fedjax_pfl.models import patches
 
@@ -98,12 +99,13 @@ def measure(layer: Layer, fn: Callable, target: str) -> dict[str, Any]:
 def main() -> None:
     """Compiles every way, for every direction of every layer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="v5e,h200")
-    parser.add_argument("--layers", default=",".join(layer.name for layer in LAYERS))
+    layers = [layer.name for layer in LAYERS]
+    parser.add_argument("--target", type=names_of(TARGETS), default=["v5e", "h200"], help="of: " + ", ".join(TARGETS))
+    parser.add_argument("--layers", nargs="*", choices=layers, default=layers)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
-    for target in options.target.split(","):
+    for target in options.target:
         for layer in LAYERS:
             if layer.name not in options.layers:
                 continue

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import jax
+from listed import names_of
 
 from fedjax_pfl import METHODS, Config, ConfigError, load_config
 from fedjax_pfl.analysis.work import client_work
@@ -64,7 +65,7 @@ def work_of(program: Program) -> float:
 def main() -> None:
     """Measures, prints a table, and writes the figures to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", help="names, separated by commas; all unless given")
+    parser.add_argument("--methods", type=names_of(METHODS), default=METHODS, help="names, separated by commas")
     parser.add_argument("--rounds", type=int, default=10, help="of a block")
     parser.add_argument("--blocks", type=int, default=5, help="of each method")
     parser.add_argument("--json", type=Path, help="where the figures are kept; other methods' stay")
@@ -80,7 +81,7 @@ def main() -> None:
     base = Timed(config_of("fedavg"), dataset)
     work = work_of(base.program)
     print("| method | time | work | down | up | kept |\n|---|---|---|---|---|---|")
-    for name in options.methods.split(",") if options.methods else METHODS:
+    for name in options.methods:
         try:
             own = Timed(config_of(name), dataset)
         except ConfigError as error:

@@ -48,6 +48,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from listed import names_of
 from peers import case as exchange
 
 from fedjax_pfl import METHODS, Config
@@ -329,19 +330,6 @@ def line(row: Mapping[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def chosen(text: str, known: Mapping[str, Any]) -> list[str]:
-    """The names in a comma-separated list.
-
-    Raises:
-      argparse.ArgumentTypeError: one is not known.
-    """
-    names = text.split(",")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(known)}")
-    return names
-
-
 def peer(text: str) -> tuple[str, str]:
     """NAME=PYTHON.
 
@@ -359,8 +347,8 @@ def main() -> None:
     """Times the chosen cases and methods, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="rows are written here, one by one; others in the file stay")
-    parser.add_argument("--cases", type=lambda text: chosen(text, CASES), default=USUAL)
-    parser.add_argument("--methods", type=lambda text: chosen(text, exchange.PEERED), default=exchange.PEERED)
+    parser.add_argument("--cases", type=names_of(CASES), default=USUAL)
+    parser.add_argument("--methods", type=names_of(exchange.PEERED), default=exchange.PEERED)
     parser.add_argument("--peer-python", type=peer, action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--processes", type=int, help="processes per side, instead of each case's own number")
     parser.add_argument("--rounds", type=int, help="timed rounds per process, likewise")

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from listed import names_of
 
 from fedjax_pfl import METHODS, Config, simulate
 
@@ -45,7 +46,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     record = commands.add_parser("record", help="run all methods and keep their numbers")
     record.add_argument("file", type=Path)
-    record.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
+    record.add_argument("--methods", type=names_of(METHODS), default=METHODS)
     compare = commands.add_parser("compare", help="exit with 1 where a metric or a state differs")
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)

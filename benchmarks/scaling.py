@@ -38,6 +38,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from listed import names_of
 
 from fedjax_pfl import Config
 from fedjax_pfl.data.dataset import Dataset, from_arrays
@@ -269,7 +270,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 def main() -> None:
     """Runs the parts, prints a table of each and, if asked to, writes all figures to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help="of: " + ", ".join(PARTS))
+    parser.add_argument("--parts", type=names_of(PARTS), default=list(PARTS), help="of: " + ", ".join(PARTS))
     parser.add_argument(
         "--repeats", type=int, default=5, help="timed blocks of rounds per case (cohort: five times as many)"
     )
@@ -281,10 +282,7 @@ def main() -> None:
         print(json.dumps(PARTS[part](*cases(part, options.repeats)[int(number)])))
         return
     found: dict[str, list[dict[str, Any]]] = {}
-    parts = options.parts.split(",")
-    if unknown := [part for part in parts if part not in PARTS]:
-        parser.error(f"--parts: {', '.join(unknown)} is not one of {', '.join(PARTS)}")
-    for part in parts:
+    for part in options.parts:
         found[part] = []
         for number in range(len(cases(part, options.repeats))):
             command = [sys.executable, __file__, "--repeats", str(options.repeats), "--case", part, str(number)]
