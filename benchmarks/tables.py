@@ -21,7 +21,6 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 import re
 import shlex
 import sys
@@ -40,7 +39,7 @@ from scipy import stats
 from fedjax_pfl import Config, ConfigError, load_config
 from fedjax_pfl.analysis.work import client_work
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.experiment.build import cores, divide, make_engine, shape_of
+from fedjax_pfl.experiment.build import divide, make_engine, shape_of
 from fedjax_pfl.experiment.markdown_table import markdown_table
 from fedjax_pfl.experiment.record import complete_run, write_atomically
 from fedjax_pfl.experiment.statistics import bootstrap_over_clients, paired_difference
@@ -480,9 +479,16 @@ def cell_overrides(table: Table, key: Key, options: argparse.Namespace) -> list[
     return [*both, *rounds, f"run.seed={seed}", *options.set]
 
 
+def machine_of(ran_on: dict[str, Any]) -> str:
+    """What a run ran on; an earlier version did not record all of it, so that its run may be from another machine."""
+    host = f"{ran_on['cores']} {ran_on['machine']} cores, " if "cores" in ran_on else ""
+    python = f", Python {ran_on['python']}" if "python" in ran_on else ""
+    return f"{host}JAX on {ran_on['platform']} (devices: {ran_on['device_count']}), jax {ran_on['jax']}{python}"
+
+
 def measures(result: Finished) -> Cell:
     """What is kept of a run; ``best`` holds the clients' figures in the round with the highest mean accuracy."""
-    summary, history, ran_on = result.summary, result.history, result.summary["environment"]
+    summary, history = result.summary, result.history
 
     def curve(name: str, digits: int = 6) -> Any:
         return without_nan(history[name].round(digits).tolist())
@@ -492,8 +498,7 @@ def measures(result: Finished) -> Cell:
         return {name: float(history[f"{point}.{name}"][at]) for name in ("accuracy", "std_clients", "worst_10_percent")}
 
     return {
-        "machine": f"{cores()} {platform.machine()} cores, JAX on {ran_on['platform']} "
-        f"(devices: {ran_on['device_count']}), jax {ran_on['jax']}, Python {platform.python_version()}",
+        "machine": machine_of(summary["environment"]),
         "personal": summary["personal"],
         "best": {point: best(point) for point in POINTS},
         "global": summary["global"],

@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 import os
+import platform
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from fedjax_pfl.data.split import draw_test, manifest
 from fedjax_pfl.engine.memory import Hardware, peak_bytes, survey
 from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.experiment import layout, programs
-from fedjax_pfl.experiment.build import divide, even_chunk, make_engine, shape_of
+from fedjax_pfl.experiment.build import cores, divide, even_chunk, make_engine, shape_of
 from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.summary import flat
@@ -118,9 +119,12 @@ def test_summary_has_the_promised_fields(reference):
         } <= summary["personal"][point].keys()
     assert summary["new_clients"] is None
     assert summary["timing"].keys() == {"compile_seconds", "seconds_per_round", "total_seconds"}
-    assert summary["environment"]["platform"] == "cpu"
-    assert summary["environment"]["device_count"] == 2
-    assert summary["environment"]["clients_side_by_side"] == 1
+    environment = summary["environment"]
+    assert (environment["platform"], environment["device_kind"]) == ("cpu", "cpu")
+    assert environment["python"] == platform.python_version()
+    assert environment["cores"] == cores()
+    assert environment["device_count"] == 2
+    assert environment["clients_side_by_side"] == 1
 
 
 def test_summary_agrees_with_the_client_table(reference):

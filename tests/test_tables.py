@@ -334,6 +334,14 @@ def test_paired_p_needs_two_common_seeds_and_a_spread():
     assert tables.paired_p(first, {seed: accuracy + 0.1 for seed, accuracy in first.items()}) is None
 
 
+def test_the_machine_is_that_of_the_run():
+    """Not of the process that writes the table, which may find a run complete."""
+    recorded = {"platform": "abacus", "device_count": 2, "jax": "1.2.3"}
+    assert tables.machine_of(recorded) == "JAX on abacus (devices: 2), jax 1.2.3"
+    recorded |= {"cores": 3, "machine": "wood", "python": "4.5.6"}
+    assert tables.machine_of(recorded) == "3 wood cores, JAX on abacus (devices: 2), jax 1.2.3, Python 4.5.6"
+
+
 def test_one_seed_has_neither_deviation_nor_p_value(paper, fake):
     call(paper, "table1 --settings three")
     assert rows(markdown(), "Local")[0][2] == "60.00"

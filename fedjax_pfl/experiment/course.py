@@ -1,5 +1,6 @@
 """One run of a program: records its evaluations, calls its callbacks, and makes its `Result`."""
 
+import platform
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Evaluation
 from fedjax_pfl.engine.traffic import Traffic
+from fedjax_pfl.experiment.build import cores
 from fedjax_pfl.experiment.callbacks import Callback, Running, check_run
 from fedjax_pfl.experiment.checkpoint import Best, Saved
 from fedjax_pfl.experiment.config import Config
@@ -216,7 +218,11 @@ def _summary(
         "memory": {"estimate_bytes": program.bytes(), **memory._asdict()},
         "environment": {
             **versions(),
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "cores": cores(),
             "platform": jax.default_backend(),
+            "device_kind": jax.devices()[0].device_kind,
             "process_count": jax.process_count(),
             "device_count": program.devices,
             "clients_side_by_side": engine.placement.chunk,
