@@ -130,6 +130,14 @@ def test_an_interrupted_comparison_goes_on(comparison, tmp_path):
     assert all("fedprox" in line for line in resumed[1:])
     expected = [simulate(config(method={"name": name})).summary["personal"] for name in METHODS[:2]]
     assert [cell.summary["personal"] for cell in done.cells] == expected
+    # Complete runs go on to more rounds: from their checkpoints, and without losing the rounds that they had.
+    longer = saving.replace("training.rounds", 4)
+    more = compare(longer, METHODS[:1], seeds=[0], out=tmp_path)
+    (cell,), whole = more.cells, simulate(config(method={"name": METHODS[0]}, training={"rounds": 4}))
+    assert cell.history["round"].tolist() == [2, 3, 4]
+    assert cell.summary["personal"]["pre"]["last"] == whole.summary["personal"]["pre"]["last"]
+    with pytest.raises(ConfigError, match=r"training\.rounds = .*, as in the complete run in"):
+        compare(saving, METHODS[:1], seeds=[0], out=tmp_path)
 
 
 def test_hyperparameters_are_given_per_method(comparison, out, tmp_path):

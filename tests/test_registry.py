@@ -37,13 +37,14 @@ from fedjax_pfl.experiment import programs, registry
 from fedjax_pfl.experiment.build import divide, make_engine, shape_of
 from fedjax_pfl.experiment.parts import with_parts
 from fedjax_pfl.experiment.schema import config_schema
-from fedjax_pfl.method import Method, PerClass, SentIf
+from fedjax_pfl.method import Method, PerClass, SentIf, Update
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.fedavg import fedavg
 from fedjax_pfl.methods.fedprox import fedprox
 from fedjax_pfl.models import MODELS
 from fedjax_pfl.models.mlp import MLP
 from fedjax_pfl.models.own import own_model
+from fedjax_pfl.ops.losses import cross_entropies, masked_mean
 
 pytestmark = pytest.mark.usefixtures("tables_as_before")
 
@@ -327,6 +328,8 @@ def test_a_partition_of_other_sizes_than_are_asked_for_is_refused():
 BAD_ROWS = {
     "too few": (lambda clients: [[0, 1]], "a list of rows for each of the 5 clients, not 1 lists"),
     "no list": (lambda clients: 3, "a list of rows for each of the 5 clients, not int"),
+    "a dict": (lambda clients: {client: [0, 1] for client in range(5)}, "for each of the 5 clients, not dict"),
+    "a mask": (lambda clients: [np.ones(1797, bool)] * 5, r"not bool \(1797,\): numpy\.flatnonzero\(mask\)"),
     "floats": (lambda clients: [np.zeros(3)] * 5, r"client 0 needs row numbers \[n\], not float64 \(3,\)"),
     "one row": (lambda clients: [[0]] * 5, "client 0 needs 2 rows or more, to train and to test, and has 1"),
     "none": (lambda clients: [[]] * 5, "client 0 needs 2 rows or more, to train and to test, and has 0"),
@@ -676,6 +679,22 @@ def with_update(**parts):
     return with_other(local=lambda made: made._replace(**{name: parts[name](made) for name in parts}))
 
 
+def with_loss(returned):
+    """FedAvg with a loss of its own, which returns something that is made of the values of each sample."""
+
+    def factory(model, train):
+        def local(now, view, client, data):
+            def loss(params, batch, key):
+                return returned(cross_entropies(model.apply(params, batch.x, batch.mask), batch.y))
+
+            params, info = train(now, loss, view, data)
+            return Update(client, params, info)
+
+        return fedavg(model, train)._replace(local=local)
+
+    return factory
+
+
 def branching_in_local(model, train, *, mu: float = 0.5):
     method = fedprox(model, train)
 
@@ -766,6 +785,9 @@ def rows():
         ),
         (with_other(init=lambda made: made[0]), r"init returns = 'dict' .*: a pair \(server, state of a client\)"),
         (with_other(local=lambda update: (update.upload, update.info)), "local returns = 'tuple' .*: an Update"),
+        (with_other(personal=lambda made: None), "personal returns = None .*: the parameters of a client's model"),
+        (with_loss(lambda values: None), r"what the loss returns = 'None' .*: one number, \[\]: masked_mean"),
+        (with_loss(lambda values: values), r"what the loss returns = 'an array \[10\]' is not usable: one number"),
         (with_update(info=lambda update: tuple(update.info)), r"local returns as info = 'tuple' .*: a TrainInfo\(loss"),
         (with_update(info=lambda update: update.info.loss), r"returns as info = 'float32\[\]' .*: a TrainInfo"),
         (
@@ -803,3 +825,47 @@ def test_a_method_that_returns_something_else_is_told_what_it_should(method, mes
     with pytest.raises(ConfigError, match=message) as caught:
         simulate(config(), method=method)
     assert "\n" not in str(caught.value)
+
+
+class WithDropout(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        x = nn.Dense(4)(x.reshape(len(x), -1))
+        return nn.Dense(10)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+class WithBatchNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        x = nn.Dense(4)(x.reshape(len(x), -1))
+        return nn.Dense(10)(nn.BatchNorm(use_running_average=not train)(x))
+
+
+def without_a_mask(model, train):
+    def local(now, view, client, data):
+        def loss(params, batch, key):
+            return masked_mean(cross_entropies(model.apply(params, batch.x), batch.y), batch.mask)
+
+        params, info = train(now, loss, view, data)
+        return Update(client, params, info)
+
+    return fedavg(model, train)._replace(local=local)
+
+
+@pytest.mark.parametrize("net", [WithDropout, WithBatchNorm])
+def test_a_method_that_never_trains_dropout_or_batch_normalisation_is_warned_of(net, monkeypatch):
+    class LaidOutError(Exception):
+        pass
+
+    def laid_out(*_):
+        raise LaidOutError
+
+    def lay_out(model, method):
+        with pytest.raises(LaidOutError):
+            simulate(config(), model=model, method=method)
+
+    monkeypatch.setattr(programs, "_compile", laid_out)
+    with pytest.warns(UserWarning, match=r"no loss of the method gives batch\.mask to the model"):
+        lay_out(net(), without_a_mask)
+    lay_out(net(), None)  # where a warning would be an error
+    lay_out(None, without_a_mask)

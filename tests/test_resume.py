@@ -258,6 +258,7 @@ def test_a_complete_run_without_a_checkpoint_cannot_be_extended_and_says_what_ca
     match = r"training\.rounds = 8 is not usable: 6, as in the complete run in .*, or another folder \(out=, --out\)"
     with pytest.raises(ConfigError, match=match):
         complete_run(longer)
+    assert complete_run(config(whole[1], training={"rounds": 8})) is None, "with checkpoints, it goes on"
 
 
 def test_a_checkpoint_that_is_empty_is_named_with_the_way_out(whole, tmp_path):

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.method import Cohort, Predict, Round
+from fedjax_pfl.models.passes import kinds_of_passes
 from fedjax_pfl.ops.tree import size
 
 # The most that XLA and LLVM take while they compile for a CPU. Measured with JAX 0.10, two programs at a time, on two
@@ -158,6 +160,9 @@ def survey(
       precision: precision of matrix products and convolutions.
       on_host: whether the host holds the clients' states, and a device only those of the clients at work.
 
+    Warns:
+      UserWarning: the model has dropout or batch normalisation, and no loss of the method trains with it.
+
     Raises:
       ConfigError: a function of the method returns another form than the contract requires, or a checkpoint cannot
         hold its state.
@@ -175,7 +180,14 @@ def survey(
     if backend != "cpu":  # side by side
         train, test = train._replace(most=scalar), test._replace(most=scalar)
     shared, row = (key, scalar, view, data.x, data.y), (scalar, client, train, validation)
-    traced, update = jax.make_jaxpr(engine.local, return_shape=True)(shared, row)
+    with kinds_of_passes() as kinds:
+        traced, update = jax.make_jaxpr(engine.local, return_shape=True)(shared, row)
+    if kinds == {False}:
+        warnings.warn(
+            "no loss of the method gives batch.mask to the model, so that dropout and batch normalisation stay as in "
+            "evaluation; the extractor that a loss trains needs it: model.features(theta, batch.x, batch.mask)",
+            stacklevel=2,
+        )
     training, scoring = peak_bytes(traced.jaxpr), _of_scoring(engine, server, update.trained, data, test)
     exchanged = engine.cohort_size * 2 * (size(client) + size(update.upload))
     states, samples = engine.clients * size(client), size(data)
@@ -234,6 +246,9 @@ def _of_scoring(engine: Engine, server: PyTree, trained: tuple[PyTree, PyTree], 
     def scores(view: PyTree, client: PyTree, x: Samples, y: Array, test: Clients) -> Scores:
         try:
             params = method.personal(view, client)
+            if params is None:
+                allowed = "the parameters of a client's model, as predict takes them"
+                raise ConfigError("what the method's personal returns", None, allowed)
             if engine.features is not None and not (isinstance(params, Mapping) and "extractor" in params):
                 allowed = '"predictions": the method\'s model is more than an extractor with a head'
                 raise ConfigError("run.export", "features", allowed)

@@ -398,6 +398,8 @@ def _history_so_far(text: str) -> dict[str, np.ndarray]:
 def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]] | None:
     """Summary, history and client table of the complete run in a config's directory, if it holds one.
 
+    None also for a run of fewer rounds that has a checkpoint, from which it can go on.
+
     Raises:
       ConfigError: the run that was begun there is another one, has another number of rounds, or did not keep what is
         asked for now; a file is damaged, or none of this version.
@@ -415,6 +417,8 @@ def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray],
     history = _read("metrics", path / "metrics.jsonl", _history)
     clients = _read("clients", path / "clients.csv", read_table)
     other_folder = f"as in the complete run in {config.run.out}, or another folder (out=, --out)"
+    if rounds < config.training.rounds and any((path / _CHECKPOINTS).glob("*")):
+        return None  # it goes on from there
     if rounds != config.training.rounds:
         raise ConfigError("training.rounds", config.training.rounds, f"{rounds}, {other_folder}")
     for field in _not_kept(old.run, config.run):
@@ -548,7 +552,10 @@ def _config_in(folder: Path) -> Config:
             raise
         allowed = f"{error.allowed}; so says {path}, which another version may have written"
         if error.field in SELECTORS:
-            allowed = f"registered in this process; register yours (register_method, ...) before you load {folder}"
+            allowed = (
+                f"registered in this process; register yours (register_method, ...) before you load {folder}. The "
+                "command line knows the parts of installed packages (entry points); for those of a script, use Python"
+            )
         raise ConfigError(error.field, error.value, allowed) from None
 
 

@@ -330,11 +330,13 @@ def _checked_rows(name: str, given: Any, samples: int, clients: int) -> Partitio
         return given._replace(parts=_checked_rows(name, given.parts, samples, clients).parts)
     field = "data.partition.kind"
     if not isinstance(given, Sequence | np.ndarray) or len(given) != clients:
-        found = f"{len(given)} lists" if hasattr(given, "__len__") else type(given).__name__
+        found = f"{len(given)} lists" if isinstance(given, Sequence | np.ndarray) else type(given).__name__
         raise ConfigError(field, name, f"it must return a list of rows for each of the {clients} clients, not {found}")
     parts = [np.asarray(rows) for rows in given]
     for client, rows in enumerate(parts):
         if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
-            raise ConfigError(field, name, f"client {client} needs row numbers [n], not {rows.dtype} {rows.shape}")
+            hint = ": numpy.flatnonzero(mask)" if rows.dtype == bool else ""
+            needed = f"client {client} needs row numbers [n], not {rows.dtype} {rows.shape}{hint}"
+            raise ConfigError(field, name, needed)
     check_rows(parts, samples, clients, field, name)
     return Partition([np.sort(rows).astype(np.int64) for rows in parts], ())

@@ -91,6 +91,7 @@ def report(
       ConfigError: no run has begun there, a file of a run is damaged, a part that a run names is not registered in this
         process, or the report exists or cannot be written.
     """
+    folders_of(paths)  # without them it does not matter where the report would go
     target = Path(os.path.expanduser(out))
     if target.is_dir():
         raise ConfigError("out", str(out), "the name of a file: this is a folder")

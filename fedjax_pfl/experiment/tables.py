@@ -183,7 +183,7 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
     paired = [gap.found.seeds for gap in gaps if gap.found is not None]
     fewest = min([*(len(group.cells) for group in groups if group.cells), *paired], default=0)
     notes = []
-    if len(groups) > 1 and fewest < ENOUGH_SEEDS:
+    if len(groups) > 1 and 0 < fewest < ENOUGH_SEEDS:
         seeds = "one seed" if fewest == 1 else f"{fewest} seeds"
         notes.append(
             f"**{seeds[0].upper()}{seeds[1:]}**: too few to tell small differences from chance; "

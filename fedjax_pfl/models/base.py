@@ -43,7 +43,7 @@ class Model(NamedTuple):
 
     If a mask is given (``Batch.mask``: 1 for a sample, 0 for padding), this is a training pass over that batch; without
     a mask the model is evaluated. Every training loss passes the mask to the extractor that it trains, and to no other.
-    Only batch normalisation uses it (``norm.py``).
+    Batch normalisation uses it (``norm.py``), and dropout of a user's own model is only active with it (``own.py``).
 
     Attributes:
       init: key -> params.

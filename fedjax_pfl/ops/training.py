@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from fedjax_pfl.data.federated import Batch, ClientData, Count
+from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.method import Diagnostics, Round, TrainInfo
 from fedjax_pfl.models.norm import is_statistic, without_statistics
 from fedjax_pfl.models.randomness import within_step
@@ -131,6 +132,14 @@ class LossTotals(NamedTuple):
         return LossTotals(self.total + jnp.sum(batch.mask) * loss, self.steps + 1)
 
 
+def _one_number(value: Any) -> Any:
+    """What a loss has returned, checked."""
+    if value is None or jnp.shape(value) != ():
+        returned = "None" if value is None else f"an array {list(jnp.shape(value))}"
+        raise ConfigError("what the loss returns", returned, "one number, []: masked_mean(values, batch.mask)")
+    return value
+
+
 @dataclass(frozen=True)
 class Trainer:
     """Local training: mini-batch SGD on a loss, over any sub-tree of the parameters.
@@ -198,7 +207,7 @@ class Trainer:
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
             packed, opt_state, totals = carry
-            value, gradient = jax.value_and_grad(lambda packed: loss(unpack(packed), batch, key))(packed)
+            value, gradient = jax.value_and_grad(lambda packed: _one_number(loss(unpack(packed), batch, key)))(packed)
             updates, opt_state = optimizer.update(gradient, opt_state, packed)
             totals = totals.after(value, batch) if record else totals._replace(steps=totals.steps + 1)
             return optax.apply_updates(packed, updates), opt_state, totals
