@@ -280,6 +280,27 @@ CASES = {
         "run config.toml method.name=fedrep method.head_epochs=2147483648",
         "method.head_epochs = 2147483648 is not usable: input should be less than 2147483648",
     ),
+    "a list with a number beyond what can be counted": (
+        "run config.toml method.name=pfedcspc model.name=mlp_proj 'method.server_lr_drops=[6, 2147483648]'",
+        "method.server_lr_drops = (6, 2147483648) is not usable: input should be less than 2147483648",
+    ),
+    "learning rate beyond float32": (
+        "run config.toml training.lr=1e39",
+        "training.lr = 1e+39 is not usable: input should be 0, or a float32, whose size is 1.18e-38 to 3.4e+38",
+    ),
+    "hyperparameter that float32 would make 0": (
+        "run config.toml method.name=fedprox method.mu=1e-46",
+        "method.mu = 1e-46 is not usable: input should be 0, or a float32, whose size is 1.18e-38 to 3.4e+38",
+    ),
+    "below a value of a protocol": (
+        "run config.toml protocol=fedpac training.lr.a.b=1",
+        "training.lr = {'a': {'b': 1}} is not usable: input should be a valid number",
+    ),
+    "more samples for each client than there are": (
+        "partition config.toml data.partition.kind=dirichlet data.partition.min_samples=5000",
+        "data.clients = 4 is not usable: 5000 samples per client are needed and there are 1797: ask for fewer of "
+        "them, or bring more samples",
+    ),
     "test share in percent": (
         "run config.toml data.test_share=25",
         "data.test_share = 25 is not usable: input should be less than 1: it is a share",

@@ -424,3 +424,14 @@ def test_what_is_not_given_is_what_the_descriptions_say():
     assert [Attack(kind=kind).malicious_share for kind in ("none", "label_flip")] == [0.0, 0.2]
     assert Compression(kind="top_k").kept_share == 0.1
     assert Privacy(clip=1.0, noise=1.0).target_delta == 1e-5
+
+
+def test_what_is_no_text_is_named_and_not_raised():
+    with pytest.raises(ConfigError, match=r"method\.1 = 1 is not usable: keys should be strings"):
+        Config(data={"source": "digits"}, method={"name": "fedavg", 1: 2})
+    with pytest.raises(ConfigError, match=r"method\.name = \['fedavg', 'local'\] is not usable"):
+        Config(data={"source": "digits"}, method={"name": "fedavg"}).replace(
+            "method.name", np.array(["fedavg", "local"])
+        )
+    with pytest.raises(ConfigError, match=r"config file = 'a\\x00\.toml' is not usable: cannot be read"):
+        load_config("a\0.toml")

@@ -350,7 +350,9 @@ def repair(parts: Sequence[Rows], least: int, rng: np.random.Generator) -> Parti
     """
     sizes = [len(part) for part in parts]
     if sum(sizes) < least * len(parts):
-        allowed = f"{least} samples per client are needed and there are {sum(sizes)}, so at most {sum(sizes) // least}"
+        at_most = sum(sizes) // least
+        then = f", so at most {at_most}" if at_most else ": ask for fewer of them, or bring more samples"
+        allowed = f"{least} samples per client are needed and there are {sum(sizes)}{then}"
         raise ConfigError("data.clients", len(parts), allowed)
     missing = {client: least - size for client, size in enumerate(sizes) if size < least}
     if not missing:

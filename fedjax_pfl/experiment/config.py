@@ -263,12 +263,12 @@ def _changes(changes: Mapping[str, Any] | str, value: Any) -> dict[str, Any]:
     if isinstance(changes, str):
         if value is ...:
             raise ConfigError(changes, "(missing)", f'a value, as in config.replace("{changes}", value)')
-        return {changes: value}
+        return {changes: plain(value)}
     if not isinstance(changes, Mapping) or value is not ...:
         raise ConfigError("changes", changes, 'a field with its value, or a mapping such as {"training.lr": 0.1}')
     if wrong := [field for field in changes if not isinstance(field, str)]:
         raise ConfigError("changes", wrong[0], "a dotted field such as training.lr")
-    return dict(changes)
+    return {field: plain(value) for field, value in changes.items()}
 
 
 def _less_defaults(table: Mapping[str, Any], key: str, parts: Mapping[str, Callable]) -> dict[str, Any]:

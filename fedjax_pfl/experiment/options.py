@@ -28,8 +28,9 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.registry import load_entry_points
 
-# Programs count in int32.
+# Programs count in int32 and calculate in float32.
 _TOO_MANY = 2**31
+_SMALLEST, _LARGEST = 2.0**-126, (2 - 2**-23) * 2.0**127
 
 SELECTORS = ("method.name", "model.name", "data.partition.kind")
 """The fields that name a part. The other options of the same table belong to that part; another name has others."""
@@ -42,9 +43,14 @@ class _Table(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _countable(cls, value: Any, info: ValidationInfo) -> Any:
-        if type(value) is int and abs(value) >= _TOO_MANY and info.field_name != "seed":  # which has a bound of its own
-            raise PydanticCustomError("too_large", f"input should be less than {_TOO_MANY}")
+    def _representable(cls, value: Any, info: ValidationInfo) -> Any:
+        for number in value if isinstance(value, list | tuple) else [value]:
+            # A seed has a bound of its own.
+            if type(number) is int and abs(number) >= _TOO_MANY and info.field_name != "seed":
+                raise PydanticCustomError("too_large", f"input should be less than {_TOO_MANY}")
+            if type(number) is float and number and not _SMALLEST <= abs(number) <= _LARGEST:
+                allowed = f"input should be 0, or a float32, whose size is {_SMALLEST:.3g} to {_LARGEST:.3g}"
+                raise PydanticCustomError("no_float32", allowed)
         return value
 
 
@@ -154,7 +160,7 @@ def choose(section: str, key: str, table: Mapping[str, Callable]) -> WrapValidat
         options = _sequences_as(list, tuple | range, _unset(options, schema), schema)
         options = _sequences_as(tuple, list, options, schema)
         try:
-            return _Part(section, {key: name, **schema(**options).model_dump()})
+            return _Part(section, {key: name, **schema.model_validate(options).model_dump()})
         except ValidationError as error:
             raise config_error(error, schema, section) from None
 

@@ -3,7 +3,7 @@
 import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
         raise ConfigError(what, str(path), f"cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(what, str(path), f"not valid TOML: {error}") from None
+    except ValueError as error:  # a path with a null character
+        raise ConfigError(what, str(path), f"cannot be read ({error})") from None
 
 
 def parse_value(text: str) -> Any:
@@ -110,6 +112,8 @@ def _override(tables: dict[str, Any], override: str) -> None:
         table, under = table.setdefault(section, {}), under.get(section, {})
         if not isinstance(table, dict):
             raise ConfigError("override", override, f"{section} is a value, not a table")
+        if not isinstance(under, Mapping):  # a value of the protocol
+            under = {}
     value = parse_field(field, text.strip())
     if field in SELECTORS and table.get(key, under.get(key, USUAL.get(field, value))) != value:
         table.clear()
