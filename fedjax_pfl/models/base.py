@@ -11,6 +11,7 @@ from flax.errors import InvalidRngError
 from jaxtyping import Array, Float, Key, PyTree, Shaped
 
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.models.passes import model_pass
 
 Params: TypeAlias = PyTree[Float[Array, "..."]]
 Mask = Float[Array, " batch"] | None
@@ -155,7 +156,8 @@ def build(
     def features_and_maps(
         theta: Params, x: Shaped[Array, "batch ..."], mask: Mask = None
     ) -> tuple[Float[Array, "batch dim"], Maps]:
-        out: Any = extractor.apply({"params": theta}, normalise(x), mask)
+        with model_pass(training=mask is not None):
+            out: Any = extractor.apply({"params": theta}, normalise(x), mask)
         return out
 
     def features(theta: Params, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch dim"]:
@@ -207,7 +209,8 @@ def _projection(extractor: nn.Module, example: jax.ShapeDtypeStruct, normalise: 
     """The two parts of an extractor with a projection head."""
 
     def encode(theta: Params, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch width"]:
-        f: Any = extractor.apply({"params": theta}, normalise(x), mask, method="encode")
+        with model_pass(training=mask is not None):
+            f: Any = extractor.apply({"params": theta}, normalise(x), mask, method="encode")
         return f
 
     def project(theta: Params, f: Float[Array, "batch width"]) -> Float[Array, "batch dim"]:

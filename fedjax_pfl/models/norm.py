@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from fedjax_pfl.models.base import Mask
-from fedjax_pfl.models.passes import passed
+from fedjax_pfl.models.passes import differs
 
 STATISTICS = ("running_mean", "running_var")
 FLAX_STATISTICS = dict(zip(("mean", "var"), STATISTICS, strict=True))
@@ -75,7 +75,7 @@ def batch_norm(
       momentum: the share by which the running statistics move towards those of the batch.
       epsilon: added to the variance.
     """
-    passed(training=mask is not None)
+    differs()
     mean, var = lax.stop_gradient(running)
     if mask is not None:
         samples, all_but_channels = jnp.sum(mask), tuple(range(x.ndim - 1))

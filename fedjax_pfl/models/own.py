@@ -18,7 +18,7 @@ from fedjax_pfl.errors import ConfigError, first_line
 from fedjax_pfl.models.base import Maps, Mask, Model, Params, normalised
 from fedjax_pfl.models.cut import Halves, Network, check_logits, cut, has_statistics, pair, reads
 from fedjax_pfl.models.linen import LinenNetwork
-from fedjax_pfl.models.passes import passed
+from fedjax_pfl.models.passes import differs, model_pass
 from fedjax_pfl.models.randomness import step_key
 
 _KINDS = (
@@ -69,10 +69,11 @@ class Own(NamedTuple):
         halves, dim, draws = _halves(self, shape, "uint8" if text else "float32", classes)
 
         def features(theta: Params, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch dim"]:
-            if draws:
-                passed(training=mask is not None)
             key = step_key() if draws and mask is not None else None
-            z: Array = halves.features(theta, normalised(x, mean=mean, std=std), mask, key)
+            with model_pass(training=mask is not None):
+                if draws:
+                    differs()
+                z: Array = halves.features(theta, normalised(x, mean=mean, std=std), mask, key)
             return z
 
         def features_and_maps(
