@@ -679,13 +679,14 @@ def with_update(**parts):
     return with_other(local=lambda made: made._replace(**{name: parts[name](made) for name in parts}))
 
 
-def with_loss(returned):
-    """FedAvg with a loss of its own, which returns something that is made of the values of each sample."""
+def with_loss(returned, masked=True):
+    """FedAvg with a loss of its own, which is made of the values of each sample and the mask."""
 
     def factory(model, train):
         def local(now, view, client, data):
             def loss(params, batch, key):
-                return returned(cross_entropies(model.apply(params, batch.x, batch.mask), batch.y))
+                logits = model.apply(params, batch.x, batch.mask if masked else None)
+                return returned(cross_entropies(logits, batch.y), batch.mask)
 
             params, info = train(now, loss, view, data)
             return Update(client, params, info)
@@ -786,8 +787,8 @@ def rows():
         (with_other(init=lambda made: made[0]), r"init returns = 'dict' .*: a pair \(server, state of a client\)"),
         (with_other(local=lambda update: (update.upload, update.info)), "local returns = 'tuple' .*: an Update"),
         (with_other(personal=lambda made: None), "personal returns = None .*: the parameters of a client's model"),
-        (with_loss(lambda values: None), r"what the loss returns = 'None' .*: one number, \[\]: masked_mean"),
-        (with_loss(lambda values: values), r"what the loss returns = 'an array \[10\]' is not usable: one number"),
+        (with_loss(lambda *_: None), r"what the loss returns = 'None' .*: one number, \[\]: masked_mean"),
+        (with_loss(lambda values, _: values), r"what the loss returns = 'an array \[10\]' is not usable: one number"),
         (with_update(info=lambda update: tuple(update.info)), r"local returns as info = 'tuple' .*: a TrainInfo\(loss"),
         (with_update(info=lambda update: update.info.loss), r"returns as info = 'float32\[\]' .*: a TrainInfo"),
         (
@@ -841,17 +842,6 @@ class WithBatchNorm(nn.Module):
         return nn.Dense(10)(nn.BatchNorm(use_running_average=not train)(x))
 
 
-def without_a_mask(model, train):
-    def local(now, view, client, data):
-        def loss(params, batch, key):
-            return masked_mean(cross_entropies(model.apply(params, batch.x), batch.y), batch.mask)
-
-        params, info = train(now, loss, view, data)
-        return Update(client, params, info)
-
-    return fedavg(model, train)._replace(local=local)
-
-
 @pytest.mark.parametrize("net", [WithDropout, WithBatchNorm])
 def test_a_method_that_never_trains_dropout_or_batch_normalisation_is_warned_of(net, monkeypatch):
     class LaidOutError(Exception):
@@ -865,6 +855,7 @@ def test_a_method_that_never_trains_dropout_or_batch_normalisation_is_warned_of(
             simulate(config(), model=model, method=method)
 
     monkeypatch.setattr(programs, "_compile", laid_out)
+    without_a_mask = with_loss(masked_mean, masked=False)
     with pytest.warns(UserWarning, match=r"no loss of the method gives batch\.mask to the model"):
         lay_out(net(), without_a_mask)
     lay_out(net(), None)  # where a warning would be an error

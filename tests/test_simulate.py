@@ -591,7 +591,7 @@ def test_the_sources_own_test_part_is_divided_as_ever():
     assert caught.value.field == "data.test_part_share"
 
 
-@pytest.mark.parametrize(("wanted", "share"), [(5, 0.3), (600, 0.25), (7, 0.1), (100, 1 / 3)])
+@pytest.mark.parametrize(("wanted", "share"), [(5, 0.3), (600, 0.25), (7, 0.1), (100, 1 / 3), (20, 1e-12)])
 def test_samples_per_client_counts_training_samples(wanted, share):
     data = {"samples_per_client": wanted, "test_share": share, "clients": 2, "partition": {"kind": "iid"}}
     _, shares = divide(config(data=data), load("digits"))

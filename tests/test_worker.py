@@ -64,6 +64,7 @@ def runs_in(folder):
         (out / "summary.json").write_text(json.dumps({"rounds": rounds}))
         (out / "metrics.jsonl").write_text(json.dumps({"round": rounds, "pre": {"accuracy": 0.5}}))
         (out / "clients.csv").write_text("client,pre_accuracy\n0,0.5\n")
+        (out / "checkpoints" / str(rounds)).mkdir(parents=True)
     return runs
 
 
@@ -83,6 +84,8 @@ def test_complete_runs_of_a_job_that_is_queued_again_are_taken_as_they_are(tmp_p
     assert worker.run_program(runs[:1], lambda: None, print)[0].summary == complete.summary
     (other,) = worker.run_program([runs[0].replace("training.lr", 0.7)], lambda: None, print)
     assert other.startswith("config = 'training.lr=0.7' is not usable: what the run in ")
+    (shorter,) = worker.run_program([runs[0].replace("training.rounds", 400)], lambda: None, print)
+    assert shorter.startswith("training.rounds = 400 is not usable: 600, as in the complete run in ")
     assert len(driven) == 1
 
 

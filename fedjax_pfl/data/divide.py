@@ -303,9 +303,10 @@ def _with_test_samples(training: int | None, test_share: float, clients: int, sa
     """The total size of a client with this number of training samples, its test samples included."""
     if training is None:
         return None
-    size = math.ceil(training / (1 - test_share) - 1e-9)
+    size = max(math.ceil(training / (1 - test_share) - 1e-9), training + 1)
     if size * clients > samples:
-        most = math.floor((samples // clients + 1e-9) * (1 - test_share))
+        held = samples // clients
+        most = min(math.floor((held + 1e-9) * (1 - test_share)), held - 1)
         allowed = f"up to {most}: {samples} samples, {clients} clients, test_share = {test_share}"
         raise ConfigError("data.samples_per_client", training, allowed)
     return size

@@ -133,7 +133,7 @@ def settled(config: Config) -> Finished | str | None:
     try:
         complete = complete_run(config)
     except ConfigError as error:
-        return None if error.field == "training.rounds" else _in_one_line(error)  # it may go on to more rounds
+        return _in_one_line(error)
     return None if complete is None else Finished(*complete)
 
 
