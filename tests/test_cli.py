@@ -16,7 +16,7 @@ from fedjax_pfl.cli.commands import app, main
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
 from fedjax_pfl.experiment.markdown_table import markdown_table
-from fedjax_pfl.experiment.record import Listed
+from fedjax_pfl.experiment.saved import Listed
 from fedjax_pfl.models import MODELS
 
 QUICK = """

@@ -9,7 +9,7 @@ from fedjax_pfl.cli.printing import print_runs, print_table
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.options import hyperparameters
 from fedjax_pfl.experiment.protocols import PROTOCOLS
-from fedjax_pfl.experiment.record import Listed
+from fedjax_pfl.experiment.saved import Listed
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
 

@@ -16,7 +16,7 @@ from fedjax_pfl.errors import one_of
 from fedjax_pfl.experiment.build import divide
 from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.protocols import PROTOCOLS
-from fedjax_pfl.experiment.record import check_alike
+from fedjax_pfl.experiment.saved import check_alike
 from fedjax_pfl.experiment.sections import Data, Training
 
 DATA = {"source": "digits"}

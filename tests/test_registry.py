@@ -30,7 +30,7 @@ from fedjax_pfl import (
     simulate,
 )
 from fedjax_pfl.cli.describing import described
-from fedjax_pfl.data.partition import Partition
+from fedjax_pfl.data.dealing import Partition
 from fedjax_pfl.data.sources import SOURCES, load
 from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.experiment import programs, registry

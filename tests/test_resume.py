@@ -17,8 +17,9 @@ from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.checkpoint import Checkpoints, stop_on_signals
 from fedjax_pfl.experiment.layout import lay_out
-from fedjax_pfl.experiment.record import RunDirectory, check_alike, complete_run
+from fedjax_pfl.experiment.record import RunDirectory
 from fedjax_pfl.experiment.resume import versions
+from fedjax_pfl.experiment.saved import check_alike, complete_run
 from fedjax_pfl.experiment.sections import Run
 from tests.interruption import KilledError, killed_after
 

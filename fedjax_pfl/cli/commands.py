@@ -423,7 +423,7 @@ def list_runs(
 ) -> None:
     """List the runs in a folder, and in those below it: how far they are and what they came to."""
     from fedjax_pfl.cli.printing import print_runs
-    from fedjax_pfl.experiment.record import runs_in
+    from fedjax_pfl.experiment.saved import runs_in
 
     folder = Path(os.path.expanduser(folder))
     print_runs(runs_in(folder), folder)
@@ -510,7 +510,7 @@ def _folder(given: str | None, name: str, field: str = "--out") -> Iterator[str]
       ConfigError: the given folder is a file, or a new one cannot be created.
     """
     from fedjax_pfl.experiment.distributed import is_first
-    from fedjax_pfl.experiment.record import check_folder, writable
+    from fedjax_pfl.experiment.folders import check_folder, writable
 
     if given is not None:
         given = os.path.expanduser(given)  # which a shell leaves as it is in --out=~/a

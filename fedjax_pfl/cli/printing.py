@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedjax_pfl.experiment.record import Listed
+    from fedjax_pfl.experiment.saved import Listed
 
 # The letters of a user's name in one line.
 _USER = 40

@@ -9,8 +9,10 @@ import numpy as np
 from jaxtyping import Int
 
 from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.dealing import MIN_SAMPLES, Partition
 from fedjax_pfl.data.federated import Clients, Federation, Pool, pack
-from fedjax_pfl.data.partition import MIN_SAMPLES, PARTITIONS, Partition, overlaps, partition_of
+from fedjax_pfl.data.listed import partition_of
+from fedjax_pfl.data.partition import PARTITIONS, overlaps
 from fedjax_pfl.data.rows import Holdings, Rows, Split, read, union
 from fedjax_pfl.data.split import draw_test, manifest, own_test, set_aside, short_of_test_rows, split_rows
 from fedjax_pfl.errors import ConfigError

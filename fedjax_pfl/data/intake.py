@@ -8,7 +8,8 @@ import numpy as np
 
 from fedjax_pfl.data import hugging_face
 from fedjax_pfl.data.dataset import Dataset, from_arrays
-from fedjax_pfl.data.partition import MIN_SAMPLES, check_rows
+from fedjax_pfl.data.dealing import MIN_SAMPLES
+from fedjax_pfl.data.listed import check_rows
 from fedjax_pfl.errors import ConfigError, first_line
 
 _ACCEPTED = (

@@ -12,22 +12,33 @@ Its keyword-only arguments are the schema of the config table ``data.partition``
 - If the data cannot give what was asked for, a note in the result says so.
 - Bad arguments raise a `ConfigError` that names the field of the config.
 
-`fedjax_pfl/data/split.py` then divides each client's rows into training, validation and test rows.
+`fedjax_pfl/data/dealing.py` has the steps that the kinds share; `fedjax_pfl/data/split.py` then divides each client's
+rows into training, validation and test rows.
 """
 
-import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Gt, Le
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 
-from fedjax_pfl.data.rows import Holdings, Rows, read, union
+from fedjax_pfl.data.dealing import (
+    MIN_SAMPLES,
+    Partition,
+    deal_classes,
+    deal_rows,
+    deal_sizes,
+    dirichlet_shares,
+    largest_remainder,
+    repair,
+    rows_by_class,
+    with_unused,
+)
+from fedjax_pfl.data.listed import partition_of
+from fedjax_pfl.data.rows import Rows, read
 from fedjax_pfl.errors import ConfigError
-
-MIN_SAMPLES = 2  # the minimum per client: one for training and one for testing
 
 # PFLlib's settings: a client's test share of 1 - 0.75 should fill one batch of 10, hence at least 40 samples.
 _PFLLIB_LEAST = 40
@@ -39,18 +50,6 @@ _FEDPAC_GROUPS: dict[int, tuple[tuple[int, ...], ...]] = {
     10: ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0)),
     100: tuple(tuple(range(first, first + 10)) for first in range(0, 100, 10)),
 }
-
-
-class Partition(NamedTuple):
-    """The rows of each client.
-
-    Attributes:
-      parts: for each client the numbers of its rows, int64, ascending.
-      notes: one sentence for each request that could not be met; empty if all were met.
-    """
-
-    parts: list[Rows]
-    notes: tuple[str, ...]
 
 
 # --- Kinds of partition ----------------------------------------------------------------------------------------------
@@ -118,7 +117,7 @@ def pathological(
         raise ConfigError("data.partition.overlap", True, "false with style 'pfllib', which deals each sample once")
     if overlap and size is None:
         raise ConfigError("data.samples_per_client", None, "a number; clients that overlap are equal in size")
-    classes = _rows_by_class(labels)
+    classes = rows_by_class(labels)
     supply = np.array([len(rows) for rows in classes])
     if not 1 <= classes_per_client <= len(classes):
         allowed = f"the data have samples of {len(classes)} classes, so 1 to {len(classes)} are possible"
@@ -126,20 +125,20 @@ def pathological(
     if style == "pfllib":
         _check_no_size(size)
         counts = _pfllib_pathological(supply, clients, seed, classes_per_client)
-        repaired = repair(_deal_rows(classes, counts), MIN_SAMPLES, np.random.default_rng(seed))
-        return _with_unused(repaired, supply, counts > 0)
+        repaired = repair(deal_rows(classes, counts), MIN_SAMPLES, np.random.default_rng(seed))
+        return with_unused(repaired, supply, counts > 0)
 
     rng = np.random.default_rng(seed)
     classes = [rng.permutation(rows) for rows in classes]
     ask = 1.0 if size is None else size / classes_per_client  # the smallest number that one holder takes of a class
     capacity = np.full(len(classes), float(clients)) if overlap else np.maximum(supply / ask, 1)
-    held = _deal_classes(clients, classes_per_client, capacity, rng)
+    held = deal_classes(clients, classes_per_client, capacity, rng)
     if size is not None:
-        return _deal_sizes(classes, held.astype(float), size, rng, overlap)
+        return deal_sizes(classes, held.astype(float), size, rng, overlap)
     counts = np.zeros(held.shape, int)
     has_holder = held.any(axis=0)
     counts[:, has_holder] = largest_remainder(held[:, has_holder].T.astype(float), supply[has_holder], rng).T
-    return _with_unused(repair(_deal_rows(classes, counts), MIN_SAMPLES, rng), supply, held)
+    return with_unused(repair(deal_rows(classes, counts), MIN_SAMPLES, rng), supply, held)
 
 
 def dirichlet(
@@ -180,7 +179,7 @@ def dirichlet(
     if min_samples != MIN_SAMPLES and (size is not None or style == "pfllib"):
         allowed = f"{MIN_SAMPLES} with data.samples_per_client or style = 'pfllib', which say how many a client has"
         raise ConfigError("data.partition.min_samples", min_samples, allowed)
-    classes = _rows_by_class(labels)
+    classes = rows_by_class(labels)
     if style == "pfllib":
         _check_no_size(size)
         return _pfllib_dirichlet(classes, clients, seed, beta)
@@ -188,10 +187,10 @@ def dirichlet(
     rng = np.random.default_rng(seed)
     classes = [rng.permutation(rows) for rows in classes]
     if size is not None:
-        return _deal_sizes(classes, _dirichlet(beta, (clients, len(classes)), rng), size, rng)
+        return deal_sizes(classes, dirichlet_shares(beta, (clients, len(classes)), rng), size, rng)
     supply = np.array([len(rows) for rows in classes])
-    counts = largest_remainder(_dirichlet(beta, (len(classes), clients), rng), supply, rng).T
-    return repair(_deal_rows(classes, counts), min_samples, rng)
+    counts = largest_remainder(dirichlet_shares(beta, (len(classes), clients), rng), supply, rng).T
+    return repair(deal_rows(classes, counts), min_samples, rng)
 
 
 def weak_pathological(
@@ -235,7 +234,7 @@ def weak_pathological(
     if size is None:
         raise ConfigError("data.samples_per_client", None, "a number; weak_pathological clients are equal in size")
     rng = np.random.default_rng(seed)
-    classes = [rng.permutation(rows) for rows in _rows_by_class(labels)]
+    classes = [rng.permutation(rows) for rows in rows_by_class(labels)]
     C = len(classes)
     uniform = s / 100
 
@@ -258,10 +257,10 @@ def weak_pathological(
         left = np.maximum(supply - clients * size * uniform / C, 0)
         ask = size * (1 - uniform) / dominant
         capacity = np.full(C, float(clients)) if overlap or not ask else left / ask
-        held = _deal_classes(clients, dominant, capacity, rng)
+        held = deal_classes(clients, dominant, capacity, rng)
 
     proportions = uniform / C + (1 - uniform) * held / held.sum(axis=1, keepdims=True)
-    return _deal_sizes(classes, proportions, size, rng, overlap)
+    return deal_sizes(classes, proportions, size, rng, overlap)
 
 
 def natural(users: Int[np.ndarray, " samples"], clients: int, seed: int, size: int | None) -> Partition:
@@ -283,7 +282,7 @@ def natural(users: Int[np.ndarray, " samples"], clients: int, seed: int, size: i
     least = MIN_SAMPLES if size is None else size
     if least < MIN_SAMPLES:
         raise ConfigError("data.samples_per_client", size, f"{MIN_SAMPLES} or more")
-    held = [rows for rows in _rows_by_class(users) if len(rows) >= least]
+    held = [rows for rows in rows_by_class(users) if len(rows) >= least]
     if not 1 <= clients <= len(held):
         allowed = f"1 to {len(held)}, the number of users with {least} samples or more, and test samples if split apart"
         raise ConfigError("data.clients", clients, allowed)
@@ -316,68 +315,6 @@ def indices(labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: 
         training (or validation) and for testing.
     """
     return partition_of(read(file), labels, clients, size, file)
-
-
-def partition_of(
-    given: Holdings | list[Rows], labels: Int[np.ndarray, " samples"], clients: int, size: int | None, file: str
-) -> Partition:
-    """The partition that `indices` makes from a file's content, as returned by `read`."""
-    if isinstance(given, Holdings):
-        _check_holdings(given, len(labels), clients, file)
-        note = f"the rows for training, validation and test are those of {file}"
-        return Partition([union(split) for split in given.splits], (note,))
-    if size is not None:
-        raise ConfigError("data.samples_per_client", size, f"nothing: {file} says which samples each client gets")
-    check_rows(given, len(labels), clients, "data.partition.file", file)
-    return Partition([np.sort(rows) for rows in given], ())
-
-
-def repair(parts: Sequence[Rows], least: int, rng: np.random.Generator) -> Partition:
-    """Moves random samples from the largest clients to clients with fewer than `least`.
-
-    Each sample comes from the client that is the largest at that moment, so that sizes change as little as possible.
-
-    Args:
-      parts: for each client the numbers of its rows; not changed.
-      least: the minimum number of samples of every client.
-      rng: chooses the samples that move.
-
-    Returns:
-      A `Partition` of the same rows, with a note if any were moved.
-
-    Raises:
-      ConfigError: field ``data.clients``: there are fewer than ``least`` samples per client.
-    """
-    sizes = [len(part) for part in parts]
-    if sum(sizes) < least * len(parts):
-        at_most = sum(sizes) // least
-        then = f", so at most {at_most}" if at_most else ": ask for fewer of them, or bring more samples"
-        allowed = f"{least} samples per client are needed and there are {sum(sizes)}{then}"
-        raise ConfigError("data.clients", len(parts), allowed)
-    missing = {client: least - size for client, size in enumerate(sizes) if size < least}
-    if not missing:
-        return Partition([np.sort(part) for part in parts], ())
-
-    moved = sum(missing.values())
-    donors = [(-size, client) for client, size in enumerate(sizes) if size > least]  # a heap, the largest first
-    heapq.heapify(donors)
-    for _ in range(moved):
-        negative_size, client = donors[0]
-        heapq.heapreplace(donors, (negative_size + 1, client))
-
-    repaired, pool = list(parts), []
-    for negative_size, client in donors:
-        kept, given = np.split(rng.permutation(parts[client]), [-negative_size])
-        repaired[client] = kept
-        pool.append(given)
-    gifts = np.split(rng.permutation(np.concatenate(pool)), np.cumsum(list(missing.values()))[:-1])
-    for client, gift in zip(missing, gifts, strict=True):
-        repaired[client] = np.concatenate([parts[client], gift])
-    note = (
-        f"{counted(len(missing), 'client')} had fewer than {least} samples; "
-        f"{counted(moved, 'sample')} from the largest clients went to them"
-    )
-    return Partition([np.sort(part) for part in repaired], (note,))
 
 
 # --- PFLlib's counts -------------------------------------------------------------------------------------------------
@@ -430,167 +367,7 @@ def _pfllib_dirichlet(classes: list[Rows], clients: int, seed: int, beta: float)
             counts[:, k] = np.diff(cuts, prepend=0, append=len(rows))
         if counts.sum(axis=1).min() >= least:
             break
-    return repair(_deal_rows(shuffled, counts), max(least, MIN_SAMPLES), np.random.default_rng(seed))
-
-
-# --- Shared steps ----------------------------------------------------------------------------------------------------
-
-
-def _rows_by_class(labels: Int[np.ndarray, " samples"]) -> list[Rows]:
-    """The row numbers of each class that has samples, ascending, in the order of the classes."""
-    _, counts = np.unique(labels, return_counts=True)
-    return np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
-
-
-def _deal_rows(classes: list[Rows], counts: Int[np.ndarray, "clients classes"]) -> list[Rows]:
-    """Gives each client its count of each class; the first client gets the first rows of a class, and so on."""
-    clients = len(counts)
-    owners = np.concatenate([np.repeat(np.arange(clients), column) for column in counts.T])
-    rows = np.concatenate([rows[:total] for rows, total in zip(classes, counts.sum(axis=0), strict=True)])
-    return np.split(rows[np.lexsort((rows, owners))], np.cumsum(counts.sum(axis=1))[:-1])
-
-
-def _draw_rows(classes: list[Rows], counts: Int[np.ndarray, " classes"], rng: np.random.Generator) -> Rows:
-    """The rows of one client, ascending: its count of each class, drawn at random."""
-    drawn = [rng.choice(rows, count, replace=False) for rows, count in zip(classes, counts, strict=True)]
-    return np.sort(np.concatenate(drawn))
-
-
-def _with_unused(
-    dealt: Partition, supply: Int[np.ndarray, " classes"], held: Bool[np.ndarray, "clients classes"]
-) -> Partition:
-    """The partition; if classes without a holder were left out, with a first note that says so."""
-    without = np.flatnonzero(held.sum(axis=0) == 0)
-    if not len(without):
-        return dealt
-    unused = int(supply[without].sum())
-    note = f"{counted(len(without), 'class')} had no holder; {counted(unused, 'sample')} stayed unused"
-    return dealt._replace(notes=(note, *dealt.notes))
-
-
-def _deal_sizes(
-    classes: list[Rows],
-    proportions: Float[np.ndarray, "clients classes"],
-    size: int,
-    rng: np.random.Generator,
-    overlap: bool = False,
-) -> Partition:
-    """Gives each client `size` rows in its class proportions, as closely as the data allow.
-
-    With `overlap`, each client draws from all rows of a class; otherwise the rows are dealt out in order.
-    """
-    clients = len(proportions)
-    targets = largest_remainder(proportions, np.full(clients, size), rng)
-    supply = np.array([len(rows) for rows in classes])
-    if overlap:
-        asked = targets.max(axis=0)
-        counts = np.concatenate([fit_to_supply(target[np.newaxis], supply, rng) for target in targets])
-        parts = [_draw_rows(classes, count, rng) for count in counts]
-    else:
-        asked = targets.sum(axis=0)
-        counts = fit_to_supply(targets, supply, rng)
-        parts = _deal_rows(classes, counts)
-    replaced = int(np.maximum(targets - counts, 0).sum())
-    if not replaced:
-        return Partition(parts, ())
-    short = int((asked > supply).sum())
-    note = (
-        f"{counted(short, 'class')} had fewer samples than asked for; "
-        f"{replaced} of {clients * size} samples were taken from other classes instead"
-    )
-    return Partition(parts, (note,))
-
-
-def fit_to_supply(
-    targets: Int[np.ndarray, "clients classes"], supply: Int[np.ndarray, " classes"], rng: np.random.Generator
-) -> Int[np.ndarray, "clients classes"]:
-    """The counts that are nearest to `targets` (in the sum of absolute differences) and do not exceed any supply.
-
-    A class with too many requests is cut to its supply, evenly for all clients that request it. Each client fills its
-    gap from the rest of other classes: first from classes that it requests, so that its set of classes grows only if
-    necessary. The result is nearest, because every solution must cut at least as much.
-    """
-    counts = targets.copy()
-    short = targets.sum(axis=0) > supply
-    counts[:, short] = largest_remainder(targets[:, short].T.astype(float), supply[short], rng).T
-    missing = targets.sum(axis=1) - counts.sum(axis=1)
-    spare = supply - counts.sum(axis=0)
-    for allowed in (targets > 0, np.ones(targets.shape, bool)):
-        for client in rng.permutation(np.flatnonzero(missing)):
-            available = spare * allowed[client]
-            filled = min(missing[client], available.sum())
-            if filled:
-                extra = largest_remainder(available[np.newaxis].astype(float), np.array([filled]), rng)[0]
-                counts[client] += extra
-                spare -= extra
-                missing[client] -= filled
-    return counts
-
-
-def _deal_classes(
-    clients: int, classes_per_client: int, capacity: Float[np.ndarray, " classes"], rng: np.random.Generator
-) -> Bool[np.ndarray, "clients classes"]:
-    """Gives each client a random set of classes; the numbers of holders per class are as equal as possible.
-
-    The capacity of a class is the number of holders for which its samples suffice; it is exceeded only if the
-    capacities of all classes are used up.
-    """
-    C = len(capacity)
-    slots = clients * classes_per_client
-    holders = np.zeros(C, int)
-    for limit in (np.minimum(capacity, clients).astype(int), np.full(C, clients)):
-        # Raise all classes together until they reach their limits. Each pass but the last fills at least one class.
-        while slots > holders.sum() and (holders < limit).any():
-            below = rng.permutation(np.flatnonzero(holders < limit))
-            step, rest = divmod(slots - holders.sum(), len(below))
-            if step:
-                holders[below] = np.minimum(holders[below] + step, limit[below])
-            else:
-                holders[below[:rest]] += 1
-
-    # Each client takes the classes that still need the most holders, so that no class needs more holders than there are
-    # clients left. Random numbers break ties, which makes the sets random.
-    held = np.zeros((clients, C), bool)
-    for client in rng.permutation(clients):
-        ranking = np.argsort(-(holders + rng.random(C)))
-        held[client, ranking[:classes_per_client]] = True
-        holders -= held[client]
-    return held
-
-
-def _dirichlet(beta: float, shape: tuple[int, int], rng: np.random.Generator) -> Float[np.ndarray, "draws outcomes"]:
-    """Draws from the symmetric Dirichlet distribution, one per row, for any beta in (0, 1e6].
-
-    NumPy's own sampler normalises gamma variates, which underflow for a small beta. Here their logarithms are used, by
-    Gamma(b) = Gamma(b + 1) U^(1/b) (Marsaglia and Tsang 2000), where -log U is exponential. The logarithms are kept
-    multiplied by beta, so that dividing by beta cannot give inf - inf.
-    """
-    scaled = beta * np.log(rng.standard_gamma(beta + 1, shape)) - rng.standard_exponential(shape)
-    with np.errstate(over="ignore"):  # -inf is a share of 0
-        weights = np.exp((scaled - scaled.max(axis=1, keepdims=True)) / beta)
-    return weights / weights.sum(axis=1, keepdims=True)
-
-
-def largest_remainder(
-    weights: Float[np.ndarray, "rows cells"], totals: Int[np.ndarray, " rows"], rng: np.random.Generator
-) -> Int[np.ndarray, "rows cells"]:
-    """Whole numbers in proportion to the weights of a row (not all 0), which add up exactly to the row's total.
-
-    Every number is its exact share rounded down or up; the shares with the largest fractions are rounded up. Random
-    numbers decide between equal fractions, because otherwise the first cells would always win.
-    """
-    exact = totals[:, np.newaxis] * (weights / weights.sum(axis=1, keepdims=True))
-    counts = np.floor(exact).astype(int)
-    fractions = np.round(exact - counts, 9)  # equal fractions must not differ by float error
-    order = np.lexsort((rng.random(weights.shape), -fractions))
-    rank = np.argsort(order, axis=1)
-    return counts + (rank < (totals - counts.sum(axis=1))[:, np.newaxis])
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: 1 client, 2 clients, 2 classes."""
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
+    return repair(deal_rows(shuffled, counts), max(least, MIN_SAMPLES), np.random.default_rng(seed))
 
 
 # --- Checks ----------------------------------------------------------------------------------------------------------
@@ -608,67 +385,6 @@ def _check_request(
     if size is not None and not MIN_SAMPLES <= size <= most:
         why = f"there are {samples} samples" if overlap else f"{clients} clients share {samples} samples"
         raise ConfigError("data.samples_per_client", size, f"{MIN_SAMPLES} to {most}, because {why}")
-
-
-def check_rows(parts: Sequence[Rows], samples: int, clients: int, field: str, value: object) -> None:
-    """Checks row numbers that come from outside this module.
-
-    Args:
-      parts: for each client the numbers of its rows, integers.
-      samples: number of rows of the data set.
-      clients: the required number of clients.
-      field: the field for an error message.
-      value: the value for an error message.
-
-    Raises:
-      ConfigError: the number of clients differs, a row does not exist, a client has fewer than two rows, or a row
-        appears twice.
-    """
-    _check_clients(len(parts), clients, value)
-    for client, rows in enumerate(parts):
-        _check_range(rows, samples, f"client {client}", field, value)
-        if len(rows) < MIN_SAMPLES:
-            allowed = f"client {client} needs {MIN_SAMPLES} rows or more, to train and to test, and has {len(rows)}"
-            raise ConfigError(field, value, allowed)
-        _check_once(rows, f"client {client} has row {{}} twice", field, value)
-    _check_once(np.concatenate(parts), "two clients have row {}", field, value)
-
-
-def _check_holdings(given: Holdings, samples: int, clients: int, file: str) -> None:
-    """Checks the rows of a run; its clients may share training rows, or test rows."""
-    field = "data.partition.file"
-    _check_clients(len(given.splits), clients, file)
-    if not len(given.pooled):
-        raise ConfigError(field, file, "pooled needs a row or more; without pooled, it is all test rows")
-    _check_range(given.pooled, samples, "the pooled test set", field, file)
-    for client, split in enumerate(given.splits):
-        _check_range(np.concatenate(split), samples, f"client {client}", field, file)
-        if not len(split.train) or not len(split.test):
-            raise ConfigError(field, file, f"client {client} needs a row to train on and one to test on, or more")
-        for rows in (np.concatenate([split.train, split.validation]), split.test):
-            _check_once(rows, f"client {client} has row {{}} twice", field, file)
-    trained = union([rows for split in given.splits for rows in (split.train, split.validation)])
-    tested = union([given.pooled, *(split.test for split in given.splits)])
-    both = np.intersect1d(trained, tested)
-    if len(both):
-        raise ConfigError(field, file, f"each row for one use: row {both[0]} is for training (or validation) and test")
-
-
-def _check_clients(found: int, clients: int, value: object) -> None:
-    if found != clients:
-        raise ConfigError("data.clients", clients, f"{found}, the number of clients in {value}")
-
-
-def _check_range(rows: Rows, samples: int, whose: str, field: str, value: object) -> None:
-    outside = rows[(rows < 0) | (rows >= samples)]
-    if len(outside):
-        raise ConfigError(field, value, f"rows are numbered 0 to {samples - 1}, and {whose} has row {outside[0]}")
-
-
-def _check_once(rows: Rows, what: str, field: str, value: object) -> None:
-    held, counts = np.unique(rows, return_counts=True)
-    if (counts > 1).any():
-        raise ConfigError(field, value, what.format(held[counts > 1][0]))
 
 
 def _check_no_size(size: int | None) -> None:

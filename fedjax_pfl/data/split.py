@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from fedjax_pfl.data.partition import MIN_SAMPLES, Partition, counted, fit_to_supply, largest_remainder
+from fedjax_pfl.data.dealing import MIN_SAMPLES, Partition, counted, fit_to_supply, largest_remainder
 from fedjax_pfl.data.rows import Rows, Split
 from fedjax_pfl.errors import ConfigError
 

@@ -14,13 +14,13 @@ from fedjax_pfl.experiment.build import make_engine, of_data, prepare, shape_of
 from fedjax_pfl.experiment.config import Config, plain
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor
+from fedjax_pfl.experiment.folders import alone_in, writable, write_atomically
 from fedjax_pfl.experiment.frames import client_frame, difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.gathered import record_of
 from fedjax_pfl.experiment.headline import counted, runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.plots.curves import plot_curves
-from fedjax_pfl.experiment.record import alone_in, writable, write_atomically
 from fedjax_pfl.experiment.registry import load_entry_points
 from fedjax_pfl.experiment.summary import FIGURES, POINTS, flat
 from fedjax_pfl.experiment.sweep import check_point, file_name, folder_of, run_cells

@@ -12,7 +12,7 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.markdown_table import as_entry, entries_of
 from fedjax_pfl.experiment.options import SELECTORS
-from fedjax_pfl.experiment.record import FREE, Begun, read_begun, run_directories
+from fedjax_pfl.experiment.saved import FREE, Begun, read_begun, run_directories
 from fedjax_pfl.experiment.summary import flat
 from fedjax_pfl.experiment.tables import Cell, show, without_seed
 

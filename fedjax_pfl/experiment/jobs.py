@@ -20,7 +20,7 @@ from typing import Any
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.checkpoint import Stop
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.record import write_atomically
+from fedjax_pfl.experiment.folders import write_atomically
 from fedjax_pfl.experiment.worker import (
     Outcome,
     Report,

@@ -22,8 +22,10 @@ import numpy as np
 import pydantic
 
 from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.dealing import Partition
 from fedjax_pfl.data.intake import as_dataset
-from fedjax_pfl.data.partition import PARTITIONS, Partition, check_rows
+from fedjax_pfl.data.listed import check_rows
+from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
 from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.errors import ConfigError

@@ -21,6 +21,7 @@ from fedjax_pfl.data.divide import count_new
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment import headline
 from fedjax_pfl.experiment.config import Config, without_fields
+from fedjax_pfl.experiment.folders import write_atomically
 from fedjax_pfl.experiment.gathered import (
     WITHOUT_EFFECT,
     Table,
@@ -36,7 +37,7 @@ from fedjax_pfl.experiment.gathered import (
 from fedjax_pfl.experiment.html import cells_html, details_html, notes_html, partition_html, runs_html, table_html
 from fedjax_pfl.experiment.options import SELECTORS
 from fedjax_pfl.experiment.plots.style import quantity
-from fedjax_pfl.experiment.record import Begun, write_atomically
+from fedjax_pfl.experiment.saved import Begun
 from fedjax_pfl.experiment.summary import POINTS, flat, without_nan
 from fedjax_pfl.experiment.tables import NONE, markdown, mean_and_spread, show, without_seed
 

@@ -20,8 +20,9 @@ from fedjax_pfl.experiment.html import result_html
 from fedjax_pfl.experiment.kept import STATE, Kept, fitted, named, read_state, write_arrays
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.plots.style import quantity
-from fedjax_pfl.experiment.record import RunDirectory, read_run
+from fedjax_pfl.experiment.record import RunDirectory
 from fedjax_pfl.experiment.registry import OwnParts, with_own_parts
+from fedjax_pfl.experiment.saved import read_run
 from fedjax_pfl.experiment.summary import FALLING, first_reached
 from fedjax_pfl.experiment.tables import Cell
 from fedjax_pfl.experiment.trained import Trained, TrainedModel, check_partition, state_like

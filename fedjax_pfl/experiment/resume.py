@@ -16,7 +16,8 @@ from fedjax_pfl.experiment.callbacks import Callback, TensorBoard, check_tensorb
 from fedjax_pfl.experiment.checkpoint import Best, Checkpoints, Saved
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import is_first
-from fedjax_pfl.experiment.record import RunDirectory, check_alike, check_same_data
+from fedjax_pfl.experiment.record import RunDirectory
+from fedjax_pfl.experiment.saved import check_alike, check_same_data
 from fedjax_pfl.experiment.summary import PACKAGES, Line
 
 if TYPE_CHECKING:

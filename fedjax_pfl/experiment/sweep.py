@@ -21,6 +21,7 @@ from fedjax_pfl.experiment.callbacks import check_tensorboard
 from fedjax_pfl.experiment.config import Config, check_config, plain
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
+from fedjax_pfl.experiment.folders import alone_in, writable, write_atomically
 from fedjax_pfl.experiment.frames import client_frame, difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.gathered import cells_of, compared, folders_of, gather, record_of, table_in
 from fedjax_pfl.experiment.headline import runs_in_short
@@ -29,15 +30,9 @@ from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.reading import load_config, read_toml
-from fedjax_pfl.experiment.record import (
-    RunDirectory,
-    alone_in,
-    check_same_data,
-    complete_run,
-    writable,
-    write_atomically,
-)
+from fedjax_pfl.experiment.record import RunDirectory
 from fedjax_pfl.experiment.resume import RunPlace
+from fedjax_pfl.experiment.saved import check_same_data, complete_run
 from fedjax_pfl.experiment.summary import POINTS, flat
 from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of, show, without_seed
 from fedjax_pfl.experiment.worker import Outcome

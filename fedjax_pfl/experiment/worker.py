@@ -15,9 +15,9 @@ from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.driver import drive
 from fedjax_pfl.experiment.parts import parts_of
 from fedjax_pfl.experiment.progress import SECONDS_PER_LINE, Progress, duration
-from fedjax_pfl.experiment.record import complete_run
 from fedjax_pfl.experiment.registry import OwnParts, add_parts
 from fedjax_pfl.experiment.resume import RunPlace
+from fedjax_pfl.experiment.saved import complete_run
 
 
 class Finished(NamedTuple):

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedjax_pfl.data.partition import PARTITIONS, dirichlet, iid, natural, pathological, repair, weak_pathological
+from fedjax_pfl.data.dealing import repair
+from fedjax_pfl.data.partition import PARTITIONS, dirichlet, iid, natural, pathological, weak_pathological
 from fedjax_pfl.errors import ConfigError
 from tests.data.labels import TEN, fixed, labels_of
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedjax_pfl.data.partition import Partition
+from fedjax_pfl.data.dealing import Partition
 from fedjax_pfl.data.split import Split, draw_test, manifest, set_aside, short_of_test_rows, split_rows
 from fedjax_pfl.errors import ConfigError
 from tests.data.labels import TEN, fixed, labels_of
