@@ -186,6 +186,11 @@ def test_a_hyperparameter_of_one_method_is_combined_with_its_runs_only(swept, ou
             {"method.name": ["fedprox"], "fedprox.mu": [0.1], "method.mu": [0.2]},
             r"grid\.fedprox\.mu = \[0\.1\] is not usable: nothing beside method\.mu",
         ),
+        (
+            {"method.name": ["fedprox", "fedavg"], "method.mu": [0.1]},
+            r"method\.mu = 0\.1 is not usable: no such key of fedavg; .*; as METHOD\.mu, the grid gives it to that",
+        ),
+        ({"method.mu": [0.1]}, r"method\.mu = 0\.1 is not usable: no such key of fedavg; allowed: none$"),
         ({"fedproxx.mu": [0.1]}, r"fedproxx\.mu = 0\.1 is not usable: .*fedproxx is none of its tables"),
     ],
 )

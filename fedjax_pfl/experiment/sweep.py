@@ -552,7 +552,14 @@ def _configure(config: Config, values: Mapping[str, Any], out: Path | None) -> C
         if not dot:
             raise ConfigError(f"grid.{field}", value, "a dotted field such as training.lr")
         changes[f"method.{key}" if _owner(field, [method]) else field] = value
-    return config.replace(changes)
+    try:
+        return config.replace(changes)
+    except ConfigError as error:
+        section, _, key = error.field.partition(".")
+        if section == "method" and error.field in values and "method.name" in values:
+            allowed = f"{error.allowed}; as METHOD.{key}, the grid gives it to that method alone"
+            raise ConfigError(error.field, error.value, allowed) from None
+        raise
 
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
