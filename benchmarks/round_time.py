@@ -4,7 +4,7 @@
     python benchmarks/round_time.py --json benchmarks/results/round_time.json
 
 ``--cases a,b`` and ``--methods x,y`` run a part of it; FILE keeps its other rows. ``--peer-python fedjax=PYTHON`` adds
-a peer that PYTHON can import (`benchmarks/README.md` explains the setup).
+a peer that PYTHON can import (`benchmarks/speed.md` explains the setup).
 
 The reference, ``loop``, is a compact implementation of each method that runs a round as PFLlib does
 (`peers/pytorch_loop.py`, `peers/pytorch_methods.py`): clients one after the other in one process, each with its own

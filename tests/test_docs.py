@@ -17,7 +17,7 @@ from fedjax_pfl.method import Method
 
 HOME = Path(__file__).resolve().parent.parent
 DOCS = HOME / "docs"
-PAGES = [*sorted(HOME.glob("*.md")), *sorted(DOCS.glob("**/*.md")), HOME / "benchmarks" / "README.md"]
+PAGES = [*sorted(HOME.glob("*.md")), *sorted(DOCS.glob("**/*.md")), *sorted((HOME / "benchmarks").glob("*.md"))]
 EXTRAS = tomllib.loads((HOME / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 # Placeholders for what is a reader's.
 OWN = {"CONFIG", "CONFIG.toml", "SWEEP.toml", "FOLDER", "NAME", "DIR"}

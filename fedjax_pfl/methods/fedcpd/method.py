@@ -82,7 +82,7 @@ def fedcpd(
 
     Reference:
       K. Jin et al. FedCPD: Personalized Federated Learning with Prototype-Enhanced Representation and Memory
-      Distillation. IJCAI 2025. Its alpha, beta and tau are not stated: ours by validation (benchmarks/README.md).
+      Distillation. IJCAI 2025. Its alpha, beta and tau are not stated: ours by validation (benchmarks/accuracy.md).
     """
     weights: dict[str, Scalar] = {"alpha": alpha, "beta": beta, "gamma": gamma}
     on = {name: weight for name, weight in weights.items() if not is_off(weight)}

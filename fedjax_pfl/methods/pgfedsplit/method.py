@@ -87,9 +87,9 @@ def pgfedsplit(
 
     Shared: theta, prototypes, their dispersion. Personal: phi_i. Headline: PRE, the aggregated extractor under phi_i.
     ``training.epochs`` is E, of the head phase and of the extractor phase. The paper states neither beta, chosen on
-    validation samples in 12 rounds, one seed (benchmarks/README.md), nor the bounds of tau. A longer tau gives a larger
-    Delta, a smaller alpha, and so a longer tau. Recorded: tau, and alpha, the mean at the last synchronisation (0
-    before it). Traffic counts what the selected clients receive, although Algorithm 1 broadcasts to all.
+    validation samples in 12 rounds, one seed (benchmarks/accuracy.md), nor the bounds of tau. A longer tau gives a
+    larger Delta, a smaller alpha, and so a longer tau. Recorded: tau, and alpha, the mean at the last synchronisation
+    (0 before it). Traffic counts what the selected clients receive, although Algorithm 1 broadcasts to all.
 
     Args:
       model: extractor and head.
