@@ -52,7 +52,7 @@ def fedala(
 
     Shared: w. Personal: the last layers of w_i, and A_i in [0, 1], one weight per parameter of these layers, initially
     1. Headline: PRE, the model right after the mixing. All clients are scored in this way, but only participants keep
-    their A_i.
+    their A_i (in the official code all clients do, and the mixed layers, too).
 
     In its first participation a client has no model of its own and takes w. Before its second participation A_i is
     trained until it converges, and before each later one for one epoch. The paper counts layers, the official code

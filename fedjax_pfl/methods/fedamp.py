@@ -64,7 +64,9 @@ def fedamp(
     times these. Models much farther apart than sigma do not influence each other (as in Local), and models much closer
     than sigma all get the same weight. The diagnostic ``attention``, the mean of 1 - xi_ii, shows which is the case.
     The last models of all clients that have ever taken part are mixed; server and clients hold 3 N models. In PFLlib
-    the pull has no gradient, so that its clients train as in Local.
+    the pull has no gradient, so that its clients train as in Local. The paper's alpha_k depends on the round; here
+    alpha and lam are constants, with defaults of our own. Training starts from w_i, as in PFLlib; other public code
+    starts from u_i.
 
     Args:
       model: extractor and head.

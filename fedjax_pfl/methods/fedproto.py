@@ -35,8 +35,8 @@ def fedproto(
 ) -> Method:
     """FedProto: clients train on CE + lam MSE(z, P_y) and send class means of their features, but no parameters.
 
-    Shared: P. Personal: w_i. Headline: PRE, the client's unchanged model and the newest P, which is what PFLlib
-    evaluates; with ``reading = "head"`` it is the model of the client's last POST.
+    Shared: P. Personal: w_i. Headline: PRE, the client's unchanged model and the newest P, the point that PFLlib
+    evaluates (there by the nearest prototype); with ``reading = "head"`` it is the model of the client's last POST.
 
     The pull acts on each feature, as in all public code; in the paper it acts on a client's class means. Prototypes
     come from a pass over the samples with the trained model; the official code and PFLlib collect features while the

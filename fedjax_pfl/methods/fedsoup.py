@@ -33,7 +33,7 @@ def fedsoup(
     The received model joins the pool if the mean with it classifies more validation samples correctly than the mean
     without it; at a tie, or without validation samples, it does not join. (The public code selects on test samples. Its
     local training after the last round is left out.) POST on validation samples is a little optimistic, since they
-    have chosen the pool.
+    have chosen the pool. Running statistics are averaged with the parameters; in the public code they stay local.
 
     Args:
       model: extractor and head.

@@ -46,7 +46,7 @@ def fedtgp(
       model: extractor and head.
       train: the local trainer.
       lam: lambda, weight of the pull to P; 10 in the official script.
-      reading: as in FedProto.
+      reading: as in FedProto; ``"prototype"`` in the official code.
       server_lr: of the server's steps; the local rate in the official code.
       server_epochs: S, passes of the server over the class means of a round.
       server_batch_size: class means per step of the server.

@@ -28,8 +28,9 @@ def lg_fedavg(
 
     Shared: the head phi and the layers next to it. Personal: the layers below, all of theta by default. Headline: PRE.
 
-    The official code shares the last two layers of a CNN and three of an MLP, starts from a model that FedAvg has
-    trained, and averages uniformly; here the average is weighted by n_i. Trained from scratch it is close to Local.
+    The official code shares the last three layers of its MLP, but the convolutions of its CNN, whose dense layers stay
+    with the clients. It starts from a model that FedAvg has trained, averages uniformly, and reports each client's best
+    model by its test samples. Here the average is weighted by n_i. Trained from scratch it is close to Local.
 
     Args:
       model: extractor and head.

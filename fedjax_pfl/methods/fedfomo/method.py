@@ -56,12 +56,12 @@ def fedfomo(
     Scores on validation samples are optimistic, above all PRE, since these samples have chosen the mix; a best round
     that is chosen by such scores is less certain.
 
-    The candidates are w_i and the models of M - 1 other clients. Each of these is drawn from all other clients with
-    probability max(0, exploration - exploration_decay t); otherwise it is the one with the largest sum of a_j so far.
-    Ties are broken at random. Clients that have not taken part yet come last, with the initial model, whose a_j is not
-    added to the sums. The norm is the paper's, L2, over all parameters except running statistics. (The official code
-    has L1 by default, and adds up a_j divided by |sum_j a_j|, so that all rounds count alike.) Server and clients hold
-    N (M + 2) models.
+    The candidates are w_i and the models of M - 1 other clients (in the official code only of participants of the last
+    round). Each of these is drawn from all other clients with probability max(0, exploration - exploration_decay t);
+    otherwise it is the one with the largest sum of a_j so far. Ties are broken at random. Clients that have not taken
+    part yet come last, with the initial model, whose a_j is not added to the sums. The norm is the paper's, L2, over
+    all parameters except running statistics. (The official code has L1 by default, and adds up a_j divided by |sum_j
+    a_j|, so that all rounds count alike.) Server and clients hold N (M + 2) models.
 
     Args:
       model: extractor and head.

@@ -47,7 +47,8 @@ def fedpa(
     public code, not the journal's text. Unlike there, prototypes are weighted by the samples of the round's steps, not
     of the data set; classes that nobody has keep theirs, and zeros are no prototype; features are generated of classes
     that have a prototype, there of all that the training data hold; a head's loss on a generated feature is weighted by
-    that feature's class; and the generator's hidden layer has no bias under its normalisation.
+    that feature's class; the generator's hidden layer has no bias under its normalisation; and real features may be
+    those of a ReLU, where both kinds are linear there.
 
     Args:
       model: extractor and head.
