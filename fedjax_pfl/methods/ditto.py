@@ -27,8 +27,8 @@ def ditto(
     Shared: w. Personal: v_i. Headline: POST (equal to the next round's PRE).
 
     w^t is the model that was received. Both branches see the same batches (the official code alternates single steps of
-    the two). Participants are sampled uniformly and averaged by n_i, as in FedAvg (the official code weights all of
-    them equally). Stable for lr * lam < 2. lam = 0 trains v_i as Local does.
+    the two). Participants are sampled uniformly and averaged by n_i, as in FedAvg (the official code samples them by
+    n_i and weights all equally). Stable for lr * lam < 2. lam = 0 trains v_i as Local does.
 
     Args:
       model: extractor and head.

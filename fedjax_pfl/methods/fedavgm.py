@@ -43,7 +43,7 @@ def fedavgm(
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      beta: the server's momentum; the paper tries 0, 0.7, 0.9, 0.97 and 0.99.
+      beta: the server's momentum; the paper's values include 0, 0.7, 0.9, 0.97 and 0.99.
       server_lr: the server's learning rate; use at most 0.5 for a beta of 0.97 and more, with which the steps are long.
       nesterov: whether the step is along d + beta u instead.
 

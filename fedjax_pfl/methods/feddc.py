@@ -60,11 +60,12 @@ def feddc(
     the mean of the h_i over all clients that may take part.
 
     Participants count alike, whatever their size. The variates are those of SCAFFOLD, with each client's own number of
-    steps and the rate of the round. (The official code has the number of steps of the average client and the rate of
-    round 0, and steps with ``training.clip_norm = 10``.) The server computes h_i and w_i from w_i - w, so that 2 |w|
-    numbers go down and up. Running statistics are averaged, and have neither drift nor variate. As in SCAFFOLD, a
-    participant that took no step counts as one that has not moved. With another rule than the mean, or with altered
-    uploads, the server's drift and c are its own estimates of the means. Stable for lr * alpha < 2.
+    steps and the rate of the round. (In the paper's text they are the updates of the last round. The official code has
+    the number of steps of the average client and the rate of round 0, and steps with ``training.clip_norm = 10``.) The
+    server computes h_i and w_i from w_i - w, so that 2 |w| numbers go down and up. Running statistics are averaged, and
+    have neither drift nor variate. As in SCAFFOLD, a participant that took no step counts as one that has not moved.
+    With another rule than the mean, or with altered uploads, the server's drift and c are its own estimates of the
+    means. Stable for lr * alpha < 2; the drift adds up over rounds if lr * alpha * steps is far below 1.
 
     Args:
       model: extractor and head.

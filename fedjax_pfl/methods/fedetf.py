@@ -28,6 +28,7 @@ def fedetf(
     *,
     gamma: Annotated[float, Ge(0)] = 1.0,
     projection_dim: Annotated[int, Ge(2)] | None = None,
+    scale: Annotated[float, Gt(0)] = 1.0,
     finetune_loops: Annotated[int, Ge(0)] = 20,
     finetune_epochs: Annotated[int, Ge(0)] = 3,
     etf_lr: Annotated[float, Gt(0)] = 0.1,
@@ -35,13 +36,14 @@ def fedetf(
 ) -> Method:
     """FedETF: logits s V' mu of the normalised projection mu of z; theta, projection and s are trained on balanced CE.
 
-    Shared: theta, projection, s; V stays as it was drawn, and is sent once. Personal: nothing that is kept.
+    Shared: theta, projection, s; V stays as it was drawn, and is not counted. Personal: nothing that is kept.
     Headline: PRE, which is measured after fine-tuning: one more local training, then V_i and the projection in turns,
     by plain CE on fixed features.
 
     With ``run.eval_every = training.rounds`` only the last global model is fine-tuned, as in the paper. A class that a
     client lacks counts as a class with a single sample, as in the official code. That code leaves s out of its
-    predictions, which are the same as long as s > 0. The model's own linear head is not used.
+    predictions, which are the same as long as s > 0, and keeps the momentum of the local optimisers from round to
+    round. The model's own linear head is not used.
 
     Args:
       model: extractor; its head is neither trained nor sent.
@@ -49,7 +51,8 @@ def fedetf(
         V_i.
       combine: the server's rule for averaging theta, projection and s.
       gamma: strength of the class prior in training; 0 for plain CE.
-      projection_dim: d, at least C; C unless given.
+      projection_dim: d, at least C; C unless given. Official: C for the ResNets, 64 for the CNN.
+      scale: s of round 0; it hardly grows at a small rate. Official: 1 for the ResNets, 10 for the CNN.
       finetune_loops: number of turns of fine-tuning.
       finetune_epochs: epochs of each half of a turn.
       etf_lr: learning rate of V_i; it and ``projection_lr`` decay as the local rate, and are constant in the official
@@ -75,7 +78,8 @@ def fedetf(
         projected = projection.init(phase_key(key, "projection"), jnp.zeros((1, model.dim)))
         etf = _simplex(phase_key(key, "etf"), dim, model.classes)
         extractor = model.init(key)["extractor"]
-        return {"extractor": extractor, "projection": projected["params"], "scale": jnp.ones(()), "etf": etf}, etf
+        s = jnp.full((), scale, jnp.float32)
+        return {"extractor": extractor, "projection": projected["params"], "scale": s, "etf": etf}, etf
 
     def broadcast(server: Params) -> Params:
         return {name: part for name, part in server.items() if name != "etf"}

@@ -32,7 +32,8 @@ def fednova(model: Model, train: Trainer, combine: Combine = weighted_mean) -> M
     gradients; weight decay and clipping are part of the gradient. A client with more batches has no more influence than
     its n_i gives it; if all clients take the same number of steps, it is FedAvg. A client that took no step, because it
     has less than one batch with ``training.drop_last``, is in neither mean. Running statistics are averaged as they
-    are. With another rule than the mean, A_eff remains the mean weighted by n_i.
+    are. With another rule than the mean, A_eff remains the mean weighted by n_i. The official code's options of a
+    server momentum and of a proximal term are left out.
 
     Args:
       model: extractor and head.

@@ -56,7 +56,7 @@ def fedproc(
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      anneal_rounds: T_a; in the paper the number of rounds, 100.
+      anneal_rounds: T_a; in the paper the number of rounds, 100. Set it to ``training.rounds``.
       temperature: divides the cosines of the contrast; the paper has none.
 
     Reference:

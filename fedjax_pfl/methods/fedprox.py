@@ -20,7 +20,8 @@ def fedprox(
     """FedProx: FedAvg with the local loss CE + (mu / 2) ||w - w^t||^2 over all parameters.
 
     Shared: w. Personal: nothing. Headline: PRE. Participants are sampled uniformly and averaged by n_i, as in FedAvg
-    (the paper samples by n_i and averages uniformly). Stable for lr * mu < 2; mu = 0 is FedAvg, bit for bit.
+    and the authors' code (the paper samples by n_i and averages uniformly). All participants do all their work; there
+    are no stragglers. Stable for lr * mu < 2; mu = 0 is FedAvg, bit for bit.
 
     Args:
       model: extractor and head.

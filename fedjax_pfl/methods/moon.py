@@ -31,8 +31,9 @@ def moon(
 
     The contrast is on the features z that the head reads, so that all methods share one architecture. The official code
     puts a projection head of two layers between them; the classifier reads its output, too. In its first participation
-    a client uses the received model as its last one. The term is then constant, as it is in round 0 of the official
-    code; if a client first takes part later, that code compares with a random model. mu = 0 is FedAvg, bit for bit.
+    a client uses the received model as its last one. The term is then mu log 2 (0 in round 0 of the official code),
+    without a gradient; if a client first takes part later, that code compares with a random model. mu = 0 is FedAvg,
+    bit for bit.
 
     Args:
       model: extractor and head.

@@ -34,7 +34,7 @@ def perfedavg(
     """Per-FedAvg: every local step descends the loss on D' after an inner step on D, w <- w - b (I - a H) g(w - a g).
 
     Shared: w. Personal: nothing that is kept. Headline: PRE, after one inner step on one mini-batch of training
-    samples; POST is w_i as it is sent. b is ``training.lr``.
+    samples; POST is w_i as it is sent. b is ``training.lr``; FedTorch has 0.001, and PFLlib a = b = ``lr``.
 
     A step takes 2 B samples, or 3 B if D'' is used for the Hessian H, so that an epoch is one pass over the samples.
     They are dealt in turn to D', D and D'': each gets its share of a short batch, and a single sample makes a plain

@@ -37,7 +37,9 @@ def pfedme(
     In every round theta_i starts from w, and on every mini-batch from where the last one left it, as in the official
     code. That code trains all clients and averages some of them, with a weight decay of 0.001 on theta_i. Here only
     participants train, and theta_i has the trainer's momentum, weight decay and clipping, which are off by default. The
-    step of w_i has the rate ``training.lr``. Stable for training.lr * lam < 1 and personal_lr * lam < 2.
+    step of w_i has the rate ``training.lr``. Stable for training.lr * lam < 1 and personal_lr * lam < 2; above 1, where
+    the defaults are, theta_i oscillates around its optimum. The official code and PFLlib overwrite theta_i by w_i
+    before they score it, so that their personal accuracy is that of w_i.
 
     Args:
       model: extractor and head.

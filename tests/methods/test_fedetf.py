@@ -136,6 +136,16 @@ def test_the_projection_begins_within_1_over_the_root_of_the_features(model, tra
     assert 0.9 < np.abs(server["projection"]["kernel"]).max() * model.dim**0.5 <= 1
 
 
+def test_the_scale_is_a_factor_of_the_first_logits(model, trainer):
+    def logits(**scale):
+        method = fedetf(model, trainer, **scale)
+        server, etf = method.init(KEY, N)
+        return method.predict(method.personal(method.broadcast(server), etf), jnp.ones((2, 16)))
+
+    np.testing.assert_allclose(logits(scale=10.0), 10 * logits(), rtol=1e-6)
+    assert np.abs(logits()).max() <= 1
+
+
 def test_classes_that_are_equally_frequent_leave_nothing_of_the_prior(model, trainer, federation):
     def trained(gamma, row):
         method = fedetf(model, trainer, gamma=gamma)

@@ -37,14 +37,16 @@ def ccvr(
     each class that it holds: at most C (K + K (K + 1) / 2 + 1) floats per client. They are not part of a round's
     traffic, and the server holds those of all clients at the same time. The server draws the same number of features
     from the pooled Gaussian of each class. The paper calibrates once, after the last round: ``run.eval_every =
-    training.rounds``. FL-bench, whose single pass is the default here, pools biased covariances as if they were
-    unbiased, and leaves out a class with one sample, which here gets the mean covariance within classes.
+    training.rounds``. FL-bench, whose single pass over 200 features per class is the default here, pools biased
+    covariances as if they were unbiased, and leaves out a class with one sample, which here gets the mean covariance
+    within classes.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      samples_per_class: M_c, number of features drawn for each class; the grid is 100, 200, 500, 1000.
+      samples_per_class: M_c, number of features drawn for each class; negative ones stay as they are. Other public
+        code has 2,000, and ten passes over them at a rate of 0.001.
       server_lr: learning rate of the head on the server.
       server_epochs: passes over the drawn features; with 0 the scores are those of FedAvg.
       server_batch_size: drawn features per step.
