@@ -671,6 +671,7 @@ def comparison(table: Table, setting: Setting, lines: Sequence[Line], reference:
         *runs([line for line in lines if line.cells]),
     ]
     parts += majority([cell for line in lines for cell in line.cells.values()])
+    parts += other_models(lines)
     parts += diverged(lines)
     best = next((line for line in run if line is not base), None)
     if base and best and (p := paired_p(base.by_seed(ranked), best.by_seed(ranked))) is not None:
@@ -736,6 +737,14 @@ def majority(cells: Sequence[Cell]) -> list[str]:
     return [
         f"Always answering the class that a client has most training samples of: {plain} %, by samples {weighted} %."
     ]
+
+
+def other_models(lines: Sequence[Line]) -> list[str]:
+    """Rows whose model is not that of most rows; a difference between the two is not one between methods alone."""
+    used = together((cell["config"]["model"]["name"], line.row.label) for line in lines for cell in line.cells.values())
+    by_rows = sorted(used, key=lambda name: -len(used[name]))
+    others = [(name, ", ".join(dict.fromkeys(used[name]))) for name in by_rows[1:]]
+    return [f"**Another model**, {labels}: {name}, not {by_rows[0]}." for name, labels in others]
 
 
 def diverged(lines: Sequence[Line]) -> list[str]:

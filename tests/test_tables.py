@@ -539,6 +539,15 @@ def test_a_setting_may_change_a_row(paper, fake):
     assert fake.configs[-1].method["mu"] == 0.9
 
 
+def test_a_row_with_another_model_is_named(paper, fake):
+    call(paper, "table1 --settings three")
+    assert "Another model" not in markdown()
+    label = 'label = "3 clients"\n'
+    paper.write_text(paper.read_text().replace(label, label + 'row_overrides.fedprox = ["model.name=cnn_digits"]\n'))
+    call(paper, "table1 --settings three --seeds 0,1")
+    assert "**Another model**, FedProx: cnn_digits, not mlp." in markdown()
+
+
 def test_a_paper_may_report_the_best_round(paper, fake, monkeypatch, capsys):
     monkeypatch.setitem(ACCURACY, ("fedprox", 0), (0.75, 0.65))
     call(paper, "table1 --settings three --name last")
