@@ -192,10 +192,12 @@ def test_a_directory_that_is_being_replaced_can_be_used_whenever_that_is_cut_sho
             patched.setattr(Path, "unlink", dying)
             with pytest.raises(KilledError):
                 run.begin("", {}, NOTHING)
-        there = {path.name for path in run.path.iterdir()}
+        there = {path.name for path in run.path.iterdir()} - {".beginning.partial"}
         assert len(there) == len(_FILES) - steps
         assert "config.toml" in there
         assert run.complete == (steps == 0)
+        RunDirectory(run.path, overwrite=True).begin("", {}, NOTHING)
+        assert {path.name for path in run.path.iterdir()} == {"config.toml", "partition.json", "partition.npz"}
         cut += 1
     assert cut == len(_FILES) > 5
 

@@ -24,6 +24,8 @@ _PARTITION = "partition.npz"
 # else is left when a process dies. The config comes last: with it, comparisons and sweeps begin the run anew.
 _AT_THE_END = ("summary.json", "clients.csv", "labels.csv", "export.npz", STATE)
 _FILES = (*_AT_THE_END, "metrics.jsonl", _CLIENT_HISTORY, _PARTITION, "partition.json", "config.toml")
+# Is there while a run's files replace those of another: what has it may be replaced again.
+_BEGINNING = ".beginning.partial"
 CHECKPOINTS = "checkpoints"
 _EVENTS = "tensorboard"
 
@@ -71,7 +73,7 @@ class RunDirectory:
             if any((self.path / name).is_dir() for name in _FILES):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             there = [name for name in (*_FILES, CHECKPOINTS, _EVENTS) if (self.path / name).exists()]
-        if self._replaces and there and not is_run(self.path):
+        if self._replaces and there and not is_run(self.path) and not (self.path / _BEGINNING).exists():
             allowed = f"name another directory: there is no run in this one, and {', '.join(there)} would be lost"
             raise ConfigError("run.out", str(self.path), allowed)
 
@@ -134,6 +136,7 @@ class RunDirectory:
         """
         with writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / _BEGINNING).touch()
             shutil.rmtree(self.checkpoints, ignore_errors=True)
             shutil.rmtree(self.events, ignore_errors=True)
             for name in _FILES:
@@ -141,6 +144,7 @@ class RunDirectory:
             write_atomically(self.path / "config.toml", config)
             write_atomically(self.path / "partition.json", json.dumps(partition) + "\n")
             save(self.path / _PARTITION, holdings)
+            (self.path / _BEGINNING).unlink()
 
     def resume(self, config: str, lines: Sequence[Line], *, client_history: bool) -> None:
         """Takes the directory back to a checkpoint: metrics and client history up to it, and no summary.
