@@ -556,7 +556,7 @@ def _configure(config: Config, values: Mapping[str, Any], out: Path | None) -> C
         return config.replace(changes)
     except ConfigError as error:
         section, _, key = error.field.partition(".")
-        if section == "method" and error.field in values and "method.name" in values:
+        if section == "method" and key != "name" and error.field in values and "method.name" in values:
             allowed = f"{error.allowed}; as METHOD.{key}, the grid gives it to that method alone"
             raise ConfigError(error.field, error.value, allowed) from None
         raise

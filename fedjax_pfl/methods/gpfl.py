@@ -60,17 +60,16 @@ def gpfl(
 
     Shared: theta, G, V. Personal: phi_i. Headline: PRE, phi_i on V(theta(x), u_i) under the newest theta, G and V. The
     conditional inputs are the mean of the received G, u_g, and its mean weighted by the client's labels, u_i (in POST,
-    too). The official code takes the client's own G of the last round, or without one the global G before that (at
-    first zeros), and counts full batches only; its mu is a weight decay, outside of its loss. The default mu shrinks G
-    and V within tens of rounds until V no longer depends on u_i, and lam then pulls features towards 0: in long runs
-    PRE falls far below POST, with the official inputs, too, but not with mu = 0.
+    too). The official code takes the client's own last G, or else the global one before (at first zeros), and counts
+    full batches only. The default mu shrinks G and V within tens of rounds until V no longer depends on u_i, and lam
+    then pulls features towards 0: in long runs PRE falls far below POST, with either inputs, but not with mu = 0.
 
     Args:
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging theta, G and V.
       lam: weight of the distance of global features to the received G of their classes; official: 0.01, ResNet: 1e-4.
-      mu: weight of half the squares of all parameters in G and V. Official: 0.1 for CNNs, 0 for ResNet-18.
+      mu: weight of half the squares of all parameters in G and V. Official: 0.1 for CNNs, 0 for ResNet-18, as decay.
       magnitude: how it is measured: by the norm over the whole batch (official), or the mean of the samples' norms.
 
     Reference:
