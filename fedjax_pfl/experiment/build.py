@@ -36,6 +36,7 @@ from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.errors import ConfigError, first_line
 from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.options import hyperparameters
 from fedjax_pfl.experiment.registry import load_entry_points
 from fedjax_pfl.experiment.sections import Run as RunSection
 from fedjax_pfl.method import Method, Static
@@ -48,7 +49,7 @@ from fedjax_pfl.methods.feddecorr import decorrelated
 from fedjax_pfl.methods.finetuned import finetuned
 from fedjax_pfl.methods.private import private
 from fedjax_pfl.models import MODELS, Model, Own, build
-from fedjax_pfl.ops.robust import RULES
+from fedjax_pfl.ops.robust import RULES, whole_part
 from fedjax_pfl.ops.training import Trainer
 
 # The share of a device's memory that a chunk may fill at most. Of programs of several gigabytes, a compiler has
@@ -284,6 +285,7 @@ def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any
     if rule != "mean":
         if "combine" not in inspect.signature(factory).parameters:
             raise ConfigError("aggregation.rule", rule, f'"mean": {name} averages no parameters')
+        _check_someone_is_left_out(config)
         factory = functools.partial(factory, combine=functools.partial(RULES[rule], **config.aggregation.options))
     try:
         method = factory(model, train, **options)
@@ -317,6 +319,22 @@ def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any
     if method.selects and config.data.evaluate_on == "validation":
         raise ConfigError("data.evaluate_on", "validation", f'"test": {name} selects on the validation samples')
     return method if config.training.copies is None else method._replace(copies=config.training.copies)
+
+
+def _check_someone_is_left_out(config: Config) -> None:
+    """Raises a ConfigError if a rule that averages all but a share of the participants would average all of them."""
+    rule, ratio = config.aggregation.rule, config.participation.ratio
+    if rule not in ("trimmed_mean", "multi_krum"):
+        return
+    [(field, usual)] = hyperparameters(RULES[rule]).items()
+    share = config.aggregation.options.get(field, usual.default)
+    trainers = config.data.clients - count_new(config.data.new_clients, config.data.clients)
+    participants = round(trainers * (max(ratio) if isinstance(ratio, tuple) else ratio))
+    if share > 0 and whole_part(share, participants) == 0:
+        enough = f"at least 1/{participants}" if participants > 2 else 'aggregation.rule = "median"'
+        rounded = f"the part of the {participants} participants of a round that {rule} leaves out is rounded down"
+        allowed = f"0, or {enough}: {rounded}, here to 0"
+        raise ConfigError(f"aggregation.{field}", share, allowed)
 
 
 def _metrics(config: Config, data: DataShape) -> dict[str, Metric]:

@@ -1,10 +1,10 @@
 """Robust aggregation rules, for parameters of which some senders may be malicious; ``RULES`` lists all rules."""
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -16,10 +16,16 @@ Uploads = PyTree[Float[Array, "K ..."]]
 Combined = PyTree[Float[Array, "..."]]
 
 
+def whole_part(share: float, number: int) -> int:
+    """floor(share number), without float error: 0.29 of 100 is 29."""
+    return math.floor(round(share * number, 9))
+
+
 def trimmed_mean(stacked: Uploads, weight: Float[Array, " K"], *, trim: float = 0.2) -> Combined:
     """The unweighted mean without the extremes, coordinate by coordinate; zeros if no row is present.
 
-    From the n rows with a weight above 0, the floor(trim n) smallest and the floor(trim n) largest values are removed.
+    From the n rows with a weight above 0, the floor(trim n) smallest and the floor(trim n) largest values are removed:
+    none if there are fewer than 1 / trim rows. More NaN than are removed make the result infinite.
 
     Args:
       stacked: the uploads.
@@ -32,7 +38,7 @@ def trimmed_mean(stacked: Uploads, weight: Float[Array, " K"], *, trim: float = 
     """
     present = weight > 0
     number = jnp.sum(present, dtype=jnp.int32)
-    cut = _shares(trim, len(weight))[number]
+    cut = jnp.array([whole_part(trim, rows) for rows in range(len(weight) + 1)])[number]
     rank = jnp.arange(len(weight))
     kept = (rank >= cut) & (rank < number - cut)
 
@@ -48,6 +54,8 @@ def krum(stacked: Uploads, weight: Float[Array, " K"], *, byzantine: float = 0.2
 
     All parameters of a row form one vector. The score of a row is the sum of its squared distances to the n - f - 2
     nearest other rows (at least one), where n is the number of rows with a weight above 0 and f = floor(byzantine n).
+    Rows with a value that is not finite are left out, unless all have one. They count for f, and no longer for n:
+    those that are left out need not be the malicious ones.
     The row with the lowest score is returned. Rows with equal scores, such as two rows that are each other's only
     neighbour, are averaged; the paper takes the first of them, which would depend on the order of the rows. Running
     statistics are left out of the distances, because a variance can be larger than all parameters together; those of
@@ -66,18 +74,22 @@ def krum(stacked: Uploads, weight: Float[Array, " K"], *, byzantine: float = 0.2
 
 
 def multi_krum(stacked: Uploads, weight: Float[Array, " K"], *, byzantine: float = 0.2) -> Combined:
-    """Multi-Krum: the mean of the m = n - f rows with the lowest scores; arguments and reference as in :func:`krum`."""
+    """Multi-Krum: the mean of the m = n - f rows with the lowest scores; arguments and reference as in :func:`krum`.
+
+    At least one row; all of them if there are fewer than 1 / byzantine. The paper leaves m open.
+    """
     return _mean_of_best(stacked, weight, byzantine, alone=False)
 
 
 def _mean_of_best(stacked: Uploads, weight: Float[Array, " K"], byzantine: float, *, alone: bool) -> Combined:
     present = weight > 0
+    senders = jnp.sum(present, dtype=jnp.int32)
+    byzantine_rows = jnp.array([whole_part(byzantine, rows) for rows in range(len(weight) + 1)])[senders]
     # A row with a NaN or infinite value is never chosen, unless all rows have one.
     finite = finite_rows(stacked) & present
     present = jnp.where(jnp.any(finite), finite, present)
     weight = jnp.where(present, weight, 0.0)
     number = jnp.sum(present, dtype=jnp.int32)
-    byzantine_rows = _shares(byzantine, len(weight))[number]
     nearest = jnp.sort(_squared_distances(stacked, weight), axis=1)
     counts = jnp.arange(len(weight)) < jnp.maximum(number - byzantine_rows - 2, 1)
     score = jnp.where(present, jnp.sum(jnp.where(counts, nearest, 0.0), axis=1), jnp.inf)
@@ -107,11 +119,6 @@ def _squared_distances(stacked: Uploads, weight: Float[Array, " K"]) -> Float[Ar
     found = jnp.maximum(squares[:, None] + squares - (products + products.T), 0.0)
     known = (weight > 0) & ~jnp.eye(len(weight), dtype=bool) & ~jnp.isnan(found)
     return jnp.where(known, found, jnp.inf)
-
-
-def _shares(share: float, most: int) -> Int[Array, " counts"]:
-    """floor(share n) for n = 0 ... most, without float error: 0.29 of 100 is 29."""
-    return jnp.asarray(np.floor(np.round(share * np.arange(most + 1), 9)), jnp.int32)
 
 
 def _count(number: Int[Array, ""], leaf: Float[Array, "K ..."]) -> Float[Array, ""]:

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from scipy.stats import trim_mean
 
-from fedjax_pfl import Config
+from fedjax_pfl import Config, ConfigError
 from fedjax_pfl.experiment.build import DataShape, make_engine
 from fedjax_pfl.method import Cohort, Round
 from fedjax_pfl.ops.robust import RULES, krum, multi_krum, trimmed_mean
@@ -209,12 +209,42 @@ def test_a_config_names_rule_and_options(aggregation, rule):
 
 
 @pytest.mark.parametrize("rule", [krum, multi_krum])
-def test_as_many_rows_without_numbers_as_others_leave_the_choice_among_these_what_it_is(rule):
-    present = PRESENT[1]
+def test_rows_without_numbers_count_for_f_but_are_not_chosen(rule):
+    """Four of eight rows diverge; of the others, f = floor(0.3 8) = 2 may be malicious still, and one is."""
+    present, byzantine, f = PRESENT[1], 0.3, 2
     half = np.flatnonzero(present)[::2]
     spoilt = jax.tree.map(np.copy, STACKED)
     for leaf in jax.tree.leaves(spoilt):
         leaf[half] = np.nan
-    others = present & ~np.isin(np.arange(ROWS), half)
-    assert others.sum() == len(half) == 4
-    near(called(rule, spoilt, present, byzantine=0.25), called(rule, STACKED, others, byzantine=0.25))
+    others = np.setdiff1d(np.flatnonzero(present), half)
+    spoilt["w"][others[1]] += 1000.0
+    ours = jax.tree.map(lambda leaf: leaf[others], spoilt)
+    chosen = best_by_loops(rows_of(ours), f, 1 if rule is krum else len(others) - f)
+    assert len(others) == len(half) == 4
+    assert 1 not in chosen
+    near(called(rule, spoilt, present, byzantine=byzantine), jax.tree.map(lambda leaf: leaf[chosen].mean(axis=0), ours))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "aggregation", "field", "allowed"),
+    [
+        (0.5, {"rule": "trimmed_mean"}, "aggregation.trim", "at least 1/4: the part of the 4 participants"),
+        ([0.1, 0.5], {"rule": "multi_krum"}, "aggregation.byzantine", "at least 1/4"),
+        (1.0, {"rule": "multi_krum", "byzantine": 0.12}, "aggregation.byzantine", "at least 1/8"),
+        (0.25, {"rule": "trimmed_mean", "trim": 0.49}, "aggregation.trim", 'aggregation.rule = "median"'),
+        (0.5, {"rule": "trimmed_mean", "trim": 0.25}, None, None),
+        (0.5, {"rule": "trimmed_mean", "trim": 0.0}, None, None),
+        (0.5, {"rule": "krum"}, None, None),
+    ],
+)
+def test_a_rule_that_would_leave_out_nobody_is_refused(ratio, aggregation, field, allowed):
+    tables = {"data": {"source": "digits", "clients": 8}, "model": {"name": "mlp", "hidden": 2}}
+    participation = {"ratio": ratio}
+    config = Config(**tables, method={"name": "fedavg"}, aggregation=aggregation, participation=participation)
+    data = DataShape("digits", (1, 1, 1), 2, None)
+    if field is None:
+        make_engine(config, data)
+        return
+    with pytest.raises(ConfigError, match=allowed) as raised:
+        make_engine(config, data)
+    assert raised.value.field == field
