@@ -886,6 +886,20 @@ def test_every_cell_of_every_paper_has_a_config_of_its_own(path):
     assert used >= set((tables.ROOT / "configs" / path.stem).glob("*.toml"))
 
 
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
+def test_pixels_are_normalised_by_the_constants_of_their_own_data_set(path):
+    """A setting with another source keeps the constants of its table's config unless it overrides them, too."""
+    red = {0.4914: "cifar10[._]", 0.5071: "cifar100", 0.4789: "cinic10", 0.1307: "fashion_mnist|emnist"}
+    red |= {0.485: "tiny_imagenet|vireofood", 0.5: ""}
+    for name in tomllib.loads(path.read_text(encoding="utf-8"))["tables"]:
+        table = tables.read_table(path, name)
+        options = tables.parser(path).parse_args([name])
+        for setting in table.settings:
+            cell = setting, next(iter(table.rows)), 0
+            data = load_config(tables.ROOT / table.config, tables.cell_overrides(table, cell, options)).data
+            assert re.search(red[np.ravel(data.mean)[0]], data.source), (name, setting)
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_the_results_so_far_can_be_shown(path):
     held = json.loads(path.read_text(encoding="utf-8"))
