@@ -102,7 +102,8 @@ def crop_flip(
 def crop_flip_rotate(keys: Key[Array, " batch"]) -> Transform:
     """Crop and flip as in :func:`crop_flip`, then a rotation by -15 ... 15 degrees.
 
-    Crop, flip and rotation are one map: pixels that the crop has cut off may reappear at the corners.
+    Crop, flip and rotation are one map: pixels that the crop has cut off may reappear at the corners. The map
+    interpolates bilinearly; torchvision's rotation takes the nearest pixel unless told otherwise.
     """
 
     def draw(key: Key[Array, ""]) -> Transform:

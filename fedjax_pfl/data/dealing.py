@@ -127,7 +127,7 @@ def deal_classes(
     C = len(capacity)
     slots = clients * classes_per_client
     holders = np.zeros(C, int)
-    for limit in (np.minimum(capacity, clients).astype(int), np.full(C, clients)):
+    for limit in (np.floor(np.minimum(capacity, clients) + 1e-9).astype(int), np.full(C, clients)):
         # Raise all classes together until they reach their limits. Each pass but the last fills at least one class.
         while slots > holders.sum() and (holders < limit).any():
             below = rng.permutation(np.flatnonzero(holders < limit))

@@ -541,6 +541,14 @@ def test_weak_pathological_counts_of_fedecouple():
     assert len({tuple(np.flatnonzero(row == 172)) for row in counts}) > 10
 
 
+def test_weak_pathological_needs_no_sample_more_than_there_are_whatever_the_rounding_of_floats():
+    # 5 classes have samples for one client and 5 for 19, whose quotients are 0.999... and 18.999... in floats.
+    labels = labels_of(*[714] * 5, *[1686] * 5)
+    parts, notes = weak_pathological(labels, 20, 0, 600, s=55.0, dominant_classes=5)
+    assert notes == ()
+    np.testing.assert_array_equal((class_counts(labels, parts) == 33 + 54).sum(axis=0), [1] * 5 + [19] * 5)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("s", "size", "uniform", "dominant"), [(50.0, 600, 30, 100), (20.0, 600, 12, 160), (0.0, 90, 0, 30)]
