@@ -43,6 +43,9 @@ Known = Sequence[np.ndarray | np.generic | None]
 def client_work(engine: Engine, key: Key[Array, ""], data: Federation) -> Work:
     """The work of a client with the mean number of training samples in round 1, without evaluation.
 
+    It is that of the program as it is traced for this process's kind of device, with this batch size: convolutions
+    that run as other products, or as Fourier transforms, count as such.
+
     Args:
       engine: the method, and how it trains.
       key: any; nothing is run.

@@ -105,6 +105,10 @@ def _averages(method: Method, clients: int) -> bool:
 def spent(config: Config, rounds: int) -> dict[str, Any]:
     """The entry of a run's summary on privacy, which protects the presence of all data of one client.
 
+    It is that of the models of one run, as if its noise were real numbers that nobody knows. The noise follows from the
+    run's seed and is the same in all runs with this seed, so that the models of two of them can reveal what those of
+    one do not; and a model, or a number of rounds, that is chosen by scores reveals something of these scores.
+
     Args:
       config: of the run.
       rounds: how many it has had; fewer than in the config if it was stopped.

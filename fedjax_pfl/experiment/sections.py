@@ -155,7 +155,7 @@ class Finetune(Section):
 
     Attributes:
       epochs: E_ft, passes over the client's training samples; 0 for none.
-      lr: eta_ft, learning rate; the local learning rate unless given.
+      lr: eta_ft, learning rate; the local learning rate unless given. It decays as that does (``training.lr_decay``).
       scope: the part that is trained: ``full``, ``head`` (only the last layer) or ``extractor``.
     """
 
@@ -232,9 +232,11 @@ class Aggregation(Section):
       rule: ``mean``, weighted by training samples; or one of the rules in which all participants count alike:
         ``median`` and ``trimmed_mean``, coordinate by coordinate; ``krum``, the upload with the smallest distances to
         its nearest neighbours; ``multi_krum``, the mean of the share 1 - byzantine of the uploads with the smallest.
-      trim: for ``trimmed_mean``: the share of the participants that is cut on each side; 0.2 unless given.
-      byzantine: for ``krum`` and ``multi_krum``: the share of the participants that is assumed to be malicious; 0.2
-        unless given.
+      trim: for ``trimmed_mean``: the share of the participants of a round that is cut on each side, rounded down to
+        whole participants; 0.2 unless given.
+      byzantine: for ``krum`` and ``multi_krum``: the share of the participants of a round that is assumed to be
+        malicious, rounded down to f whole participants; 0.2 unless given. Krum's guarantee needs more than 2 f + 2
+        participants.
     """
 
     rule: Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"] = "mean"
@@ -325,7 +327,8 @@ class Privacy(Section):
     Attributes:
       clip: the largest 2-norm of a client's update; longer updates are scaled down to it. No privacy unless given.
       noise: standard deviation of the Gaussian noise on the sum of updates, as a multiple of ``clip``; 0 for none, and
-        then no epsilon. The sum is divided by the expected number of participants.
+        then no epsilon. The sum is divided by the expected number of participants. The noise follows from ``run.seed``:
+        runs with the same seed have the same.
       delta: the delta at which the summary gives epsilon; 1e-5 unless given.
     """
 

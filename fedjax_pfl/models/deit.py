@@ -116,8 +116,8 @@ def deit_s(
       width: dimension of a token, and so of the feature.
       heads: number of attention heads; a divisor of ``width``.
       init: ``"torch"`` as in the paper's code: kernels from N(0, 0.02^2) and biases zero, except for the patch
-        embedding, which is initialised as every dense layer; ``"flax"``: Flax's default, Lecun normal. Class token and
-        positions are from N(0, 0.02^2) in both.
+        embedding and the head, which are initialised as dense layers of other models (in that code the head is no
+        exception); ``"flax"``: Flax's default, Lecun normal. Class token and positions are from N(0, 0.02^2) in both.
 
     Raises:
       ConfigError: field ``model.heads``.
