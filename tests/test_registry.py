@@ -647,7 +647,11 @@ def with_field(**fields):
         (with_field(headline="POST"), r"^the method's headline = 'POST' is not usable: 'pre' or 'post'$"),
         (with_field(copies=True), r"^the method's copies = True .*: 'none' or 'concat' or 'replace'$"),
         (with_field(copies=False), r"^the method's copies = False "),
-        (branching, r"^method\.name = 'branching' .*: its float options are traced .* Annotated\[float, Static\]"),
+        (
+            branching,
+            r"^method\.name = 'branching' .*: one whose code does not need the value of a traced number \("
+            r"test_registry\.py, line \d+: return fedprox\(.* else fedavg\(model, train\)\); .* Annotated\[float",
+        ),
     ],
 )
 def test_a_factory_that_cannot_be_used_writes_nothing(method, message, tmp_path):
@@ -703,6 +707,22 @@ def branching_in_local(model, train, *, mu: float = 0.5):
         return method.local(now, view, client, data) if mu > 0 else None
 
     return method._replace(local=local)
+
+
+def warming_up(function):
+    """FedAvg with a function that branches on the round."""
+
+    def factory(model, train):
+        method = fedavg(model, train)
+
+        def later(now, *arguments):
+            if now.t < 1:
+                return None
+            return getattr(method, function)(now, *arguments)
+
+        return method._replace(**{function: later})
+
+    return factory
 
 
 def with_inbox(sent):
@@ -775,7 +795,9 @@ def rows():
             with_update(diagnostics=lambda update: {"update_cosine": 1.0}),
             r"a diagnostic of the method = 'update_cosine' .*: another name",
         ),
-        (branching_in_local, r"^method\.name = 'branching_in_local' .*: its float options are traced .* Annotated"),
+        (branching_in_local, r"^method\.name = 'branching_in_local' .*: one whose code .* if mu > 0 else None\); "),
+        (warming_up("local"), r"one whose code .*\(test_registry\.py, line \d+: if now\.t < 1:\); .*now\.t.*lax\.cond"),
+        (warming_up("aggregate"), r"one whose code .*\(test_registry\.py, line \d+: if now\.t < 1:\)"),
         (
             with_other(init=lambda made: ({"mine": jax.random.key(0), "w": made[0]}, made[1])),
             r"the method's init: \.server\['mine'\] = 'key<fry>\[\]' is not usable: numbers: jax\.random\.key_data",
@@ -842,21 +864,38 @@ class WithBatchNorm(nn.Module):
         return nn.Dense(10)(nn.BatchNorm(use_running_average=not train)(x))
 
 
-@pytest.mark.parametrize("net", [WithDropout, WithBatchNorm])
-def test_a_method_that_never_trains_dropout_or_batch_normalisation_is_warned_of(net, monkeypatch):
+@pytest.fixture
+def laid_out(monkeypatch):
+    """Does with a model and a method all that comes before a compilation."""
+
     class LaidOutError(Exception):
         pass
 
-    def laid_out(*_):
+    def instead(*_):
         raise LaidOutError
 
-    def lay_out(model, method):
+    def lay_out(model, method, changes=None):
         with pytest.raises(LaidOutError):
-            simulate(config(), model=model, method=method)
+            simulate(config(changes), model=model, method=method)
 
-    monkeypatch.setattr(programs, "_compile", laid_out)
+    monkeypatch.setattr(programs, "_compile", instead)
+    return lay_out
+
+
+@pytest.mark.parametrize("net", [WithDropout, WithBatchNorm])
+def test_a_method_that_never_trains_dropout_or_batch_normalisation_is_warned_of(net, laid_out):
     without_a_mask = with_loss(masked_mean, masked=False)
     with pytest.warns(UserWarning, match=r"no loss of the method gives batch\.mask to the model"):
-        lay_out(net(), without_a_mask)
-    lay_out(net(), None)  # where a warning would be an error
-    lay_out(None, without_a_mask)
+        laid_out(net(), without_a_mask)
+    laid_out(net(), None)  # where a warning would be an error
+    laid_out(None, without_a_mask)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_loss_that_trains_on_padding_is_warned_of(masked, laid_out):
+    """To give the mask to a model that has no use for it does not help."""
+    padded = with_loss(lambda values, _: values.mean(), masked=masked)
+    with pytest.warns(UserWarning, match=r'the loss of phase "local" does not depend on batch\.mask.* masked_mean'):
+        laid_out(None, padded)
+    laid_out(None, padded, {"training.drop_last": True})  # where a warning would be an error
+    laid_out(None, with_loss(masked_mean, masked=masked))

@@ -23,6 +23,7 @@ from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.method import Cohort, Predict, Round
 from fedjax_pfl.models.passes import kinds_of_passes
+from fedjax_pfl.ops.padding import losses_without_mask
 from fedjax_pfl.ops.tree import size
 
 # The most that XLA and LLVM take while they compile for a CPU. Measured with JAX 0.10, two programs at a time, on two
@@ -180,12 +181,18 @@ def survey(
     if backend != "cpu":  # side by side
         train, test = train._replace(most=scalar), test._replace(most=scalar)
     shared, row = (key, scalar, view, data.x, data.y), (scalar, client, train, validation)
-    with kinds_of_passes() as kinds:
+    with kinds_of_passes() as kinds, losses_without_mask() as unmasked:
         traced, update = jax.make_jaxpr(engine.local, return_shape=True)(shared, row)
     if kinds == {False}:
         warnings.warn(
             "no loss of the method gives batch.mask to the model, so that dropout and batch normalisation stay as in "
             "evaluation; the extractor that a loss trains needs it: model.features(theta, batch.x, batch.mask)",
+            stacklevel=2,
+        )
+    if unmasked:
+        warnings.warn(
+            f'the loss of phase "{unmasked[0]}" does not depend on batch.mask, so that it also trains on the padding '
+            "of short batches: for a mean over samples write masked_mean(values, batch.mask), not values.mean()",
             stacklevel=2,
         )
     training, scoring = peak_bytes(traced.jaxpr), _of_scoring(engine, server, update.trained, data, test)

@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 import os
+import traceback
 import types
 import typing
 import warnings
@@ -60,6 +61,7 @@ _FILLED = 0.85
 _DEVICES_FLAG = "xla_force_host_platform_device_count"
 # The required settings of `jax.random`. Other settings give other numbers; without the second, clients that run side by
 # side draw other numbers than clients that run one by one.
+_OF_JAX = os.path.dirname(jax.__file__)
 _RANDOM_NUMBERS = {"jax_default_prng_impl": "threefry2x32", "jax_threefry_partitionable": True}
 _TRAINING_NUMBERS = ("lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
 
@@ -272,10 +274,13 @@ def make_engine(
     )
 
 
-def branches_on_option(name: str) -> ConfigError:
-    """The error for a method of this name that branches, in Python, on a float option: a traced number."""
-    allowed = "its float options are traced numbers, on which Python cannot branch, except by is_off(option); mark"
-    return ConfigError("method.name", name, f"{allowed} one that it must know Annotated[float, Static]")
+def branches_on_traced(name: str, error: jax.errors.ConcretizationTypeError) -> ConfigError:
+    """The error for a method of this name whose Python code needs the value of a traced number, as JAX's says."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _OF_JAX not in frame.filename]
+    at = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line}"
+    allowed = f"one whose code does not need the value of a traced number ({at}); float options, now.t, counts and"
+    instead = "samples are traced: use jnp.where or lax.cond, is_off(option) for an option that may be 0, or mark an"
+    return ConfigError("method.name", name, f"{allowed} {instead} option that it must know Annotated[float, Static]")
 
 
 def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any]) -> Method:
@@ -292,7 +297,7 @@ def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any
     except ValueError as error:
         raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
     except jax.errors.ConcretizationTypeError as error:
-        raise branches_on_option(name) from error
+        raise branches_on_traced(name, error) from error
     if not isinstance(method, Method):
         raise ConfigError("method.name", name, f"a factory that returns a Method; it returns {type(method).__name__}")
     for field in ("headline", "copies"):

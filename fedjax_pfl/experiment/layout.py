@@ -28,6 +28,7 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import (
     DataShape,
     attackers,
+    branches_on_traced,
     deal,
     federate,
     make_engine,
@@ -195,7 +196,10 @@ def _survey(
     on_host = config.run.client_state == "host"
     name = name_of(config, data, federation, [backend, precision, config.run.export])
     if name not in _surveys:
-        _surveys[name] = survey(engine, federation, backend, precision=precision, on_host=on_host)
+        try:
+            _surveys[name] = survey(engine, federation, backend, precision=precision, on_host=on_host)
+        except jax.errors.ConcretizationTypeError as error:
+            raise branches_on_traced(config.method["name"], error) from error
         while len(_surveys) > _KEPT:
             _surveys.popitem(last=False)
     _surveys.move_to_end(name)

@@ -30,7 +30,7 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Evaluation, Outputs
 from fedjax_pfl.engine.traffic import Exchange
-from fedjax_pfl.experiment.build import DataShape, branches_on_option, cores, make_engine, program_inputs
+from fedjax_pfl.experiment.build import DataShape, branches_on_traced, cores, make_engine, program_inputs
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import to_host
 from fedjax_pfl.experiment.export import export_of
@@ -415,7 +415,7 @@ def _compile(program: Program) -> _Compiled | Offloaded:
                 for part, (jitted, arguments) in traced(program).items()
             }
         except jax.errors.ConcretizationTypeError as error:  # with plain numbers for the options, `survey` met none
-            raise branches_on_option(config.method["name"]) from error
+            raise branches_on_traced(config.method["name"], error) from error
     compiled = {part: future.result() for part, future in found.items()}
     _store[name] = Offloaded(Parts(**compiled), program.engine) if program.offloaded else _Compiled(**compiled)
     while len(_store) > _KEPT:

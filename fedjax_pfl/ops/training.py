@@ -18,6 +18,7 @@ from fedjax_pfl.method import Diagnostics, Round, TrainInfo
 from fedjax_pfl.models.norm import is_statistic, without_statistics
 from fedjax_pfl.models.randomness import within_step
 from fedjax_pfl.ops.packing import SMALL, pack
+from fedjax_pfl.ops.padding import look_for_mask
 
 Carry = TypeVar("Carry")
 Params = TypeVar("Params")
@@ -207,6 +208,8 @@ class Trainer:
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
             packed, opt_state, totals = carry
+            if not self.drop_last:  # else no batch is padded
+                look_for_mask(phase, lambda batch: _one_number(loss(unpack(packed), batch, key)), batch)
             value, gradient = jax.value_and_grad(lambda packed: _one_number(loss(unpack(packed), batch, key)))(packed)
             updates, opt_state = optimizer.update(gradient, opt_state, packed)
             totals = totals.after(value, batch) if record else totals._replace(steps=totals.steps + 1)
