@@ -13,19 +13,36 @@ from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 
+import flax.linen as nn
 import numpy as np
 import pytest
+from pandas.testing import assert_frame_equal
 from typer.testing import CliRunner
 
-from fedjax_pfl import Config, ConfigError, Sweep, compare, sweep
+from fedjax_pfl import (
+    Config,
+    ConfigError,
+    Result,
+    Sweep,
+    compare,
+    register_method,
+    register_model,
+    register_partition,
+    sweep,
+)
 from fedjax_pfl.cli.commands import app
+from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.rows import Holdings, Split
 from fedjax_pfl.experiment.gathered import differing_values, gather
 from fedjax_pfl.experiment.headline import run_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.record import RunDirectory
+from fedjax_pfl.experiment.registry import put
 from fedjax_pfl.experiment.report import report, report_html
 from fedjax_pfl.experiment.summary import summary_of
+from fedjax_pfl.methods import METHODS
+from fedjax_pfl.methods.fedavg import fedavg
+from fedjax_pfl.models import MODELS
 
 NOTHING = Holdings([Split(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))], np.zeros(0, int), "")
 CLIENTS, CLASSES = 3, 4
@@ -496,6 +513,114 @@ def test_names_of_a_comparison_are_not_those_of_runs_that_have_changed_or_are_ot
         Sweep.load(home)
 
 
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A comparison of FedAvg with two variants of a method of one's own, on a model and a partition of one's own.
+
+    Its folder, what is made of it where the parts are registered, and how to forget them.
+    """
+
+    @register_method("own_method")
+    def own_method(
+        model, train, *, mu: float = 0.5, cap: float | None = None, low: float | None = 0.25, of: tuple[int, ...] = (1,)
+    ):
+        return fedavg(model, train)
+
+    @register_model("own_model")
+    class Net(nn.Module):
+        width: int = 4
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(CLASSES)(nn.Dense(self.width)(x.reshape(len(x), -1)))
+
+    @register_partition("own_partition")
+    def own_partition(labels, clients, seed, size, *, share: float = 0.5):
+        return np.array_split(np.arange(len(labels)), clients)
+
+    def forget():
+        put(METHODS, "own_method", None)
+        put(MODELS, "own_model", None)
+        put(PARTITIONS, "own_partition", None)
+
+    home = tmp_path / "table"
+    shared = config().replace({"model.name": "own_model", "data.partition.kind": "own_partition"})
+    variants = {"own_method": {}, "fedavg": {}, "capped": {"method": "own_method", "cap": 0.5, "low": None}}
+    for at, (name, changes) in enumerate(variants.items()):
+        options = {f"method.{option}": value for option, value in changes.items() if option != "method"}
+        given = shared.replace({"method.name": changes.get("method", name), **options})
+        for seed in (0, 1):
+            write(home / f"{name}-seed{seed}", given.replace("run.seed", seed), 0.125 * (1 + at) + 0.0625 * seed * at)
+    compare(shared, variants, seeds=[0, 1], baseline="fedavg", point="post", out=home)
+    yield home, Sweep.load(home), Page(report_html([home])), forget
+    forget()
+
+
+def lines_drawn(found):
+    return [(line.get_label(), line.get_xydata().tolist()) for line in found.plot().get_lines()]
+
+
+def test_recorded_runs_are_read_where_their_parts_are_not_registered(elsewhere, tmp_path):
+    home, there, page_there, forget = elsewhere
+    assert (there.baseline, there.point) == ({"method.name": "fedavg"}, "post")
+    assert [cell.values["method.name"] for cell in there.cells[::2]] == ["own_method", "fedavg", "capped"]
+    forget()
+    here = Sweep.load(home)
+    assert (here.baseline, here.point) == (there.baseline, there.point)
+    assert here.markdown() == there.markdown()
+    assert here.to_latex() == there.to_latex()
+    assert_frame_equal(here.pivot(), there.pivot())
+    assert_frame_equal(here.to_frame(history=True), there.to_frame(history=True))
+    assert lines_drawn(here) == lines_drawn(there) != []
+    assert repr(here) == repr(there)
+    for command, name in (("report", "out.html"), ("plot", "out.svg")):
+        said = CliRunner().invoke(app, [command, str(home), "-o", str(tmp_path / name)])
+        assert said.output == f"written to {tmp_path / name}\n", said.exception
+    page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
+    assert page.numbers == page_there.numbers
+    assert page.table("method", "seeds") == page_there.table("method", "seeds")
+    unknown = "not registered here, so that its defaults are not known"
+    assert f"(model.name: {unknown}) (data.partition.kind: {unknown})" in page.text
+    assert unknown not in page_there.text
+    assert f"[method] {unknown}" in Page(report_html([home / "capped-seed0"])).text
+
+
+def test_what_is_run_needs_its_parts(elsewhere):
+    home, _, _, forget = elsewhere
+    forget()
+    run = home / "own_method-seed0"
+    read = Sweep.load(run).cells[0].config
+    missing = r"is not usable: registered in this process; register yours \(register_method, \.\.\.\) before you load"
+    with pytest.raises(
+        ConfigError, match=rf"partition\.kind = 'own_partition' {missing} .*own_method-seed0\. .* Tables,"
+    ):
+        Result.load(run)
+    said = CliRunner().invoke(app, ["run", "--resume", str(run), "training.rounds=45"])
+    assert re.match(rf"data\.partition\.kind = 'own_partition' {missing}", str(said.exception))
+    with pytest.raises(
+        ConfigError, match=r"data\.partition\.kind = 'own_partition' is not usable: .*allowed: .*dirichlet"
+    ):
+        Config(**read.model_dump())
+    with pytest.raises(
+        ConfigError, match=r"data\.partition\.kind = 'own_partition' is not usable: .*allowed: .*dirichlet"
+    ):
+        read.replace("training.lr", 0.5)
+    with pytest.raises(ConfigError, match=r"methods = 'own_method' is not usable: allowed: .*fedavg"):
+        compare(config(), ["fedavg", "own_method"], out=home)
+
+
+def test_options_that_are_unset_differ_where_their_part_is_not_registered(elsewhere):
+    """Seeds of one combination have the same options, and config.toml has none that is unset."""
+    home, _, _, forget = elsewhere
+    forget()
+    assert "cap =" not in (home / "own_method-seed0" / "config.toml").read_text(encoding="utf-8")
+    runs = gather([home / "own_method-seed0", home / "capped-seed1"])
+    assert differing_values(runs) == [
+        {"method.low": 0.25, "run.seed": 0, "method.cap": None},
+        {"method.low": "none", "run.seed": 1, "method.cap": 0.5},
+    ]
+
+
 def test_the_folder_of_a_sweep_has_the_names_and_the_order_of_its_grid(tmp_path):
     grid = {
         "training.lr": [0.5, 0.25],
@@ -785,9 +910,9 @@ def damaged(home, name, text):
         (lambda home: [damaged(home, "clients.csv", "a,b\n1\n")], "r", "clients = .*: the clients of a run"),
         (lambda home: [damaged(home, "config.toml", "[")], "r", "config file = .*not valid TOML"),
         (
-            lambda home: [damaged(home, "config.toml", '[data]\nsource = "digits"\n[method]\nname = "mine"')],
+            lambda home: [damaged(home, "config.toml", '[data]\nsource = "digits"\n[method]\nname = "fedavg"\nmu = 1')],
             "r",
-            r"method\.name = 'mine' is not usable: registered in this process",
+            r"method\.mu = 1 is not usable: no such key of fedavg; .*config\.toml, which another version may have",
         ),
     ],
 )

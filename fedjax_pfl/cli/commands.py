@@ -97,6 +97,8 @@ def run(
 ) -> None:
     """Run an experiment and write its run directory, or go on with one (CONFIG.toml is then that of the directory)."""
     if resume is not None:
+        from fedjax_pfl.experiment.saved import config_in
+
         resume = Path(os.path.expanduser(resume))  # which a shell leaves as it is in --resume=~/a
         if out is not None:
             raise ConfigError("--out", out, f"leave it out: the run in {resume} goes on there")
@@ -104,6 +106,8 @@ def run(
             config, overrides = None, [str(config), *(overrides or [])]
         if config is None and not (resume / "config.toml").exists():
             raise ConfigError("--resume", str(resume), "a run directory: it holds config.toml and checkpoints")
+        if config is None:
+            config_in(resume)  # where a part of it is not registered here, this error says what to do
         config, out = config or resume / "config.toml", str(resume)
     if config is None:
         raise ConfigError("CONFIG.toml", "(missing)", "a config file, or --resume with a run directory")

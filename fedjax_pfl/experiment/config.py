@@ -37,6 +37,8 @@ from fedjax_pfl.experiment.sections import (
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS
 
+ELSEWHERE = "not registered here, so that its defaults are not known"
+"""What is said of a part that the config of a run names, instead of its description."""
 HONEST: Mapping[str, Any] = {"attack.kind": "none", "attack.share": None, "attack.scale": None}
 """Changes to a config after which it has no malicious clients."""
 
@@ -192,7 +194,10 @@ class Config(Section):
         return Config(**tables)
 
     def non_defaults(self) -> dict[str, dict[str, Any]]:
-        """The values that differ from the defaults, by table; ``Config(**config.non_defaults())`` equals the config."""
+        """The values that differ from the defaults, by table; ``Config(**config.non_defaults())`` equals the config.
+
+        All options of a part that is not registered here are among them: its defaults are not known.
+        """
         tables = self.model_dump()
         tables["model"] = _less_defaults(self.model, "name", MODELS)
         tables["method"] = _less_defaults(self.method, "name", METHODS)
@@ -230,7 +235,7 @@ class Config(Section):
             else:
                 parts: Mapping[str, Callable] = MODELS if section == "model" else METHODS
                 part = parts.get(table["name"])
-                texts[section] = summary_line(part), descriptions(part, "Args")
+                texts[section] = (summary_line(part), descriptions(part, "Args")) if part else (ELSEWHERE, {})
         shown = {section: table for section, table in without_fields(self.model_dump(), without).items() if table}
         return config_html(shown, self.non_defaults(), texts)
 
@@ -256,6 +261,16 @@ def check_config(config: Any) -> None:
     """
     if not isinstance(config, Config):
         raise ConfigError("config", config, "a Config: load_config(path) of a file, Config(**tables) of a dictionary")
+
+
+def parts_elsewhere(config: Config) -> list[str]:
+    """The fields that name a part that is not registered here, as the config of a run on disk may have them."""
+    parts: dict[str, tuple[str, Mapping[str, Any]]] = {
+        "method.name": (config.method["name"], METHODS),
+        "model.name": (config.model["name"], MODELS),
+        "data.partition.kind": (config.data.partition["kind"], PARTITIONS),
+    }
+    return [field for field, (name, registered) in parts.items() if name not in registered]
 
 
 def _changes(changes: Mapping[str, Any] | str, value: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.markdown_table import as_entry, entries_of
 from fedjax_pfl.experiment.options import SELECTORS
+from fedjax_pfl.experiment.registry import is_built_in
 from fedjax_pfl.experiment.saved import FREE, Begun, read_begun, run_directories
 from fedjax_pfl.experiment.summary import flat
 from fedjax_pfl.experiment.tables import Cell, show, without_seed
@@ -170,9 +171,17 @@ def _called(runs: Sequence[Begun], table: Table) -> list[dict[str, Any]] | None:
 
 
 def _identity(config: Config) -> str:
-    """A short hash that identifies a run: of the config values that differ from the defaults."""
-    given = {field: value for field, value in flat(config.non_defaults()).items() if field not in WITHOUT_EFFECT}
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:12]
+    """A short hash that identifies a run: of the config values that differ from the defaults.
+
+    Of a user's own part, whose defaults are not known where it is not registered, it takes all options but those that
+    are unset: ``config.toml`` leaves these out, or calls them "none".
+    """
+    values = flat(config.model_dump())
+    own = tuple(_options_of(name) for name in SELECTORS if not is_built_in(name.split(".")[-2], values[name]))
+    given = {field: value for field, value in flat(config.non_defaults()).items() if not field.startswith(own)}
+    given |= {field: value for field, value in values.items() if field.startswith(own) and value not in (None, "none")}
+    counted = {field: value for field, value in given.items() if field not in WITHOUT_EFFECT}
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def differing_values(runs: Sequence[Begun]) -> list[dict[str, Any]]:
@@ -184,6 +193,7 @@ def differing_values(runs: Sequence[Begun]) -> list[dict[str, Any]]:
     combination, if there are any.
     """
     tables = [_fields(run.config) for run in runs]
+    _set_unset_options(tables)
     for fields, run in zip(tables, runs, strict=True):
         if "data" in run.partition:  # version 0.1 has kept none
             fields[_SAMPLES] = run.partition["data"]
@@ -225,9 +235,28 @@ def _fields(config: Config) -> dict[str, Any]:
     }
 
 
+def _set_unset_options(tables: Sequence[dict[str, Any]]) -> None:
+    """Adds to the fields of runs, as None, the options that other runs of the same part have.
+
+    ``config.toml`` leaves an unset option out, and where the part is not registered, nothing else tells of it.
+    """
+    for name in SELECTORS:
+        options: dict[str, dict[str, None]] = {}
+        for fields in tables:
+            of_part = (field for field in fields if field.startswith(_options_of(name)))
+            options.setdefault(fields[name], {}).update(dict.fromkeys(of_part))
+        for fields in tables:
+            fields.update({option: None for option in options[fields[name]] if option not in fields})
+
+
+def _options_of(name: str) -> str:
+    """How the options of a part begin, by the field that names it: ``"method."`` for ``"method.name"``."""
+    return name.rpartition(".")[0] + "."
+
+
 def _differs(field: str, tables: Sequence[dict[str, Any]]) -> bool:
     """Whether the runs have several values of a field; for an option, only runs of the same part are compared."""
-    parts = {name.rpartition(".")[0] + ".": name for name in SELECTORS} | {_SAMPLES: "data.source"}
+    parts = {_options_of(name): name for name in SELECTORS} | {_SAMPLES: "data.source"}
     name = next((name for part, name in parts.items() if field != name and field.startswith(part)), None)
     first: dict[Any, Any] = {}
     held = [table for table in tables if field in table]

@@ -7,7 +7,9 @@ arguments of this function: its signature is the schema.
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, NoReturn, Self
 
 from pydantic import (
@@ -36,6 +38,20 @@ SELECTORS = ("method.name", "model.name", "data.partition.kind")
 """The fields that name a part. The other options of the same table belong to that part; another name has others."""
 USUAL = {"model.name": "mlp", "data.partition.kind": "dirichlet"}
 """The parts of tables that name none."""
+_RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """In it, a table may name a part that is not registered here; its options are taken as they stand.
+
+    For the config of a run on disk, which was checked when the run began. Such a config can be read, not run.
+    """
+    before = _RECORDED.set(True)
+    try:
+        yield
+    finally:
+        _RECORDED.reset(before)
 
 
 class _Table(BaseModel):
@@ -154,6 +170,8 @@ def choose(section: str, key: str, table: Mapping[str, Callable]) -> WrapValidat
         name = options.pop(key)
         if isinstance(name, str) and name not in table:
             load_entry_points()
+            if name not in table and _RECORDED.get():
+                return _Part(section, {key: name, **options})
         if not isinstance(name, str) or name not in table:
             raise ConfigError(field, name, one_of(name, table))
         schema = options_model(name, table[name])

@@ -225,6 +225,11 @@ def load_entry_points() -> None:
             decorator(point.name)(part)
 
 
+def is_built_in(kind: str, name: str) -> bool:
+    """Whether a part is one of the package's."""
+    return name in _KINDS[kind].built_in
+
+
 def own_parts(names: Mapping[str, Iterable[str]]) -> OwnParts:
     """The user's own parts among the parts with these names, without the package's.
 

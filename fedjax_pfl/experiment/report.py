@@ -20,7 +20,7 @@ from jaxtyping import Int
 from fedjax_pfl.data.divide import count_new
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment import headline
-from fedjax_pfl.experiment.config import Config, without_fields
+from fedjax_pfl.experiment.config import ELSEWHERE, Config, parts_elsewhere, without_fields
 from fedjax_pfl.experiment.folders import write_atomically
 from fedjax_pfl.experiment.gathered import (
     WITHOUT_EFFECT,
@@ -89,8 +89,7 @@ def report(
       overwrite: whether to replace the file if it exists.
 
     Raises:
-      ConfigError: no run has begun there, a file of a run is damaged, a part that a run names is not registered in this
-        process, or the report exists or cannot be written.
+      ConfigError: no run has begun there, a file of a run is damaged, or the report exists or cannot be written.
     """
     folders_of(paths)  # without them it does not matter where the report would go
     target = Path(os.path.expanduser(out))
@@ -201,6 +200,7 @@ def _config(config: Config, without: Collection[str]) -> str:
     """What a config says but for some fields: what is not the default in one paragraph, and all of it."""
     changed = flat(without_fields(config.non_defaults(), without))
     said = "; ".join(f"{field} = {json.dumps(value)}" for field, value in changed.items())
+    said += "".join(f" ({field}: {ELSEWHERE})" for field in parts_elsewhere(config) if field in changed)
     whole = details_html("the whole config, what is not the default in bold", config.html(without))
     return f"<p>Given, and not the default: {escape(said)}</p>{whole}"
 

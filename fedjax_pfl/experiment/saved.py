@@ -13,7 +13,7 @@ import numpy as np
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.folders import LOCK
-from fedjax_pfl.experiment.options import SELECTORS
+from fedjax_pfl.experiment.options import SELECTORS, recorded
 from fedjax_pfl.experiment.reading import load_config, read_toml
 from fedjax_pfl.experiment.record import CHECKPOINTS, RunDirectory, is_run, read_part, read_table
 from fedjax_pfl.experiment.sections import Run as RunSection
@@ -50,7 +50,7 @@ def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray],
     path = Path(config.run.out)
     if not (path / "config.toml").exists():
         return None
-    old = _config_in(path)
+    old = config_in(path)
     check_alike(old, config, config.run.out)
     if not (path / "summary.json").exists():
         return None
@@ -104,7 +104,7 @@ def read_run(folder: Path) -> tuple[Config, dict[str, Any]]:
     """
     if not (folder / "config.toml").exists():
         raise ConfigError("directory", str(folder), "a run directory: there is no config.toml in this one")
-    config = _config_in(folder)
+    config = config_in(folder)
     if not (folder / "summary.json").exists():
         begun = RunDirectory(folder, resume=True).begun
         how = f"this one goes on with simulate(config, resume={str(folder)!r})" if begun else "this one has not begun"
@@ -146,10 +146,14 @@ class Begun(NamedTuple):
 def read_begun(folder: Path) -> Begun:
     """What a run has left so far in its directory, which holds ``config.toml`` and ``partition.json``.
 
+    The parts that its config names need not be registered here.
+
     Raises:
-      ConfigError: a part that its config names is not registered here, or a file is damaged.
+      ConfigError: a file is damaged.
     """
-    config, metrics = _config_in(folder), folder / "metrics.jsonl"
+    with recorded():
+        config = config_in(folder)
+    metrics = folder / "metrics.jsonl"
     partition = _partition_in(folder)
     if (folder / "summary.json").exists():
         summary = read_part("summary", folder / "summary.json", json.loads)
@@ -179,8 +183,8 @@ def _exported_in(folder: Path) -> dict[str, np.ndarray]:
         raise ConfigError("export", str(path), allowed) from None
 
 
-def _config_in(folder: Path) -> Config:
-    """The config of a run.
+def config_in(folder: Path) -> Config:
+    """The config of a run, in which ``config.toml`` exists.
 
     Raises:
       ConfigError: the file is damaged, none of this version, or names a part that is not registered here.
@@ -195,7 +199,8 @@ def _config_in(folder: Path) -> Config:
         if error.field in SELECTORS:
             allowed = (
                 f"registered in this process; register yours (register_method, ...) before you load {folder}. The "
-                "command line knows the parts of installed packages (entry points); for those of a script, use Python"
+                "command line knows the parts of installed packages (entry points); for those of a script, use Python. "
+                "Tables, plots and reports (Sweep.load, fedjax-pfl plot and report) need no part"
             )
         raise ConfigError(error.field, error.value, allowed) from None
 

@@ -67,7 +67,7 @@ class Sweep(NamedTuple):
     def load(
         cls, *paths: str | os.PathLike[str], baseline: Mapping[str, Any] | None = None, point: str | None = None
     ) -> "Sweep":
-        """Reads complete runs from their directories; the original config files and data are not needed.
+        """Reads complete runs from their directories; the original config files, data and own parts are not needed.
 
         For the folder of one sweep or comparison, the names, order, baseline and point are those of that call. In other
         cases (runs of several sweeps and comparisons, some runs of one, or a run has been continued since) the runs are
@@ -79,8 +79,7 @@ class Sweep(NamedTuple):
           point: the evaluation point; unless given, that of the sweep or comparison, or else ``pre``.
 
         Raises:
-          ConfigError: no run has ended there, there is no such baseline or point, a file is damaged, or a part that a
-            config names is not registered in this process.
+          ConfigError: no run has ended there, there is no such baseline or point, or a file is damaged.
         """
         folders = folders_of(paths)
         ended, table = [run for run in gather(folders) if run.summary is not None], table_in(folders)
