@@ -148,7 +148,7 @@ class Trained:
           ConfigError: the method has no global model, or the model needs data that is missing.
         """
         if self._predict_as_all is None:
-            allowed = f"a client from 0 to {self._engine.clients - 1}: {self._name} has no global model"
+            allowed = f"{self._name} has no global model; give a client from 0 to {self._engine.clients - 1}"
             raise ConfigError("client", None, allowed)
         return TrainedModel(None, self._server, self._predict_as_all, self._kept.data)
 
@@ -175,8 +175,8 @@ class Trained:
             found = TrainedModel(_own(params), params, apply, data)
             if np.allclose(found.predict_proba(probe), expected, rtol=1e-3, atol=1e-6, equal_nan=True):
                 return found.params
-        allowed = f"a client: the global model of {self._name} is more than an extractor with a head; ask predict"
-        raise ConfigError("client", None, allowed)
+        why = f"the global model of {self._name} is more than an extractor with a head"
+        raise ConfigError("client", None, f"{why}; give a client, or ask predict")
 
     def of_newcomer(
         self, x: Shaped[np.ndarray, "n ..."], y: Int[np.ndarray, " n"], epochs: int, client: int | None
