@@ -8,10 +8,11 @@ import re
 import shutil
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import Comparison, Config, ConfigError, Sweep, compare, simulate, sweep
+from fedjax_pfl import Comparison, Config, ConfigError, Sweep, compare, register_metric, simulate, sweep
 from fedjax_pfl.experiment.tables import Cell
 from tests.interruption import KilledError, killed_after
 
@@ -296,6 +297,52 @@ def test_a_comparison_as_frames():
     assert "\nfedcpd & --- & --- \\\\\n" in found.to_latex()
 
 
+def test_scores_in_the_history_are_figures(tables_as_before, tmp_path):
+    """Built-in ones and an own one, which is known by hand: twice the share of wrong answers."""
+
+    @register_metric("twice_wrong")
+    def twice_wrong(logits, labels):
+        return jnp.where(jnp.argmax(logits, axis=-1) == labels, 0.0, 2.0)
+
+    given = config(run={"metrics": ["twice_wrong"]})
+    ran = compare(given, ["fedavg"], seeds=[0, 1], out=tmp_path / "table")
+    loaded = Sweep.load(tmp_path / "table")
+    first, *_ = ran.cells
+    assert first.history["post.twice_wrong"][0] != first.history["post.twice_wrong"][-1]
+    for point in ("pre", "post"):
+        by_seed = ran.by_seed("fedavg", f"{point}.twice_wrong")
+        expected = [2 * (1 - accuracy) for accuracy in ran.by_seed("fedavg", point).values()]
+        np.testing.assert_allclose([by_seed[0], by_seed[1]], expected, rtol=1e-6)
+        for name in ("twice_wrong", "macro_f1", "loss", "weighted", "std_clients", "worst_10_percent"):
+            figure = f"{point}.{name}"
+            last = [cell.history[figure][-1] for cell in ran.cells]
+            assert ran.by_seed("fedavg", figure) == dict(enumerate(last))
+            for table in (ran.pivot(values=figure), loaded.pivot(values=figure)):
+                np.testing.assert_allclose(table[figure], [np.mean(last)], rtol=1e-12)
+    np.testing.assert_allclose(ran.pivot(values="global_twice_wrong"), 2 * (1 - ran.pivot(values="global")), rtol=1e-6)
+
+    own = ["pre.twice_wrong", "post.twice_wrong", "global_twice_wrong"]
+    for frame in (ran.to_frame(), loaded.to_frame()):
+        assert list(frame.columns)[-6:] == ["seconds_per_round", *own, "diverged_round", "error"]
+        for name in own:
+            np.testing.assert_array_equal(frame[name], [cell.history[name][-1] for cell in ran.cells])
+    header, *_ = csv.reader((tmp_path / "table" / "comparison.csv").read_text().splitlines())
+    assert header == list(ran.to_frame())
+
+    comments, (headings, row) = parse(ran.to_latex(["pre", "pre.macro_f1", "post.loss", "pre.twice_wrong"]))
+    assert headings == ["method", "PRE", "PRE macro-F1", "POST loss", r"PRE twice\_wrong"]
+    last = {name: np.array([cell.history[name][-1] for cell in ran.cells]) for name in first.history}
+    assert row[2] == plus_minus(100 * last["pre.macro_f1"])
+    for entry, name in ((row[3], "post.loss"), (row[4], "pre.twice_wrong")):
+        assert entry == rf"{np.mean(last[name]):.4f} $\pm$ {np.std(last[name], ddof=1):.4f}"
+    assert "In %, except POST loss, PRE twice_wrong, on test samples" in comments[0]
+
+    known = r"headline, pre, .*seconds_per_round, pre\.twice_wrong, post\.twice_wrong, .*pre\.macro_f1, .*post\.loss"
+    for ask in (lambda: ran.by_seed("fedavg", "twice_wrong"), lambda: loaded.pivot(values="pre.ece")):
+        with pytest.raises(ConfigError, match=rf"(figure|values) = .* is not usable: .*allowed: {known}"):
+            ask()
+
+
 def test_a_frame_without_rows_has_the_columns_of_one_with_rows():
     nothing = Sweep([], {"training.lr": [0.1]})
     assert list(nothing.to_frame().columns) == list(sweep(config(), {"run.seed": [0]}).to_frame().columns[1:])
@@ -443,7 +490,7 @@ def test_differences_without_a_row_have_their_columns_all_the_same():
             r"index = 'method\.name' .*: data\.partition\.beta is missing",
         ),
         ({"index": []}, r"index = \[\] is not usable: one field or more"),
-        ({"values": "accuracy"}, r"values = 'accuracy' is not usable: one of headline, pre, post, best"),
+        ({"values": "score"}, r"values = 'score' is not usable: allowed: headline, pre, post, best"),
         ({"aggregate": "median"}, r"aggregate = 'median' is not usable: one of mean, std, count"),
     ],
 )
@@ -503,6 +550,28 @@ def test_latex_prints_the_winner_of_each_data_setting_in_bold():
     assert r"\cmidrule(lr){2-3} \cmidrule(lr){4-5}" in by_hand().to_latex(["pre", "std_clients"])
     assert r"\textbf" not in by_hand().to_latex(bold=False)
     assert parse(by_hand().to_latex(["weighted"]))[1][1] == ["run", "weighted", "weighted"]
+
+
+def test_latex_prints_in_bold_only_what_is_known_to_be_better():
+    names = ["pre.macro_f1", "pre.std_clients", "pre.loss", "pre.ece"]
+
+    def measured(method, *values):
+        metrics = {name: {"last": value} for name, value in zip(names, values, strict=True)}
+        return cell({"method.name": method, "run.seed": 0}, 0.5, metrics=metrics)
+
+    cells = [measured("local", 0.5, 0.1, 1.0, 0.03), measured("ditto", 0.6, 0.2, 2.0, 0.04)]
+    cells.append(cell({"method.name": "fedrep", "run.seed": 0}, 0.5))  # of another run, which measured nothing more
+    comments, (headings, *rows) = parse(Sweep(cells, {}).to_latex(names))
+    assert headings == ["run", "PRE macro-F1", "PRE std of clients", "PRE loss", "PRE ece"]
+    assert rows == [
+        ["local", "50.00", "10.00", "1.0000", "0.0300"],
+        ["ditto", r"\textbf{60.00}", "20.00", "2.0000", "0.0400"],
+        ["fedrep", "---", "---", "---", "---"],
+    ]
+    assert comments == [
+        r"% Needs \usepackage{booktabs}. In %, except PRE loss, PRE ece, on test samples: mean and sample standard "
+        "deviation over one seed; bold: the highest mean of a column in %."
+    ]
 
 
 def test_p_values_are_of_one_data_setting():

@@ -592,6 +592,20 @@ def test_a_sweep_that_compares_after_training_has_its_sensitivity_there():
     np.testing.assert_allclose(ax.containers[0].lines[0].get_ydata(), 50)
 
 
+@pytest.mark.parametrize(("name", "factor", "label"), [("macro_f1", 100, "PRE macro-F1 (%)"), ("ece", 1, "PRE ece")])
+def test_the_sensitivity_of_another_score(name, factor, label):
+    """Half the accuracy; of an own metric, as it is."""
+
+    def measured(run):
+        metrics = {f"pre.{name}": {"last": run.summary["personal"]["pre"]["last"] / 2}}
+        return run._replace(summary={**run.summary, "metrics": metrics})
+
+    cells = [measured(run) for run in tuned().cells]
+    ax = plot_sensitivity(tuned()._replace(cells=cells), "fedprox.mu", f"pre.{name}")
+    assert ax.get_ylabel() == label
+    np.testing.assert_allclose(ax.containers[0].lines[0].get_ydata(), factor * np.array([0.3, 0.35, 0.4]))
+
+
 def test_a_method_without_the_hyperparameter_does_not_fix_the_scale():
     """Wherever it comes: its line is as wide as the axes."""
     sweep = tuned((0.0, 0.001, 1.0))
@@ -609,7 +623,7 @@ def test_a_method_without_the_hyperparameter_does_not_fix_the_scale():
             ("method.name",),
             "field = 'method.name' is not usable: one with two numbers or more; its values are 'fedprox",
         ),
-        (("fedprox.mu", "accuracy"), "metric = 'accuracy' is not usable: one of headline, pre, post, best"),
+        (("fedprox.mu", "score"), "metric = 'score' is not usable: allowed: headline, pre, post, best"),
         (("fedprox.mu", "global"), "metric = 'global' is not usable: one that a run has; none of these has a value"),
     ],
 )

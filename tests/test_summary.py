@@ -64,6 +64,16 @@ def test_weighted_and_unweighted_have_a_best_round_each():
     assert figures_of(summary(CURVE[:2]))["weighted"] == pytest.approx((9 + 15) / 40)
 
 
+def test_scores_of_the_last_round_are_figures_if_they_are_finite():
+    found = lines(CURVE)
+    for at, line in enumerate(found):
+        line["pre"]["mine"], line["post"]["loss"] = at + 0.5, np.inf
+    found = figures_of(summed_up(found))
+    assert (found["pre.mine"], found["pre.accuracy"], found["global_macro_f1"]) == (2.5, pytest.approx(0.4), 0.25)
+    assert np.isnan(found["post.loss"])
+    assert not {"round", "train_loss", "seconds", "pre.nothing"} & found.keys()
+
+
 def test_the_round_can_be_chosen_on_validation_samples():
     found = summary(CURVE, [0.3, 0.5, 0.6])
     judged = found["personal"]["pre"]

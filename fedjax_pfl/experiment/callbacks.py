@@ -64,7 +64,8 @@ class Running:
 
         Args:
           metric: a name in ``history``, such as ``train_loss``; the accuracy on validation samples at the headline
-            point unless given.
+            point unless given. ``pre.accuracy``, ``pre.NAME`` of your own metric and all others at PRE and POST are of
+            the samples that are scored: test samples, unless ``data.evaluate_on = "validation"``.
 
         Returns:
           One value per evaluation; NaN if an evaluation has none (such as a loss before any client has trained).
@@ -120,7 +121,8 @@ class EarlyStopping(Callback):
         """Checks the arguments.
 
         Args:
-          metric: as in :meth:`Running.values`: by default the accuracy on validation samples.
+          metric: as in :meth:`Running.values`: by default the accuracy on validation samples. A metric at PRE or POST
+            chooses the round on test samples, unless the config has ``data.evaluate_on = "validation"``.
           patience: number of evaluations without a better value, after which the run ends.
           min_delta: by how much a value must be better to count as better.
           mode: whether larger (``max``) or smaller (``min``) values are better.

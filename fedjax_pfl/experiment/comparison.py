@@ -3,6 +3,7 @@
 It is a sweep over ``method.name`` and ``run.seed``; the seeds of a method are rows of one program.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,9 +23,9 @@ from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.registry import load_entry_points
-from fedjax_pfl.experiment.summary import FIGURES, POINTS, flat
+from fedjax_pfl.experiment.summary import POINTS, flat
 from fedjax_pfl.experiment.sweep import check_point, file_name, folder_of, run_cells
-from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of
+from fedjax_pfl.experiment.tables import SEED, Cell, check_figure, csv_of, latex, markdown, rows_of
 from fedjax_pfl.methods import METHODS
 
 if TYPE_CHECKING:
@@ -76,13 +77,12 @@ class Comparison(NamedTuple):
         """
         if method not in (known := dict.fromkeys(map(_name, self.cells))):
             raise ConfigError("method", method, f"one of those compared: {', '.join(known)}")
-        figure = self.point if figure is None else figure
-        if figure not in FIGURES:
-            raise ConfigError("figure", figure, one_of(figure, FIGURES))
-        return {cell.seed: cell.figures[figure] for cell in self.cells if _name(cell) == method and cell.summary}
+        figure = check_figure(self.cells, "figure", self.point if figure is None else figure)
+        ended = [cell for cell in self.cells if _name(cell) == method and cell.summary]
+        return {cell.seed: cell.figures.get(figure, math.nan) for cell in ended}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per run: method, seed, the figures of `summary.figures_of`, and the error of a failed run."""
+        """One row per run: method, seed, the figures that `Sweep.rows` has, and the error of a failed run."""
         return rows_of(self._named())
 
     def csv(self) -> str:

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.summary import FIGURES
-from fedjax_pfl.experiment.tables import DIFFERENCES, SEED, Cell, differences, fields_of, rows_of
+from fedjax_pfl.experiment.tables import (
+    DIFFERENCES,
+    SEED,
+    Cell,
+    check_figure,
+    differences,
+    fields_of,
+    figure_columns,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -26,12 +34,12 @@ def frame(columns: Mapping[str, Any]) -> "pandas.DataFrame":
 
 
 def run_frame(cells: Sequence[Cell]) -> "pandas.DataFrame":
-    """One row per run: its values, the figures of `summary.figures_of`, and the error of a failed run.
+    """One row per run: its values, the figures of `tables.figure_columns`, and the error of a failed run.
 
     Raises:
       ConfigError: pandas is not installed.
     """
-    columns = [*fields_of(cells), *FIGURES, "diverged_round", "error"]  # also of a frame without rows
+    columns = [*fields_of(cells), *figure_columns(cells), "diverged_round", "error"]  # also of a frame without rows
     found = _pandas().DataFrame(rows_of(cells), columns=columns)
     return found.astype({"diverged_round": "Int64"})  # whole numbers, or nothing
 
@@ -104,11 +112,11 @@ def pivot(
         pandas is not installed.
     """
     down, across = _axes(cells, seed, index, columns)
-    if values not in FIGURES:
-        raise ConfigError("values", values, f"one of {', '.join(FIGURES)}")
+    check_figure(cells, "values", values)
     if aggregate not in _AGGREGATES:
         raise ConfigError("aggregate", aggregate, f"one of {', '.join(_AGGREGATES)}")
     table = run_frame(cells)
+    table[values] = [cell.figures.get(values, np.nan) for cell in cells]  # which may be none of its columns
     for field in (*down, *across):  # a list or a table cannot be a label
         table[field] = [str(value) if isinstance(value, list | tuple | Mapping) else value for value in table[field]]
     if not down:

@@ -418,10 +418,12 @@ FIGURES = (
     "seconds_per_round",
 )
 """The figures of a run that tables show, in this order."""
+SCORES = ("pre.", "post.", "global_")
+"""How the names in ``history`` begin that are figures, too: scores of the models, built-in ones and the user's own."""
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of one run that tables show, from its summary; NaN if the run does not have a figure.
+    """The figures of one run, from its summary; NaN if the run does not have a figure, or if it is not finite.
 
     Returns:
       Accuracies, in [0, 1], after the last round: ``headline``, at the point at which the method is judged; ``pre`` and
@@ -429,10 +431,13 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
       by samples after the last round, and ``weighted_best`` (PFLlib's headline number); ``validation``, the highest
       accuracy on validation samples, by which hyperparameters are to be chosen (it equals ``best`` if the run is scored
       on validation samples); ``by_validation``, the accuracy on test samples in that round; ``std_clients`` and
-      ``worst_10_percent``. Costs: ``megabytes`` in total, and ``seconds_per_round``.
+      ``worst_10_percent``. Costs: ``megabytes`` in total, and ``seconds_per_round``. Then the scores in ``history``
+      after the last round, under their names there: ``pre.NAME`` and ``post.NAME`` for each metric, built-in ones
+      (``pre.macro_f1``, ``post.loss``) and the user's own, and of the global model ``global_NAME``.
     """
     judged = summary["personal"][summary["headline"]]
-    validated = summary.get("metrics", {}).get(f"validation_{summary['headline']}.accuracy", {})
+    metrics = summary.get("metrics", {})  # summaries of version 0.1 have none
+    validated = metrics.get(f"validation_{summary['headline']}.accuracy", {})
     found = {
         "headline": judged["last"],
         **{point: summary["personal"][point]["last"] for point in POINTS},
@@ -446,8 +451,10 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
         "global": summary["global"],
         "megabytes": summary["traffic"]["megabytes_total"],
         "seconds_per_round": summary["timing"]["seconds_per_round"],
+        **{name: of["last"] for name, of in metrics.items() if name.startswith(SCORES)},
     }
-    return {name: math.nan if found[name] is None else float(found[name]) for name in FIGURES}
+    # In a file, an infinite loss is null.
+    return {name: math.nan if x is None or not math.isfinite(x) else float(x) for name, x in found.items()}
 
 
 def without_nan(node: Any) -> Any:

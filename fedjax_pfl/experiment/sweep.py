@@ -102,7 +102,10 @@ class Sweep(NamedTuple):
         return [cell for cell in self.cells if cell.summary is None]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The tidy table: one row per run, with the grid's fields, the figures of `summary.figures_of`, any error."""
+        """The tidy table: one row per run, with the grid's fields, figures, and the error of a failed run.
+
+        The figures are those of `summary.figures_of`, but of the scores in ``history`` only your own metrics.
+        """
         return rows_of(self.cells)
 
     def csv(self) -> str:
@@ -147,8 +150,9 @@ class Sweep(NamedTuple):
           index: one or more fields of the grid, for the rows; unless given, the method and the other varying fields. A
             grid of seeds alone gives one row, ``all``.
           columns: likewise, for the columns; unless given, the data fields that vary, if any.
-          values: one of the figures of `summary.figures_of`; unless given, the accuracy at the point at which the sweep
-            compares, ``pre`` or ``post``. Accuracies lie in [0, 1].
+          values: one of the figures of `summary.figures_of`, such as ``pre.macro_f1`` or ``pre.NAME`` of your own
+            metric; unless given, the accuracy at the point at which the sweep compares, ``pre`` or ``post``. Accuracies
+            lie in [0, 1].
           aggregate: ``mean``, ``std`` (of the sample; NaN for one seed) or ``count`` of the runs that have the figure.
 
         Raises:
@@ -177,18 +181,18 @@ class Sweep(NamedTuple):
         """A table in LaTeX, for the package booktabs: mean ± sample standard deviation over seeds, in %.
 
         One row per combination of the fields that do not belong to the data; for each data setting, one column per
-        figure.
+        figure. A loss, and a metric of your own, is printed as it is, with four digits.
 
         Args:
-          figures: figures of `summary.figures_of` that are accuracies.
-          bold: whether to print the highest mean of each column (and so of each data setting) in bold; not for
-            ``std_clients``.
+          figures: figures of `summary.figures_of`, except costs: ``["pre", "pre.macro_f1", "pre.NAME"]``.
+          bold: whether to print the highest mean of each column (and so of each data setting) in bold; not for a
+            spread over clients, a loss, or a metric of your own, of which nothing says whether large values are good.
 
         Returns:
           A ``tabular``, after comments with notes for the caption and the failed runs.
 
         Raises:
-          ConfigError: there is no such figure.
+          ConfigError: there is no such figure, or it is a cost.
         """
         return latex(self.cells, figures, heading="run", bold=bold)
 

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.markdown_table import markdown_table
+from fedjax_pfl.experiment.plots.style import quantity
 from fedjax_pfl.experiment.statistics import (
     ENOUGH_SEEDS,
     Difference,
@@ -20,7 +21,7 @@ from fedjax_pfl.experiment.statistics import (
     holm,
     paired_difference,
 )
-from fedjax_pfl.experiment.summary import FIGURES, PACKAGES, POINTS, figures_of
+from fedjax_pfl.experiment.summary import FALLING, FIGURES, PACKAGES, POINTS, SCORES, figures_of
 
 NONE = "—"
 SEED = "run.seed"
@@ -59,7 +60,7 @@ class Cell(NamedTuple):
 
     @property
     def figures(self) -> dict[str, float]:
-        """The figures that tables show (`summary.figures_of`); empty if the run failed."""
+        """The figures of `summary.figures_of`; empty if the run failed."""
         return figures_of(self.summary) if self.summary else {}
 
 
@@ -78,7 +79,7 @@ class Group(NamedTuple):
 
     def by_seed(self, figure: str) -> dict[int, float]:
         """Seed -> a figure of `summary.figures_of`, for the runs that have it."""
-        found = {seed: cell.figures[figure] for seed, cell in self.cells.items()}
+        found = {seed: cell.figures.get(figure, math.nan) for seed, cell in self.cells.items()}
         return {seed: value for seed, value in found.items() if not math.isnan(value)}
 
     def mean(self, figure: str) -> float:
@@ -103,6 +104,9 @@ _PERCENT = {
     "worst_10_percent": "worst 10 %",
     "global": "global",
 }
+_HEADINGS = {"headline": "accuracy", **_PERCENT, "weighted": "weighted"}  # in LaTeX; other figures as in plots
+_COSTS = ("megabytes", "seconds_per_round")
+_IN_PERCENT = 100
 _LATEX = str.maketrans(
     {letter: rf"\{letter}" for letter in "&%$#_{}"}
     | {letter: rf"\text{name}{{}}" for letter, name in {"<": "less", ">": "greater", "|": "bar"}.items()}
@@ -124,6 +128,28 @@ _COMPARED = {
     "p": "p: paired t-test over seeds, after Holm's correction for the number of rows{within}; intervals are not "
     "corrected. ",
 }
+
+
+def figure_columns(cells: Sequence[Cell]) -> list[str]:
+    """The figures in the tidy table: `FIGURES`, and the runs' own metrics; other scores are asked for by their name."""
+    own = dict.fromkeys(name for cell in cells for name in cell.config.run.metrics)
+    return [*FIGURES, *(f"{of}{name}" for name in own for of in SCORES)]
+
+
+def _figure_names(cells: Sequence[Cell]) -> list[str]:
+    """The names of all figures of these runs."""
+    return list(dict.fromkeys(itertools.chain(figure_columns(cells), *(cell.figures for cell in cells))))
+
+
+def check_figure(cells: Sequence[Cell], argument: str, figure: str) -> str:
+    """The name of a figure of these runs, checked.
+
+    Raises:
+      ConfigError: there is no such figure; the error names the argument and all figures of these runs.
+    """
+    if figure not in (known := _figure_names(cells)):
+        raise ConfigError(argument, figure, one_of(figure, known))
+    return figure
 
 
 def grouped(cells: Iterable[Cell]) -> list[Group]:
@@ -259,9 +285,9 @@ def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: 
       bold: print the highest mean of each column in bold.
 
     Raises:
-      ConfigError: there is no such figure, or it is not an accuracy.
+      ConfigError: there is no such figure, or it is a cost.
     """
-    allowed = {"headline": "accuracy", **_PERCENT, "weighted": "weighted"}
+    allowed = [name for name in _figure_names(cells) if name not in _COSTS]
     if isinstance(figures, str) or not figures or not set(figures) <= set(allowed):
         raise ConfigError("figures", figures, f"a list of one or more of {', '.join(allowed)}")
     columns: dict[str, dict[str, Group]] = {}
@@ -272,9 +298,7 @@ def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: 
         rows[row] = None
         columns.setdefault(show(of_data), {})[row] = group
     shown = {
-        (setting, figure): _latex_column(of, figure, bold=bold and figure != "std_clients")
-        for setting, of in columns.items()
-        for figure in figures
+        (setting, figure): _latex_column(of, figure, bold=bold) for setting, of in columns.items() for figure in figures
     }
     lines = [rf"\begin{{tabular}}{{l{'r' * len(shown)}}}", r"\toprule"]
     if len(columns) > 1:
@@ -282,33 +306,43 @@ def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: 
         spans = [rf"\multicolumn{{{width}}}{{c}}{{{_escaped(setting)}}}" for setting in columns]
         rules = [rf"\cmidrule(lr){{{end + 1}-{end + width}}}" for end in ends]
         lines += [rf" & {' & '.join(spans)} \\", " ".join(rules)]
-    headings = [heading, *(allowed[figure] for _, figure in shown)]
+    headings = [heading, *(_latex_heading(figure) for _, figure in shown)]
     lines += [rf"{' & '.join(map(_escaped, headings))} \\", r"\midrule"]
     lines += [rf"{' & '.join([_escaped(row), *(of.get(row, '---') for of in shown.values())])} \\" for row in rows]
-    return "\n".join([*_latex_notes(cells, bold), *lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+    return "\n".join([*_latex_notes(cells, figures, bold), *lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _latex_heading(figure: str) -> str:
+    """The heading of a figure's column; the notes say what is in %."""
+    return _HEADINGS.get(figure) or quantity(figure)[1].removesuffix(" (%)")
 
 
 def _latex_column(groups: Mapping[str, Group], figure: str, *, bold: bool) -> dict[str, str]:
-    """Row -> entry of the column; entries with the highest mean, as printed, are bold."""
-    percent = {row: [100 * value for value in group.by_seed(figure).values()] for row, group in groups.items()}
-    printed = {row: _printed(groups[row], figure) for row, values in percent.items() if values}
+    """Row -> entry of the column; entries with the highest mean, as printed, are bold if that is known to be good."""
+    scale, _ = quantity(figure)
+    bold = bold and scale == _IN_PERCENT and figure.rpartition(".")[2] not in FALLING
+    values = {row: [scale * value for value in group.by_seed(figure).values()] for row, group in groups.items()}
+    entries = {row: mean_and_spread(of, 2 if scale == _IN_PERCENT else 4) for row, of in values.items() if of}
+    printed = {row: float(entry.split()[0]) for row, entry in entries.items()}
     column = {}
-    for row in printed:
-        entry = mean_and_spread(percent[row]).replace("±", r"$\pm$")
+    for row, plain in entries.items():
+        entry = plain.replace("±", r"$\pm$")
         if bold and len(printed) > 1 and printed[row] == max(printed.values()):
             entry = rf"\textbf{{{entry}}}"
         column[row] = entry + (r"$^\dagger$" if groups[row].diverged else "")
     return column
 
 
-def _latex_notes(cells: Sequence[Cell], bold: bool) -> list[str]:
+def _latex_notes(cells: Sequence[Cell], figures: Sequence[str], bold: bool) -> list[str]:
     """Notes for the caption, as LaTeX comments."""
     groups = grouped(cells)
+    others = ", ".join(_latex_heading(figure) for figure in figures if quantity(figure)[0] != _IN_PERCENT)
+    unit = f"In %, except {others}," if others else "In %"
     seeds = sorted({len(group.cells) for group in groups} - {0}) or [0]
     of = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else "one seed" if seeds == [1] else f"{seeds[0]} seeds"
-    best = "; bold: the highest mean of a column" if bold else ""
+    best = f"; bold: the highest mean of a column{' in %' if others else ''}" if bold else ""
     samples = f"on {_evaluated_on(cells)} samples"
-    notes = [rf"Needs \usepackage{{booktabs}}. In % {samples}: mean and sample standard deviation over {of}{best}."]
+    notes = [rf"Needs \usepackage{{booktabs}}. {unit} {samples}: mean and sample standard deviation over {of}{best}."]
     if any(group.diverged for group in groups):
         notes.append("Dagger: diverged: some answers were no numbers, which count as wrong.")
     notes += [f"Failed: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
@@ -436,16 +470,16 @@ def fields_of(cells: Sequence[Cell]) -> list[str]:
 
 
 def rows_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The tidy table: a row per run with the fields of the grid, the figures of `summary.figures_of`, any error.
+    """The tidy table: a row per run with the fields of the grid, the figures of `figure_columns`, any error.
 
     All rows have the same columns: None for a value, NaN for a figure that a run does not have.
     """
-    fields = fields_of(cells)
+    fields, figures = fields_of(cells), figure_columns(cells)
     return [
         {
             **{field: cell.values.get(field) for field in fields},
-            **dict.fromkeys(FIGURES, math.nan),
-            **cell.figures,
+            **dict.fromkeys(figures, math.nan),
+            **{figure: value for figure, value in cell.figures.items() if figure in figures},
             "diverged_round": cell.summary and cell.summary.get("diverged_round"),
             "error": cell.error,
         }

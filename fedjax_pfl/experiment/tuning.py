@@ -130,7 +130,8 @@ def tune(
         of devices that is 8 or more; the larger the batch, the less the sampler knows when it chooses the trials.
       seed: seed of the sampler, 0 or more.
       metric: ``accuracy``, ``weighted``, ``worst_10_percent``, ``macro_f1``, ``macro_f1_union``, ``i_local`` (all
-        maximised) or ``loss`` (minimised).
+        maximised) or ``loss`` (minimised); not a metric of your own, which validation samples beside test samples do
+        not have.
       point: ``pre`` or ``post``, the evaluation point at which trials are judged; the method's headline unless given.
       storage: where the study is kept, such as ``sqlite:///study.db``, or an Optuna storage; in memory unless given.
         A second call continues the study until it has ``n_trials``. A trial that was running when its process was

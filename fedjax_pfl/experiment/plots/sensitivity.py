@@ -8,9 +8,8 @@ import numpy as np
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.plots.given import check_given
 from fedjax_pfl.experiment.plots.style import as_label, drawing, legend_above, line_style, quantity
-from fedjax_pfl.experiment.summary import FIGURES
 from fedjax_pfl.experiment.sweep import Sweep
-from fedjax_pfl.experiment.tables import SEED, fields_of, grouped, show
+from fedjax_pfl.experiment.tables import SEED, check_figure, fields_of, grouped, show
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -31,8 +30,8 @@ def plot_sensitivity(
     Args:
       sweep: the sweep.
       field: a field of the grid with numbers as values, e.g. ``training.lr`` or ``fedprox.mu``.
-      metric: one of the figures of `summary.figures_of`: ``headline``, ``global``, ...; unless given, the accuracy at
-        the point at which the sweep compares, ``pre`` or ``post``.
+      metric: one of the figures of `summary.figures_of`: ``headline``, ``pre.macro_f1``, ...; unless given, the
+        accuracy at the point at which the sweep compares, ``pre`` or ``post``.
       ax: matplotlib axes to draw on; a new figure unless given.
 
     Raises:
@@ -43,9 +42,7 @@ def plot_sensitivity(
     fields = [name for name in fields_of(sweep.cells) if name != SEED]
     if field not in fields:
         raise ConfigError("field", field, f"one of the grid: {', '.join(fields)}")
-    metric = sweep.point if metric is None else metric
-    if metric not in FIGURES:
-        raise ConfigError("metric", metric, f"one of {', '.join(FIGURES)}")
+    metric = check_figure(sweep.cells, "metric", sweep.point if metric is None else metric)
     values = list(dict.fromkeys(repr(cell.values[field]) for cell in sweep.cells if field in cell.values))
     numbers = {
         float(value)
