@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float, Int
 from fedjax_pfl.data.rows import Rows
 from fedjax_pfl.errors import ConfigError
 
-MIN_SAMPLES = 2  # the minimum per client: one for training and one for testing
+MIN_SAMPLES = 2  # the minimum per client of a partition that is drawn: one for training and one for testing
+_NAMED = 5  # of many clients, an error names the first
 
 
 class Partition(NamedTuple):
@@ -230,3 +231,10 @@ def counted(number: int, noun: str) -> str:
     """A number with its noun: 1 client, 2 clients, 2 classes."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
+
+
+def named(clients: Sequence[int] | Rows) -> str:
+    """Clients by their numbers, the first five of many: client 3; clients 0, 3, 5, 6, 9 and 2 more."""
+    shown = ", ".join(map(str, clients[:_NAMED]))
+    more = f" and {len(clients) - _NAMED} more" if len(clients) > _NAMED else ""
+    return f"client{'' if len(clients) == 1 else 's'} {shown}{more}"

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.dealing import MIN_SAMPLES, Partition
+from fedjax_pfl.data.dealing import Partition, counted, named
 from fedjax_pfl.data.federated import Clients, Federation, Pool, pack
 from fedjax_pfl.data.listed import partition_of
 from fedjax_pfl.data.partition import PARTITIONS, overlaps
@@ -47,7 +47,7 @@ def deal(
         have an effect.
       split: ``"merge"`` divides all rows among the clients and splits the rows of each; ``"official"`` divides the
         training part and draws each client's test rows from the test part (`draw_test`), or takes those of its user
-        (`own_test`).
+        (`own_test`). A client that comes with too few samples of its own trains and is not tested.
       test_part_share: share of each class that becomes the test part of a source without one; for ``"official"``.
       test_share: share of a client's rows that are test rows.
       test_classes: classes on which ``"official"`` tests a client: all that it holds, or the dominant ones
@@ -85,10 +85,13 @@ def deal(
             return _as_in_the_run(dataset, listed, given, options["file"], validation_share, official, new)
 
     # 1. The rows to divide, and the number of rows per client.
+    untested: tuple[str, ...] = ()
     if official:
         shared, test_part = _official_parts(dataset, test_part_share, seed)
-        if natural:
-            shared = _of_users_in_both(groups, shared, test_part, dataset.name)
+        if natural and not dataset.divided:
+            in_both, without = _of_users_in_both(groups, shared, test_part, dataset.name)
+            if clients != len(np.unique(groups[shared])):  # all users are taken as they are
+                shared, untested = in_both, without
         size = samples_per_client
     else:
         shared, test_part = np.arange(len(dataset.labels)), None
@@ -115,7 +118,10 @@ def deal(
     else:
         splits = draw_test(dataset.labels, dealt.parts, test_part, seed, test_classes=test_classes, **held_out)
 
-    # Every client has at least one test row, but possibly no validation row.
+    # Every client has at least one training row, but possibly no validation row, and on its own data no test row.
+    if not any(len(rows.test) for rows in splits):
+        way = 'use "merge"' if official else "one client or more needs two samples"
+        raise ConfigError("data.split", split, f"no client would have test samples; {way}")
     if validation_share and not any(len(rows.validation) for rows in splits):
         largest = max(len(rows.train) for rows in splits)
         change = "a larger share" if largest > 1 else "0, or fewer clients"
@@ -127,7 +133,7 @@ def deal(
     pooled = np.sort(np.concatenate([rows.test for rows in splits])) if whole is None else whole
 
     notes = _notes(dataset, splits, partition, official, test_share, validation_share, new)
-    dealt = dealt._replace(notes=(*dealt.notes, *notes))
+    dealt = dealt._replace(notes=(*dealt.notes, *untested, *notes))
     record = manifest(dataset.labels, dataset.classes, dealt, splits)
     if natural:
         users, names = [int(groups[part[0]]) for part in dealt.parts], dataset.user_names
@@ -191,7 +197,7 @@ def _as_in_the_run(
         raise ConfigError("data.validation_share", validation_share, f"0: {file} has no rows to validate on")
     if validating and not validation_share:
         notes = (*notes, f"its {validating} rows for validation are not used: data.validation_share is 0")
-    notes = (*notes, *_of_new(len(parts), new))
+    notes = (*notes, *_of_untested(held.splits), *_of_new(len(parts), new))
     record = manifest(dataset.labels, dataset.classes, Partition(parts, notes), held.splits)
     if held.hash not in (None, record["hash"]):
         allowed = f"rows of the data that it was written for: the labels of {dataset.name} are others"
@@ -224,7 +230,16 @@ def _notes(
     if dataset.vocabulary is not None and (validation_share or not official):
         of = "validation" if official else "test"
         yield f"windows of a text overlap: those of the {of} part share most characters with some of the training part"
+    yield from _of_untested(splits)
     yield from _of_new(clients, new)
+
+
+def _of_untested(splits: Sequence[Split]) -> Iterator[str]:
+    """A note on the clients without test samples, if there are any."""
+    number = sum(not len(rows.test) for rows in splits)
+    if number:
+        who = f"{counted(number, 'client')} of {len(splits)}"
+        yield f"{who} without test samples: scores on test samples leave them out"
 
 
 def _of_new(clients: int, new: int) -> Iterator[str]:
@@ -243,26 +258,22 @@ def _check_divided(dataset: Dataset, clients: int, kind: str, official: bool) ->
         raise ConfigError(
             "data.clients", clients, f"{there}, the clients with samples that {dataset.name} come divided among"
         )
-    parts = [("", dataset.users, MIN_SAMPLES)]
     if official and dataset.train_rows is not None:
-        trained, tested = np.split(dataset.users, [dataset.train_rows])
-        parts = [("training ", trained, MIN_SAMPLES), ("test ", tested, 1)]
-    for part, users, least in parts:
-        counts = np.bincount(users[users >= 0], minlength=there)
-        if counts.min() < least:
-            few = f"client {counts.argmin()} has {counts.min()} {part}samples, and needs {least} or more"
-            raise ConfigError("data", dataset.name, few)
+        without = np.setdiff1d(np.arange(there), dataset.users[: dataset.train_rows])
+        if len(without):
+            ways = 'leave them out, or data.split = "merge", which divides the samples of each client anew'
+            raise ConfigError("data", dataset.name, f"training samples are missing for {named(without)}: {ways}")
 
 
 def _check_shares(
     counts: Rows, size: int | None, samples_per_client: int | None, test_part_share: float | None
 ) -> None:
     """Checks that every client of a given division has samples enough after the test part has been set apart."""
-    few = f"client {counts.argmin()} has {counts.min()} samples"
-    if counts.min() < MIN_SAMPLES:
-        allowed = f"a smaller share: {few} outside the test part, and needs {MIN_SAMPLES} or more"
+    if not counts.min():
+        allowed = f"a smaller share: it leaves no training samples to {named(np.flatnonzero(counts == 0))}"
         raise ConfigError("data.test_part_share", test_part_share, allowed)
     if size is not None and counts.min() < size:
+        few = f"client {counts.argmin()} has {counts.min()} samples"
         raise ConfigError("data.samples_per_client", samples_per_client, f"fewer: {few}, and {size} are asked for")
 
 
@@ -292,13 +303,17 @@ def _besides(dataset: Dataset) -> str:
     return f" (left out: {', '.join(dataset.left_out)})" if dataset.left_out else ""
 
 
-def _of_users_in_both(users: Int[np.ndarray, " samples"], train: Rows, test: Rows, name: str) -> Rows:
-    """The training rows of the users that also have test rows; the other users could not be tested."""
-    rows: Rows = train[np.isin(users[train], users[test])]
-    if not len(rows):
+def _of_users_in_both(
+    users: Int[np.ndarray, " samples"], train: Rows, test: Rows, name: str
+) -> tuple[Rows, tuple[str, ...]]:
+    """The training rows of the users that also have test rows, and a note on the others, who could not be tested."""
+    tested = np.isin(users[train], users[test])
+    if not tested.any():
         allowed = f'{name} has no user with samples in both parts (it was split by users); use "merge"'
         raise ConfigError("data.split", "official", allowed)
-    return rows
+    there, without = len(np.unique(users[train])), len(np.unique(users[train[~tested]]))
+    note = f"{counted(without, 'user')} of {there} without test samples: left out"
+    return train[tested], (note,) if without else ()
 
 
 def _with_test_samples(training: int | None, test_share: float, clients: int, samples: int) -> int | None:

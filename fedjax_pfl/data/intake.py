@@ -8,7 +8,7 @@ import numpy as np
 
 from fedjax_pfl.data import hugging_face
 from fedjax_pfl.data.dataset import Dataset, from_arrays
-from fedjax_pfl.data.dealing import MIN_SAMPLES
+from fedjax_pfl.data.dealing import named
 from fedjax_pfl.data.listed import check_rows
 from fedjax_pfl.errors import ConfigError, first_line
 
@@ -133,18 +133,25 @@ def _of_clients(data: Sequence[tuple], name: str) -> Dataset:
     """The data of all clients, whose users are their numbers."""
     lengths = {len(part) for part in data}
     if lengths not in ({2}, {4}):
-        allowed = "a tuple (x, y) for each client, or (x, y, x_test, y_test) for each"
+        allowed = "a tuple (x, y) for each client, or (x, y, x_test, y_test) for each, with [] for no test samples"
         raise ConfigError("data", name, f"{allowed}; their lengths are {', '.join(map(str, sorted(lengths)))}")
     held = [_arrays(part, name, f" of client {client}") for client, part in enumerate(data)]
+    without = [client for client, part in enumerate(held) if not any(array.size for array in part)]
+    if without:
+        raise ConfigError("data", name, f"each client needs samples; leave out those without, {named(without)}")
+    known, first = next((client, x) for client, part in enumerate(held) for x in part[::2] if x.size)
     for client, part in enumerate(held):
-        if not any(array.size for array in part):
-            raise ConfigError("data", name, f"client {client} has 0 samples, and needs {MIN_SAMPLES} or more")
         for x, y in zip(part[::2], part[1::2], strict=True):
             if not x.ndim or not y.ndim or len(x) != len(y):
                 raise ConfigError("data", name, f"client {client} has samples {x.shape} and labels {y.shape}")
-            if x.shape[1:] != held[0][0].shape[1:] or x.dtype != held[0][0].dtype:
-                ones = f"{held[0][0].dtype} {held[0][0].shape[1:]}, and of client {client} {x.dtype} {x.shape[1:]}"
-                raise ConfigError("data", name, f"samples must have one type and shape: those of client 0 are {ones}")
+            # An empty part may be [], of which NumPy makes floats without a shape.
+            if len(x) and (x.shape[1:] != first.shape[1:] or x.dtype != first.dtype):
+                ones = f"{first.dtype} {first.shape[1:]}, and of client {client} {x.dtype} {x.shape[1:]}"
+                allowed = f"samples must have one type and shape: those of client {known} are {ones}"
+                raise ConfigError("data", name, allowed)
+    for at, what in enumerate(("training", "test")[: len(held[0]) // 2]):
+        if not any(len(part[2 * at]) for part in held):
+            raise ConfigError("data", name, f"no client has {what} samples: give a tuple (x, y) for each client")
     users = [np.repeat(np.arange(len(held)), [len(part[at]) for part in held]) for at in range(1, len(held[0]), 2)]
     # Of [], NumPy makes floats, which would make floats of all labels.
     columns = [np.concatenate([part for part in parts if len(part)] or parts[:1]) for parts in zip(*held, strict=True)]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from fedjax_pfl.data.dealing import MIN_SAMPLES, Partition
+from fedjax_pfl.data.dealing import Partition, named
 from fedjax_pfl.data.rows import Holdings, Rows, union
 from fedjax_pfl.errors import ConfigError
 
@@ -35,15 +35,12 @@ def check_rows(parts: Sequence[Rows], samples: int, clients: int, field: str, va
       value: the value for an error message.
 
     Raises:
-      ConfigError: the number of clients differs, a row does not exist, a client has fewer than two rows, or a row
-        appears twice.
+      ConfigError: the number of clients differs, a row does not exist, a client has no row, or a row appears twice.
     """
     _check_clients(len(parts), clients, value)
+    _check_trained(parts, "row", field, value)
     for client, rows in enumerate(parts):
         _check_range(rows, samples, f"client {client}", field, value)
-        if len(rows) < MIN_SAMPLES:
-            allowed = f"client {client} needs {MIN_SAMPLES} rows or more, to train and to test, and has {len(rows)}"
-            raise ConfigError(field, value, allowed)
         _check_once(rows, f"client {client} has row {{}} twice", field, value)
     _check_once(np.concatenate(parts), "two clients have row {}", field, value)
 
@@ -52,13 +49,14 @@ def _check_holdings(given: Holdings, samples: int, clients: int, file: str) -> N
     """Checks the rows of a run; its clients may share training rows, or test rows."""
     field = "data.partition.file"
     _check_clients(len(given.splits), clients, file)
+    _check_trained([split.train for split in given.splits], "training row", field, file)
+    if not any(len(split.test) for split in given.splits):
+        raise ConfigError(field, file, "one client or more needs a test row")
     if not len(given.pooled):
         raise ConfigError(field, file, "pooled needs a row or more; without pooled, it is all test rows")
     _check_range(given.pooled, samples, "the pooled test set", field, file)
     for client, split in enumerate(given.splits):
         _check_range(np.concatenate(split), samples, f"client {client}", field, file)
-        if not len(split.train) or not len(split.test):
-            raise ConfigError(field, file, f"client {client} needs a row to train on and one to test on, or more")
         for rows in (np.concatenate([split.train, split.validation]), split.test):
             _check_once(rows, f"client {client} has row {{}} twice", field, file)
     trained = union([rows for split in given.splits for rows in (split.train, split.validation)])
@@ -71,6 +69,13 @@ def _check_holdings(given: Holdings, samples: int, clients: int, file: str) -> N
 def _check_clients(found: int, clients: int, value: object) -> None:
     if found != clients:
         raise ConfigError("data.clients", clients, f"{found}, the number of clients in {value}")
+
+
+def _check_trained(parts: Sequence[Rows], row: str, field: str, value: object) -> None:
+    without = [client for client, rows in enumerate(parts) if not len(rows)]
+    if without:
+        allowed = f"each client needs a {row} or more; leave out those without, {named(without)}"
+        raise ConfigError(field, value, allowed)
 
 
 def _check_range(rows: Rows, samples: int, whose: str, field: str, value: object) -> None:

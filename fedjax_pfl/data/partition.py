@@ -27,6 +27,7 @@ from jaxtyping import Int
 from fedjax_pfl.data.dealing import (
     MIN_SAMPLES,
     Partition,
+    counted,
     deal_classes,
     deal_rows,
     deal_sizes,
@@ -269,12 +270,12 @@ def natural(users: Int[np.ndarray, " samples"], clients: int, seed: int, size: i
     Args:
       users: int ``[samples]``, the user of each sample.
       clients: number of users taken, at random from those with at least two samples, or at least `size` if given.
-        (Taking the largest users would be biased.)
+        (Taking the largest users would be biased.) If it is the number of all users, all are taken, whatever they have.
       seed: seed of the draw.
       size: samples per client, taken at random from those of its user; None takes all.
 
     Returns:
-      A `Partition` without notes; the clients are in the order of their users.
+      A `Partition`; the clients are in the order of their users. A note says how many users had too few samples.
 
     Raises:
       ConfigError: there are fewer such users than `clients`, or `size` is below two.
@@ -282,15 +283,20 @@ def natural(users: Int[np.ndarray, " samples"], clients: int, seed: int, size: i
     least = MIN_SAMPLES if size is None else size
     if least < MIN_SAMPLES:
         raise ConfigError("data.samples_per_client", size, f"{MIN_SAMPLES} or more")
-    held = [rows for rows in rows_by_class(users) if len(rows) >= least]
+    everyone = rows_by_class(users)
+    held = [rows for rows in everyone if len(rows) >= least]
+    if size is None and clients == len(everyone):
+        held = everyone
     if not 1 <= clients <= len(held):
         allowed = f"1 to {len(held)}, the number of users with {least} samples or more, and test samples if split apart"
-        raise ConfigError("data.clients", clients, allowed)
+        raise ConfigError("data.clients", clients, allowed if size is not None else f"{allowed}; or that of all users")
     rng = np.random.default_rng(seed)
     taken = [held[user] for user in np.sort(rng.choice(len(held), clients, replace=False))]
     if size is not None:
         taken = [np.sort(rng.choice(rows, size, replace=False)) for rows in taken]
-    return Partition(taken, ())
+    few = len(everyone) - len(held)
+    note = f"{counted(few, 'user')} of {len(everyone)} with fewer than {least} samples to divide: left out"
+    return Partition(taken, (note,) if few else ())
 
 
 def indices(labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: int | None, *, file: str) -> Partition:
@@ -310,9 +316,9 @@ def indices(labels: Int[np.ndarray, " samples"], clients: int, seed: int, size: 
 
     Raises:
       ConfigError: the file cannot be read, has another number of clients, or has rows that the data do not have. Lists:
-        two clients share a row, one has a row twice or fewer than two rows, or `size` is given. The file of a run: a
-        client has a row twice, or none to train or to be tested on; the pooled test set is empty; or a row is for
-        training (or validation) and for testing.
+        two clients share a row, one has a row twice or no row, or `size` is given. The file of a run: a client has a
+        row twice or none to train on; no client has a test row; the pooled test set is empty; or a row is for training
+        (or validation) and for testing.
     """
     return partition_of(read(file), labels, clients, size, file)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from fedjax_pfl.data.dataset import Dataset, check_channels
+from fedjax_pfl.data.dealing import named
 from fedjax_pfl.data.rows import Holdings, union
 from fedjax_pfl.errors import ConfigError
 
@@ -44,12 +45,16 @@ def export(
 
     Raises:
       ConfigError: the folder is not empty or cannot be written; the samples are text; there are validation samples,
-        which PFLlib does not have; or `mean` or `std` has more or fewer numbers than the images have channels.
+        which PFLlib does not have, or clients without test samples, which it cannot score; or `mean` or `std` has more
+        or fewer numbers than the images have channels.
     """
     if dataset.vocabulary is not None:
         raise ConfigError(_FIELD, folder, f"images or numbers: {dataset.name} is text")
     if any(len(rows.validation) for rows in holdings.splits):
         raise ConfigError(_FIELD, folder, "data.validation_share = 0: PFLlib has no validation samples")
+    untested = [client for client, rows in enumerate(holdings.splits) if not len(rows.test)]
+    if untested:
+        raise ConfigError(_FIELD, folder, f"test samples for {named(untested)}: PFLlib scores every client")
     if dataset.images.dtype == np.uint8:
         for field, given in (("data.mean", mean), ("data.std", std)):
             check_channels(field, given, dataset.images.shape[-1])

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from fedjax_pfl.data.dealing import MIN_SAMPLES, Partition, counted, fit_to_supply, largest_remainder
+from fedjax_pfl.data.dealing import Partition, counted, fit_to_supply, largest_remainder
 from fedjax_pfl.data.rows import Rows, Split
 from fedjax_pfl.errors import ConfigError
 
@@ -28,11 +28,11 @@ def split_rows(
 
     Args:
       labels: int ``[samples]``; used only if the split is stratified.
-      parts: for each client the numbers of its rows, at least two.
+      parts: for each client the numbers of its rows, at least one; the only row of a client becomes a training row.
       seed: seed of the permutations.
-      test_share: share of a client's rows for testing, above 0 and below 1; both training and test rows get at least
-        one row. The number of training rows is rounded down, as in scikit-learn's ``train_test_split``, which PFLlib
-        uses.
+      test_share: share of a client's rows for testing, above 0 and below 1; of two rows or more, both training and
+        test rows get at least one. The number of training rows is rounded down, as in scikit-learn's
+        ``train_test_split``, which PFLlib uses.
       validation_share: share of the training rows for validation, 0 or more and below 1, rounded down; at least one
         training row is left.
       stratified: whether each class of a client is split in these shares, rounded up or down so that the totals are the
@@ -45,23 +45,22 @@ def split_rows(
       A `Split` for each client.
 
     Raises:
-      ConfigError: for a client with fewer than two rows.
+      ConfigError: for a client without rows.
     """
     splits = []
     for client, part in enumerate(parts):
-        if len(part) < MIN_SAMPLES:
-            allowed = f"client {client} has {len(part)} samples, {MIN_SAMPLES} are needed to train and to test"
-            raise ConfigError("data.clients", len(parts), allowed)
+        if not len(part):
+            raise ConfigError("data.clients", len(parts), f"client {client} has no samples")
         rng = _client_rng(seed, client)
         order = rng.permutation(part)
-        n_test = len(part) - min(max(_floor((1 - test_share) * len(part)), 1), len(part) - 1)
+        n_train = max(min(_floor((1 - test_share) * len(part)), len(part) - 1), 1)
         if stratified:
-            train, test = _by_class(order, labels[order], n_test, rng, spend_lone=True)
+            train, test = _by_class(order, labels[order], len(part) - n_train, rng, spend_lone=True)
             n_validation = _n_validation(len(train), validation_share)
             train, validation = _by_class(train, labels[train], n_validation, rng, spend_lone=False)
             splits.append(Split(train, validation, test))
         else:
-            splits.append(_split(order[:-n_test], order[-n_test:], validation_share))
+            splits.append(_split(order[:n_train], order[n_train:], validation_share))
     return splits
 
 
@@ -181,7 +180,7 @@ def own_test(
     Args:
       users: int ``[samples]``, of the training and the test part together.
       parts: for each client the numbers of its rows of the training part, all of one user.
-      test_rows: row numbers of the test part; it must have samples of every client's user.
+      test_rows: row numbers of the test part; it may lack samples of a client's user, who is then not tested.
       seed: seed of the order of the rows.
       validation_share: share of a client's training rows to validate on, as in `split_rows`.
 

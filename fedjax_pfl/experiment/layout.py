@@ -76,7 +76,7 @@ def lay_out(
     engine = make_engine(first, data)
     _check(configs, data, engine, federations)
     for config, manifest in zip(configs, manifests, strict=True):
-        _check_validated(config, manifest, engine.new)
+        _check_scored(config, manifest, engine.new)
     precision = precision_of(first, hardware.backend)
     memory, exchange = _survey(first, data, engine, federations[0], hardware.backend, precision)
     names = exchange.diagnostics
@@ -168,12 +168,15 @@ def _check_whole_batches(config: Config, engine: Engine, federations: Sequence[F
         raise ConfigError(field, size, allowed)
 
 
-def _check_validated(config: Config, manifest: dict[str, Any], new: int) -> None:
-    """Raises a ConfigError if none of the clients whose scores are reported has a validation sample, but others do."""
-    share = config.data.validation_share
-    if share and not np.asarray(manifest["n_validation"])[judged(manifest, new)].any():
+def _check_scored(config: Config, manifest: dict[str, Any], new: int) -> None:
+    """Raises a ConfigError if only clients whose scores are not reported have validation samples, or test samples."""
+    share, trained = config.data.validation_share, judged(manifest, new)
+    if share and not np.asarray(manifest["n_validation"])[trained].any():
         allowed = "a larger share: it leaves validation samples only to clients that are new or malicious"
         raise ConfigError("data.validation_share", share, allowed)
+    n_test = np.asarray(manifest["n_test"])
+    if not n_test[trained].any() and not n_test[len(n_test) - new :].any():
+        raise ConfigError("data", config.data.source, "only malicious clients have test samples")
 
 
 def _check_offloaded(engine: Engine) -> None:

@@ -120,6 +120,19 @@ def test_row_lists_are_the_clients_and_are_split_as_ever(tmp_path):
     np.testing.assert_array_equal(official.pooled, range(TRAIN_ROWS, 200))
 
 
+def test_clients_of_a_file_may_have_one_row_or_no_test_row(tmp_path):
+    lists = write(tmp_path / "lists.npz", [7, 3, 120, 9], [60], [1, 0])
+    _, record = from_file(lists, clients=3, validation_share=0.4)
+    assert (record["n_train"], record["n_validation"], record["n_test"]) == ([2, 1, 1], [1, 0, 0], [1, 0, 1])
+    untested = "1 client of 3 without test samples: scores on test samples leave them out"
+    assert record["notes"] == [untested]
+    assert min(from_file(lists, clients=3, split="official")[1]["n_test"]) == 1  # drawn from the test part for each
+    run = write(tmp_path / "run.npz", train=[3, 1, 4], train_offsets=[0, 1, 2, 3], test=[7], test_offsets=[0, 0, 1, 1])
+    holdings, record = from_file(run, clients=3)
+    assert (record["n_train"], record["n_test"], holdings.pooled.tolist()) == ([1, 1, 1], [0, 1, 0], [7])
+    assert record["notes"][1:] == ["2 clients of 3 without test samples: scores on test samples leave them out"]
+
+
 RUN = {"train": [3, 1, 8, 9], "train_offsets": [0, 3, 4], "test": [0, 7], "test_offsets": [0, 1, 2]}
 MISTAKES = {
     "other clients": ((LISTS[:3], {}), {}, "data.clients", "3, the number of clients in"),
@@ -128,8 +141,8 @@ MISTAKES = {
     "a row below": ((([0, -1], [2, 20]), {}), {"clients": 2}, FIELD, "client 0 has row -1"),
     "a row of two": ((([0, 1], [2, 1]), {}), {"clients": 2}, FIELD, "two clients have row 1$"),
     "a row twice": ((([0, 1, 1], [2, 4]), {}), {"clients": 2}, FIELD, "client 0 has row 1 twice"),
-    "one row": ((([0, 1], [2]), {}), {"clients": 2}, FIELD, "client 1 needs 2 rows or more.*has 1$"),
-    "none": ((([0, 1], []), {}), {"clients": 2}, FIELD, "client 1 needs 2 rows or more.*has 0$"),
+    "one row": ((([0], [2]), {}), {"clients": 2}, "data.split", "no client would have test samples"),
+    "none": ((([0, 1], []), {}), {"clients": 2}, FIELD, "each client needs a row or more; .* without, client 1$"),
     "no row numbers": ((([0.0, 1.0],), {}), {"clients": 1}, FIELD, r"those of client 0 are float64 \(2,\)"),
     "a size": ((LISTS, {}), {"samples_per_client": 2}, "data.samples_per_client", "which samples each client gets"),
     "a test row": ((([0, 1], [2, 180]), {}), {"clients": 2, "split": "official"}, FIELD, "client 1 has row 180"),
@@ -155,7 +168,13 @@ MISTAKES = {
         ((), {**RUN, "train_offsets": [0, 4, 4]}),
         {"clients": 2},
         FIELD,
-        "client 1 needs a row to train on",
+        "each client needs a training row or more; leave out those without, client 1$",
+    ),
+    "nothing to test on": (
+        ((), {**RUN, "test": [], "test_offsets": [0, 0, 0], "pooled": [0, 7]}),
+        {"clients": 2},
+        FIELD,
+        "one client or more needs a test row",
     ),
     "trained on and tested on": (
         ((), {**RUN, "test": [0, 8]}),
@@ -189,7 +208,8 @@ def test_a_mistake_is_one_line(tmp_path, content, fields, field, message):
     with pytest.raises(ConfigError, match=message) as caught:
         from_file(path, **fields)
     assert caught.value.field == field
-    assert caught.value.value == (str(path) if field == FIELD else {"clients": CLIENTS, **fields}[field[5:]])
+    given = {"clients": CLIENTS, "split": "merge", **fields}
+    assert caught.value.value == (str(path) if field == FIELD else given[field[5:]])
 
 
 def test_files_that_are_none(tmp_path):
@@ -358,9 +378,12 @@ def test_pixels_for_pfllib_are_scaled_by_one_number_or_one_per_channel(tmp_path,
 def test_what_pfllib_has_not_is_refused(tmp_path):
     validated, _ = dealt(validation_share=0.3)
     text = MADE._replace(images=np.zeros((200, 5), np.uint8), vocabulary=80)
+    some, none = np.array([0, 1]), np.arange(0)
+    untested = Holdings([Split(some[:1], none, some[1:]), Split(some + 2, none, none)], some[1:], "")
     for dataset, holdings, message in (
         (MADE, validated, "data.validation_share = 0: PFLlib has no validation samples"),
         (text, dealt(text)[0], "images or numbers: made is text"),
+        (MADE, untested, "test samples for client 1: PFLlib scores every client"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             export(str(tmp_path / "new"), dataset, holdings, partition={"kind": "iid"}, **PIXELS)

@@ -255,7 +255,7 @@ MISTAKES = {
         Samples([NUMBERS[0], NUMBERS[1, :5]], Y),
         r"x must have one shape: that of sample 0 is \(7,\), and of sample 1 \(5,\)",
     ),
-    "clients of two kinds": ([PART, (*PART, *PART)], r"tuple \(x, y\) for each client.*their lengths are 2, 4$"),
+    "clients of two kinds": ([PART, (*PART, *PART)], r"tuple \(x, y\) for each client.*with \[\] for .*are 2, 4$"),
     "a client with a label too few": ([PART, (NUMBERS, Y[1:])], r"client 1 has samples \(6, 7\) and labels \(5,\)"),
     "a client with other samples": (
         [PART, (NUMBERS[:, 1:], Y)],
@@ -282,17 +282,22 @@ MISTAKES = {
     "rows that there are not": (FederatedData(*PART, clients=[[0, 1], [2, 6]]), "0 to 5, and client 1 has row 6"),
     "a row of two": (FederatedData(*PART, clients=[[0, 1], [2, 1]]), "two clients have row 1$"),
     "a row twice": (FederatedData(*PART, clients=[[0, 1, 0]]), "client 0 has row 0 twice"),
-    "a client with one row": (FederatedData(*PART, clients=[[0, 1], [3]]), "client 1 needs 2 rows or more.*has 1$"),
-    "a client without rows": (FederatedData(*PART, clients=[[0, 1], []]), "client 1 needs 2 rows or more.*has 0$"),
-    "the first client without samples": ([([], []), PART, PART], "client 0 has 0 samples, and needs 2 or more$"),
-    "the last client without samples": (
-        [PART, PART, (NUMBERS[:0], Y[:0])],
-        "client 2 has 0 samples, and needs 2 or more$",
+    "a client without rows": (FederatedData(*PART, clients=[[0, 1], []]), "needs a row or more; .* without, client 1$"),
+    "many clients without rows": (
+        FederatedData(*PART, clients=[[], [0, 1], *[[]] * 6]),
+        "leave out those without, clients 0, 2, 3, 4, 5 and 2 more$",
+    ),
+    "the first client without samples": ([([], []), PART, PART], "leave out those without, client 0$"),
+    "two clients without samples": (
+        [PART, ([], []), PART, (NUMBERS[:0], Y[:0])],
+        "each client needs samples; leave out those without, clients 1, 3$",
     ),
     "a client without samples of either part": (
         [(*PART, *PART), (NUMBERS[:0], Y[:0]) * 2],
-        "client 1 has 0 samples, and needs 2 or more$",
+        "leave out those without, client 1$",
     ),
+    "clients that nothing is to test": ([(*PART, [], [])] * 2, r"no client has test samples: give a tuple \(x, y\)"),
+    "clients that nothing is to train": ([([], [], *PART)] * 2, r"no client has training samples: give a tuple"),
 }
 
 
@@ -320,8 +325,10 @@ def config(clients=5, model=None, **sections):
 
 
 PAIRS = [PART, PART]
-SHORT = [PART, (NUMBERS[:1], Y[:1])]
-WITH_TEST = [(NUMBERS, Y, TEST_NUMBERS, TEST_Y), (NUMBERS, Y, TEST_NUMBERS[:0], TEST_Y[:0])]
+SHORT = [(NUMBERS[:1], Y[:1])] * 2
+UNTRAINED = [(NUMBERS, Y, TEST_NUMBERS, TEST_Y), *[([], [], TEST_NUMBERS, TEST_Y)] * 7]
+OFFICIAL = {"partition": {"kind": "natural"}, "split": "official"}
+TESTED_BY_NONE = FederatedData(*PART, TEST_NUMBERS, TEST_Y, clients=[[0, 1], [2, 3]])
 WITH_ONE_TEST_SAMPLE = [(NUMBERS, Y, NUMBERS[:1], Y[:1]), (NUMBERS[:4], Y[:4], NUMBERS[:1], Y[:1])]
 NATURAL = {"partition": {"kind": "natural"}}
 LINE = np.zeros((20, 6, 7))
@@ -337,22 +344,28 @@ LINE = np.zeros((20, 6, 7))
             "data.clients",
             "2, the clients with samples that arrays come",
         ),
-        (SHORT, {"clients": 2, "data": NATURAL}, "data", "client 1 has 1 samples, and needs 2 or more"),
         (
-            WITH_TEST,
-            {"clients": 2, "data": {**NATURAL, "split": "official"}},
-            "data",
-            "client 1 has 0 test samples, and needs 1",
+            SHORT,
+            {"clients": 2, "data": NATURAL},
+            "data.split",
+            "no client would have test samples; one client or more needs two samples",
         ),
         (
-            [PART, (NUMBERS[:2], Y[:2])],
-            {"clients": 2, "data": {**NATURAL, "split": "official", "test_part_share": 0.5}},
+            UNTRAINED,
+            {"clients": 8, "data": OFFICIAL},
+            "data",
+            'missing for clients 1, 2, 3, 4, 5 and 2 more: leave them out, or data.split = "merge"',
+        ),
+        (TESTED_BY_NONE, {"clients": 2, "data": OFFICIAL}, "data.split", 'no client .* test samples; use "merge"'),
+        (
+            FederatedData(*PART, clients=[range(5), [5]]),
+            {"clients": 2, "data": {**OFFICIAL, "test_part_share": 0.5, "seed": 1}},
             "data.test_part_share",
-            "a smaller share: client . has . samples outside the test part, and needs 2",
+            "a smaller share: it leaves no training samples to client 1",
         ),
         (
             WITH_ONE_TEST_SAMPLE,
-            {"clients": 2, "data": {**NATURAL, "split": "official", "samples_per_client": 5}},
+            {"clients": 2, "data": {**OFFICIAL, "samples_per_client": 5}},
             "data.samples_per_client",
             "fewer: client 1 has 4 samples, and 5 are asked for",
         ),

@@ -226,9 +226,17 @@ def test_official_clients_are_tested_on_the_test_samples_of_their_own_user(image
     assert [rows(federation.test, i) for i in range(2)] == [[9], [10, 11]]
     assert rows(federation.pooled, 0) == [9, 10, 11]
     assert (manifest["n_train"], manifest["n_test"]) == ([2, 3], [1, 2])
+    assert manifest["notes"] == ["1 user of 3 without test samples: left out"]
     with pytest.raises(ConfigError, match="1 to 2, the number of users with 2 samples") as caught:
-        divide(config(images, split="official", clients=3), load(images))
+        divide(config(images, split="official", clients=4), load(images))
     assert caught.value.field == "data.clients"
+
+
+def test_all_users_of_the_training_part_are_clients_if_so_many_are_asked_for(images):
+    federation, manifest = divide(config(images, split="official", clients=3), load(images))
+    assert [rows(federation.train, i) for i in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7, 8]]
+    assert [rows(federation.test, i) for i in range(3)] == [[9], [10, 11], []]
+    assert manifest["notes"] == ["1 client of 3 without test samples: scores on test samples leave them out"]
 
 
 def test_official_clients_may_set_aside_validation_samples_and_be_limited_in_size(plays):
@@ -260,8 +268,8 @@ def test_merge_splits_all_samples_of_a_user(images):
     mine = [rows(federation.train, i) + rows(federation.test, i) for i in range(3)]
     assert [sorted(held) for held in mine] == [[0, 1, 9], [2, 3, 4, 10, 11], [5, 6, 7, 8]]
     assert manifest["n_test"] == [2, 2, 2]
-    with pytest.raises(ConfigError, match="1 to 3"):  # d has one sample
-        divide(config(images, clients=4), load(images))
+    assert manifest["notes"] == ["1 user of 4 with fewer than 2 samples to divide: left out"]
+    assert divide(config(images, clients=4), load(images))[1]["n_test"] == [1, 2, 1, 0]  # d has one sample
 
 
 def test_disjoint_users_can_be_merged_but_not_tested_on_their_own(tmp_path):

@@ -304,7 +304,7 @@ def test_signatures_are_config_schemas(kind):
 
 # --- natural ---------------------------------------------------------------------------------------------------------
 
-USERS = labels_of(3, 1, 20, 0, 7, 2, 12)  # users 1 (one sample) and 3 (none) can never be clients
+USERS = labels_of(3, 1, 20, 0, 7, 2, 12)  # users 1 (one sample) and 3 (none) are never drawn
 
 
 def owners(parts):
@@ -315,12 +315,20 @@ def owners(parts):
 @pytest.mark.parametrize("clients", [1, 3, 5])
 def test_natural_clients_are_different_users_with_all_their_samples(clients):
     parts, notes = natural(USERS, clients, 4, None)
-    assert notes == ()
+    assert notes == ("1 user of 6 with fewer than 2 samples to divide: left out",)
     assert_well_formed(parts, len(USERS), covering=False)
     assert owners(parts) == sorted(set(owners(parts)))
     for owner, part in zip(owners(parts), parts, strict=True):
         np.testing.assert_array_equal(part, np.flatnonzero(owner == USERS))
     assert clients < 5 or owners(parts) == [0, 2, 4, 5, 6]
+
+
+def test_all_users_are_clients_whatever_they_have_if_so_many_are_asked_for():
+    parts, notes = natural(USERS, 6, 4, None)
+    assert (owners(parts), [len(part) for part in parts], notes) == ([0, 1, 2, 4, 5, 6], [3, 1, 20, 7, 2, 12], ())
+    assert natural(USERS, 3, 4, 6).notes == ("3 users of 6 with fewer than 6 samples to divide: left out",)
+    with pytest.raises(ConfigError, match=r"1 to 5, the number of users with 2 samples or more, .*; or that of all"):
+        natural(USERS, 7, 4, None)
 
 
 def test_natural_users_are_drawn_evenly_by_seed():
@@ -749,7 +757,8 @@ def test_repair_is_fast_for_thousands_of_clients():
         ("pathological", TEN, 20, 0, 201, {"overlap": True}, "data.samples_per_client"),
         ("pathological", TEN, 2, 0, None, {"overlap": True}, "data.samples_per_client"),
         ("pathological", TEN, 2, 0, None, {"overlap": True, "style": "pfllib"}, "data.partition.overlap"),
-        ("natural", USERS, 6, 0, None, {}, "data.clients"),
+        ("natural", USERS, 7, 0, None, {}, "data.clients"),
+        ("natural", USERS, 6, 0, 2, {}, "data.clients"),
         ("natural", USERS, 0, 0, None, {}, "data.clients"),
         ("natural", USERS, 4, 0, 7, {}, "data.clients"),
         ("natural", USERS, 1, 0, 1, {}, "data.samples_per_client"),

@@ -361,6 +361,11 @@ def test_a_client_whose_classes_the_test_part_lacks_is_an_error():
     assert caught.value.field == "data.split"
 
 
-def test_a_client_with_one_sample_cannot_be_split():
-    with pytest.raises(ConfigError, match="client 1 has 1 samples"):
-        split_rows(TEN, [np.arange(2), np.arange(1)], 0, test_share=0.5, validation_share=0.0)
+@pytest.mark.parametrize("stratified", [False, True])
+def test_a_client_with_one_sample_trains_on_it(stratified):
+    shares = {"test_share": 0.9, "validation_share": 0.9, "stratified": stratified}
+    two, one = split_rows(TEN, [np.arange(2), np.array([7])], 0, **shares)
+    assert [rows.tolist() for rows in one] == [[7], [], []]
+    assert [len(rows) for rows in two] == [1, 0, 1]
+    with pytest.raises(ConfigError, match="client 1 has no samples"):
+        split_rows(TEN, [np.arange(2), np.arange(0)], 0, **shares)
