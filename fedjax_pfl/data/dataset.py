@@ -18,6 +18,9 @@ _NUMBERS_OF_BOTH = (
     "numpy.split(numpy.unique(numpy.concatenate([y, y_test]), return_inverse=True)[1], [len(y)]) numbers the classes "
     "of both parts"
 )
+_TEXT = "text is FederatedData(x, y, vocabulary=80), of tokens"
+# Tokens are stored in a byte each.
+_MOST_TOKENS = 256
 # The number of samples that a fingerprint hashes at a time.
 _HASHED_AT_ONCE = 4096
 
@@ -63,6 +66,7 @@ def from_arrays(
     *,
     users: np.ndarray | None = None,
     test_users: np.ndarray | None = None,
+    vocabulary: int | None = None,
     name: str = "arrays",
 ) -> Dataset:
     """Makes a `Dataset` from arrays.
@@ -76,6 +80,8 @@ def from_arrays(
       test_labels: their labels ``[test]``, given together with `test_images`.
       users: the user of each sample, integers or strings ``[train]``; they are numbered in ascending order.
       test_users: the users of the test part, ``[test]``; needed if there are `users` and a test part.
+      vocabulary: for text, the number of different tokens, 1 to 256. `images` are then tokens ``[train, length]``,
+        whole numbers of any type from 0 to ``vocabulary - 1``.
       name: the name of the data in reports and errors.
 
     Returns:
@@ -83,14 +89,18 @@ def from_arrays(
       test part are not copied.
 
     Raises:
-      ConfigError: field ``data``: dtypes, shapes, lengths or labels do not fit.
+      ConfigError: field ``data``: dtypes, shapes, lengths, labels or tokens do not fit.
     """
+    whole = isinstance(vocabulary, int | np.integer) and not isinstance(vocabulary, bool)
+    if vocabulary is not None and not (whole and 1 <= vocabulary <= _MOST_TOKENS):
+        allowed = f"vocabulary must be a whole number, 1 to {_MOST_TOKENS}, the number of tokens; it is {vocabulary!r}"
+        raise ConfigError("data", name, allowed)
     numbers_them = _NUMBERS if test_labels is None else _NUMBERS_OF_BOTH
-    parts = [_checked_part(images, labels, "", name, numbers_them)]
+    parts = [_checked_part(images, labels, "", name, numbers_them, vocabulary)]
     if (test_images is None) != (test_labels is None):
         raise ConfigError("data", name, "a test part needs both its images and its labels")
     if test_images is not None and test_labels is not None:
-        parts.append(_checked_part(test_images, test_labels, "test ", name, numbers_them))
+        parts.append(_checked_part(test_images, test_labels, "test ", name, numbers_them, vocabulary))
     kinds = [f"{part_images.dtype} {part_images.shape[1:]}" for part_images, _ in parts]
     if kinds[0] != kinds[-1]:
         allowed = f"training samples {kinds[0]} and test samples {kinds[-1]} must agree in type and shape"
@@ -115,6 +125,7 @@ def from_arrays(
         classes=int(all_labels.max()) + 1,
         train_rows=len(parts[0][0]) if len(parts) > 1 else None,
         users=numbers,
+        vocabulary=None if vocabulary is None else int(vocabulary),
         user_names=names,
     )
 
@@ -160,13 +171,14 @@ def check_channels(field: str, given: float | Sequence[float], channels: int) ->
 
 
 def _checked_part(
-    images: np.ndarray, labels: np.ndarray, part: str, name: str, numbers_them: str
+    images: np.ndarray, labels: np.ndarray, part: str, name: str, numbers_them: str, vocabulary: int | None
 ) -> tuple[Shaped[np.ndarray, "samples ..."], Int[np.ndarray, " samples"]]:
     """Samples and labels that fit together; otherwise a ConfigError, which names them with the prefix `part`.
 
     Labels keep their type: see `_class_numbers`. `numbers_them` says how to number classes that have names.
     """
-    images = _checked_samples(images, f"{part}samples", name)
+    what = f"{part}samples"
+    images = _checked_samples(images, what, name) if vocabulary is None else _tokens(images, vocabulary, what, name)
     labels = _checked_labels(labels, f"{part}labels", name, numbers_them)
     if len(images) != len(labels):
         lengths = f"{len(images)} {part}samples and {len(labels)} {part}labels"
@@ -179,6 +191,8 @@ def _checked_samples(x: np.ndarray, what: str, name: str) -> Shaped[np.ndarray, 
     pixels = x.dtype == np.uint8
     if not pixels and x.dtype.kind != "f":
         hint = "numpy.asarray(x, numpy.float32), or numpy.uint8 of pixels from 0 to 255"
+        if x.ndim == 2 and x.dtype.kind in "iu":
+            hint += f"; {_TEXT}"
         raise ConfigError("data", name, f"the {what} must be uint8 (pixels) or floats, got {x.dtype}: {hint}")
     if pixels:
         if x.ndim == 2 and math.isqrt(x.shape[1]) ** 2 == x.shape[1]:
@@ -186,7 +200,7 @@ def _checked_samples(x: np.ndarray, what: str, name: str) -> Shaped[np.ndarray, 
         if x.ndim == 3:
             x = x[..., np.newaxis]
         if x.ndim != 4:
-            hint = "; reshape flat images, or convert what is not pixels to numpy.float32" if x.ndim == 2 else ""
+            hint = f"; reshape flat images, convert numbers to numpy.float32; {_TEXT}" if x.ndim == 2 else ""
             raise ConfigError("data", name, f"the {what} must be [n, h, w, c] or [n, h, w], got {x.shape}{hint}")
     elif x.ndim < 2:
         raise ConfigError(
@@ -200,6 +214,19 @@ def _checked_samples(x: np.ndarray, what: str, name: str) -> Shaped[np.ndarray, 
     if x.size == 0:
         raise ConfigError("data", name, f"the {what} hold nothing, their shape is {x.shape}")
     return x if pixels else _checked_numbers(x, what, name)
+
+
+def _tokens(x: np.ndarray, vocabulary: int, what: str, name: str) -> UInt8[np.ndarray, "samples length"]:
+    """Tokens, or a ConfigError that says what to change."""
+    if x.ndim != 2 or x.dtype.kind not in "iu":
+        allowed = f"with a vocabulary, the {what} must be tokens, whole numbers [n, length], got {x.dtype} {x.shape}"
+        raise ConfigError("data", name, allowed)
+    if x.size == 0:
+        raise ConfigError("data", name, f"the {what} hold nothing, their shape is {x.shape}")
+    if x.min() < 0 or x.max() >= vocabulary:
+        found = f"those of the {what} are from {x.min()} to {x.max()}"
+        raise ConfigError("data", name, f"tokens must be within 0 to {vocabulary - 1}, the vocabulary; {found}")
+    return x.astype(np.uint8, copy=False)
 
 
 def _checked_numbers(x: np.ndarray, what: str, name: str) -> Float[np.ndarray, "samples ..."]:

@@ -229,7 +229,8 @@ def _notes(
         yield "class 0 has no sample; do the labels count from 1?"
     if dataset.vocabulary is not None and (validation_share or not official):
         of = "validation" if official else "test"
-        yield f"windows of a text overlap: those of the {of} part share most characters with some of the training part"
+        said = "if windows of the text overlap," if dataset.own else "windows of a text overlap:"
+        yield f"{said} those of the {of} part share most characters with some of the training part"
     yield from _of_untested(splits)
     yield from _of_new(clients, new)
 

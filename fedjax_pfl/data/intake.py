@@ -35,6 +35,8 @@ class FederatedData:
       clients: instead of users, the row numbers of each client, in their order; no row belongs to two, and some may
         belong to none. Rows of the test part are counted on from those of `x`.
       name: what reports call the data; by default ``"arrays"``, or what the data source is called.
+      vocabulary: for text, the number of different tokens, at most 256; `x` is then tokens, whole numbers
+        ``[train, length]`` from 0 to ``vocabulary - 1``. `char_lstm` needs 80, of which a text may use fewer.
     """
 
     x: Any
@@ -45,6 +47,7 @@ class FederatedData:
     test_users: Any = None
     clients: Sequence[Any] | None = None
     name: str | None = None
+    vocabulary: int | None = None
 
 
 def as_dataset(data: Any, *, name: str = "arrays") -> Dataset:
@@ -57,7 +60,7 @@ def as_dataset(data: Any, *, name: str = "arrays") -> Dataset:
 
         - arrays ``(x, y)`` or, with an official test part, ``(x, y, x_test, y_test)``;
           :func:`fedjax_pfl.data.dataset.from_arrays` says what they may hold
-        - :class:`FederatedData`, with users or row numbers of the clients
+        - :class:`FederatedData`, with users or row numbers of the clients, or with text
         - a data set with ``len`` and ``[i] -> (x, y)``, as torch has them, or a pair of them: training and test part
         - a ``Dataset`` of Hugging Face, a pair of them, or a ``DatasetDict`` with ``train`` and maybe ``test``
         - a list with a tuple ``(x, y)`` or ``(x, y, x_test, y_test)`` of arrays for each client, who keeps them
@@ -171,7 +174,7 @@ def _federated(data: FederatedData, name: str) -> Dataset:
         raise ConfigError(
             "data", name, "FederatedData takes users, one for each row, or clients, rows for each, not both"
         )
-    made = from_arrays(x, y, x_test, y_test, users=users, test_users=test_users, name=name)
+    made = from_arrays(x, y, x_test, y_test, users=users, test_users=test_users, vocabulary=data.vocabulary, name=name)
     if data.clients is None:
         return made
     rows = _rows(data.clients, name)

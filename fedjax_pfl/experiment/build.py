@@ -404,7 +404,9 @@ def model_of(config: Config, data: DataShape) -> Model:
     if readable != data.vocabulary:
         other = "real numbers" if data.real else "images"
         kinds = [other if tokens is None else f"text of {tokens} symbols" for tokens in (readable, data.vocabulary)]
-        raise ConfigError("model.name", name, f"it reads {kinds[0]}, and {data.name} is {kinds[1]}")
+        given = readable is not None and data.vocabulary is None and config.data.source == "arrays"
+        hint = f"; of tokens, give FederatedData(x, y, vocabulary={readable})" if given else ""
+        raise ConfigError("model.name", name, f"it reads {kinds[0]}, and {data.name} is {kinds[1]}{hint}")
     scale = {}
     channels = data.sample[-1]
     for field in ("mean", "std"):

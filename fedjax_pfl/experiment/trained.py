@@ -292,12 +292,14 @@ def checked_samples(x: Any, data: DataShape) -> Shaped[np.ndarray, "n ..."]:
         height, width, _ = sample
         if x.shape[1:] == (height, width) or (height == width and x.shape[1:] == (height * width,)):
             x = x.reshape(len(x), *sample)
-    fits = np.issubdtype(x.dtype, np.floating) if data.real else x.dtype == np.uint8
+    tokens = data.vocabulary is not None and x.dtype.kind in "iu"
+    fits = x.dtype.kind == "f" if data.real else x.dtype == np.uint8 or tokens
     if x.ndim == 0 or x.shape[1:] != sample or not fits:
         kind = "float32" if data.real else "uint8"
         raise ConfigError("x", found, f"samples like those of {data.name}: {kind}[n, {', '.join(map(str, sample))}]")
-    if data.vocabulary is not None and x.size and x.max() >= data.vocabulary:
-        raise ConfigError("x", f"a symbol {x.max()}", f"text like that of {data.name}: 0 to {data.vocabulary - 1}")
+    if data.vocabulary is not None and x.size and (x.min() < 0 or x.max() >= data.vocabulary):
+        wrong = x.min() if x.min() < 0 else x.max()
+        raise ConfigError("x", f"a symbol {wrong}", f"text like that of {data.name}: 0 to {data.vocabulary - 1}")
     x = x.astype(_dtype(data), copy=False)
     if data.real and not np.isfinite(x).all():
         raise ConfigError("x", found, f"finite numbers; {np.count_nonzero(~np.isfinite(x))} of {x.size} are not")

@@ -192,6 +192,7 @@ NAN[1, 2:4], NAN[4, 0] = (np.nan, np.inf), -np.inf
 ONE_HOT = np.eye(3)[Y]
 UNIQUE = r"numpy\.unique\(y, return_inverse=True\)\[1\] numbers the classes$"
 PART = (NUMBERS, Y)
+TOKENS = np.arange(60).reshape(6, 10) % 13
 MISTAKES = {
     "NaN": ((NAN, Y), r"samples must be finite; 3 of 42 numbers, in 2 rows, are NaN or infinite$"),
     "NaN in the test part": ((NUMBERS, Y, NAN, Y), "the test samples must be finite; 3 of 42"),
@@ -204,8 +205,29 @@ MISTAKES = {
     "flat samples": ((NUMBERS[:, 0], Y), r"must be \[n, \.\.\.\], got \(6,\); x\.reshape\(-1, 1\)"),
     "bytes that are no image": (
         (PIXELS.reshape(6, 60), Y),
-        r"got \(6, 60\); reshape flat images, or convert .*float32$",
+        r"got \(6, 60\); reshape flat images, convert .*float32; text is FederatedData\(x, y, vocabulary=80\), of",
     ),
+    "tokens without a vocabulary": (
+        (TOKENS.astype(np.int32), Y),
+        r"got int32: .*; text is FederatedData\(x, y, vocabulary=80\), of tokens$",
+    ),
+    "a token too large": (
+        FederatedData(TOKENS, Y, vocabulary=int(TOKENS.max())),
+        rf"tokens must be within 0 to {TOKENS.max() - 1}, .*samples are from 0 to {TOKENS.max()}$",
+    ),
+    "a token below 0": (FederatedData(TOKENS - 1, Y, vocabulary=80), "within 0 to 79, .*samples are from -1 to "),
+    "a token of the test part too large": (
+        FederatedData(TOKENS, Y, TOKENS[:2] + 80, TEST_Y, vocabulary=80),
+        "those of the test samples are from 8",
+    ),
+    "tokens that are no whole numbers": (
+        FederatedData(TOKENS / 1, Y, vocabulary=80),
+        r"whole numbers \[n, length\], got float64 \(6, 10\)$",
+    ),
+    "images with a vocabulary": (FederatedData(PIXELS, Y, vocabulary=80), r"\[n, length\], got uint8 \(6, 4, 5, 3\)$"),
+    "no tokens": (FederatedData(TOKENS[:, :0], Y, vocabulary=80), r"hold nothing, their shape is \(6, 0\)$"),
+    "a vocabulary of too many": (FederatedData(TOKENS, Y, vocabulary=257), "whole number, 1 to 256, .*it is 257$"),
+    "a vocabulary that is a text": (FederatedData(TOKENS, Y, vocabulary="abc"), "1 to 256, .*it is 'abc'$"),
     "pixels with channels first": ((np.zeros((6, 3, 8, 8), np.uint8), Y), r"moveaxis\(x, 1, -1\) puts them last"),
     "floats with channels first": (
         (np.zeros((6, 1, 8, 8)), Y),
@@ -375,7 +397,12 @@ LINE = np.zeros((20, 6, 7))
         (PART, {"clients": 2, "model": {"name": "resnet18"}}, "model.name", r"\[7\].* for images \[h, w, c\]"),
         ((LINE, LINE[:, 0, 0] > 1), {"clients": 2}, "data", r"got bool: y\.astype"),
         ((LINE, np.arange(20)), {"clients": 2, "model": {"name": "cnn_digits"}}, "model.name", r"of shape \[6x7\]"),
-        (PART, {"clients": 2, "model": {"name": "char_lstm"}}, "model.name", "text of 80 symbols, and arrays is real"),
+        (
+            PART,
+            {"clients": 2, "model": {"name": "char_lstm"}},
+            "model.name",
+            "80 symbols, and arrays is real .*vocabulary=80",
+        ),
         (
             (LINE[..., None], np.arange(20)),
             {"clients": 2, "training": {"augment": "crop_flip"}},
@@ -418,6 +445,23 @@ def test_the_memory_of_floats_is_four_bytes_each():
         found[name] = survey(make_engine(wanted, shape_of(made)), federation)[0]
     assert found["floats"].samples - found["pixels"].samples == 3 * digits.images.size
     assert found["floats"].resident - found["pixels"].resident == 3 * digits.images.size
+
+
+def test_next_characters_are_learnt_from_tokens():
+    """The tokens of a window go up by one each; the label is the token that would follow."""
+    first = np.random.default_rng(0).integers(0, 8, 400)
+    windows, following = (first[:, None] + np.arange(16)) % 8, first % 8
+    data = FederatedData(windows, following, users=first % 4, vocabulary=80)
+    made = as_dataset(data)
+    assert (made.images.dtype, made.images.shape, made.vocabulary, made.classes) == (np.uint8, (400, 16), 80, 8)
+    model = {"name": "char_lstm", "embedding": 4, "hidden": 8}
+    result = simulate(config(model=model, method={"name": "local"}, training={"rounds": 20, "lr": 2.0}), data)
+    assert result.history["pre.accuracy"][-1] > 0.9
+    x, client = windows[:40], 2
+    np.testing.assert_array_equal(result.predict(x, client), result.predict(x.astype(np.uint8), client))
+    for wrong, message in ((x + 80, "a symbol 8"), (x - 1, "a symbol -1"), (x / 1, r"'float64\[40, 16\]'")):
+        with pytest.raises(ConfigError, match=message):
+            result.predict(wrong, client)
 
 
 def test_breast_cancer_is_learnt_from_thirty_numbers():
