@@ -25,8 +25,8 @@ import numpy as np
 
 from fedjax_pfl import METHODS, Config, load_config
 from fedjax_pfl.data.dataset import from_arrays
-from fedjax_pfl.experiment.build import cores, prepare
 from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.process import cores, prepare
 from fedjax_pfl.experiment.programs import traced
 
 MODELS = ("mlp", "cnn2")

@@ -24,8 +24,8 @@ from listed import names_of
 from fedjax_pfl import load_config
 from fedjax_pfl.data.federated import Batch, ClientData, Federation
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.experiment.build import cores, prepare
 from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.process import cores, prepare
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.ops.training import cache_features
 

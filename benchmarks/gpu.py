@@ -40,8 +40,8 @@ from listed import names_of
 from fedjax_pfl import Config, load_config, simulate
 from fedjax_pfl.data.dataset import Dataset, from_arrays
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.experiment.build import prepare
 from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.process import prepare
 from fedjax_pfl.experiment.sections import Run
 from fedjax_pfl.models.conv import conv2d
 

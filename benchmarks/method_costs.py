@@ -26,8 +26,8 @@ from fedjax_pfl.analysis.work import client_work
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.experiment.build import prepare
 from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.process import prepare
 from fedjax_pfl.experiment.programs import Program
 from fedjax_pfl.ops.tree import count
 

@@ -18,8 +18,8 @@ import jax
 
 from fedjax_pfl import load_config
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.experiment.build import cores, prepare
 from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.process import cores, prepare
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "pfedcspc" / "table2_global_and_local.toml"
 OFF = ["method.kappa=0.0", "method.pmi=off", "method.kp_weight=0.0"]

@@ -24,7 +24,7 @@ from jax._src.lib.mlir.dialects import hlo
 from scipy import stats
 
 from fedjax_pfl import Config, compare
-from fedjax_pfl.experiment.build import prepare
+from fedjax_pfl.experiment.process import prepare
 from fedjax_pfl.experiment.sections import Run
 from fedjax_pfl.models import conv
 

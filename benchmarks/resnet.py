@@ -24,8 +24,8 @@ import numpy as np
 
 from fedjax_pfl import Config
 from fedjax_pfl.data.dataset import from_arrays
-from fedjax_pfl.experiment.build import cores, prepare
 from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.process import cores, prepare
 from fedjax_pfl.models import MODELS, build
 
 SHAPE = (32, 32, 3)

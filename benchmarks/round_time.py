@@ -55,8 +55,9 @@ from fedjax_pfl import METHODS, Config
 from fedjax_pfl.data.dataset import Dataset, from_arrays
 from fedjax_pfl.data.federated import Clients, pack
 from fedjax_pfl.engine.run import round_keys
-from fedjax_pfl.experiment.build import cores, divide, make_engine, prepare, shape_of
+from fedjax_pfl.experiment.build import divide, make_engine, shape_of
 from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.process import cores, prepare
 from fedjax_pfl.ops.training import permutation, phase_key
 
 PEERS = Path(__file__).resolve().parent / "peers"

@@ -43,8 +43,8 @@ from listed import names_of
 from fedjax_pfl import Config
 from fedjax_pfl.data.dataset import Dataset, from_arrays
 from fedjax_pfl.engine.run import Run
-from fedjax_pfl.experiment.build import cores, prepare
 from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.process import cores, prepare
 from fedjax_pfl.experiment.programs import Program, traced
 from fedjax_pfl.ops.tree import size
 

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from fedjax_pfl import load_config, simulate, sweep
-from fedjax_pfl.experiment.build import cores, prepare
+from fedjax_pfl.experiment.process import cores, prepare
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "fashion_mnist_dirichlet.toml"
 SIDES = ("runs over the cores", "clients over the cores", "simulate")

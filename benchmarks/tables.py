@@ -40,12 +40,12 @@ from fedjax_pfl import Config, ConfigError, load_config
 from fedjax_pfl.analysis.work import client_work
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment.build import divide, make_engine, shape_of
+from fedjax_pfl.experiment.cells import run_configs
 from fedjax_pfl.experiment.folders import write_atomically
 from fedjax_pfl.experiment.markdown_table import markdown_table
 from fedjax_pfl.experiment.saved import complete_run
 from fedjax_pfl.experiment.statistics import bootstrap_over_clients, paired_difference
 from fedjax_pfl.experiment.summary import POINTS, figures_of, first_reached, flat, harmonic_mean, without_nan
-from fedjax_pfl.experiment.sweep import run_configs
 from fedjax_pfl.experiment.tables import NONE, mean_and_spread
 from fedjax_pfl.experiment.worker import Finished
 

@@ -26,7 +26,7 @@ import jax
 
 from fedjax_pfl import Config, LogUniform, Uniform, simulate, tune
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.experiment.build import cores, prepare
+from fedjax_pfl.experiment.process import cores, prepare
 
 SPACE = {"training.lr": LogUniform(1e-3, 0.3), "method.mu": Uniform(0, 1)}
 TIMES = ("seconds", "again", "cpu_seconds")

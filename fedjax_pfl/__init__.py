@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedjax_pfl.experiment.comparison import Comparison, compare
     from fedjax_pfl.experiment.config import Config
     from fedjax_pfl.experiment.driver import simulate
+    from fedjax_pfl.experiment.grid import load_sweep
     from fedjax_pfl.experiment.html import partition_html
     from fedjax_pfl.experiment.plots.answers import plot_confusion, plot_features
     from fedjax_pfl.experiment.plots.attention import plot_attention
@@ -39,8 +40,9 @@ if TYPE_CHECKING:
         register_partition,
     )
     from fedjax_pfl.experiment.result import Result
-    from fedjax_pfl.experiment.sweep import Sweep, load_sweep, sweep
-    from fedjax_pfl.experiment.tuning import Choice, IntUniform, LogUniform, Uniform, load_tune, tune
+    from fedjax_pfl.experiment.space import Choice, IntUniform, LogUniform, Uniform, load_tune
+    from fedjax_pfl.experiment.sweep import Sweep, sweep
+    from fedjax_pfl.experiment.tuning import tune
     from fedjax_pfl.methods import METHODS
 
     __version__: str
@@ -54,6 +56,7 @@ _NAMES = {
     "experiment.comparison": "Comparison compare",
     "experiment.config": "Config",
     "experiment.driver": "simulate",
+    "experiment.grid": "load_sweep",
     "experiment.html": "partition_html",
     "experiment.plots.answers": "plot_confusion plot_features",
     "experiment.plots.attention": "plot_attention",
@@ -64,8 +67,9 @@ _NAMES = {
     "experiment.reading": "load_config",
     "experiment.registry": "register_dataset register_method register_metric register_model register_partition",
     "experiment.result": "Result",
-    "experiment.sweep": "Sweep load_sweep sweep",
-    "experiment.tuning": "Choice IntUniform LogUniform Uniform load_tune tune",
+    "experiment.space": "Choice IntUniform LogUniform Uniform load_tune",
+    "experiment.sweep": "Sweep sweep",
+    "experiment.tuning": "tune",
     "methods": "METHODS",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -27,7 +27,7 @@ from fedjax_pfl.engine.memory import (
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
-from fedjax_pfl.experiment.build import place, place_runs
+from fedjax_pfl.experiment.placing import place, place_runs
 from fedjax_pfl.method import Calibration
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.ops.tree import size

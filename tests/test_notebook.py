@@ -516,8 +516,8 @@ def test_simulate_reports_to_a_notebook_unless_told_otherwise(notebook, capsys):
 EARLY = """
 import warnings, jax
 jax.devices()
-import fedjax_pfl, fedjax_pfl.experiment.build
-fedjax_pfl.experiment.build.cores = lambda: 2
+import fedjax_pfl, fedjax_pfl.experiment.process
+fedjax_pfl.experiment.process.cores = lambda: 2
 warnings.simplefilter("error", UserWarning)
 config = fedjax_pfl.Config(data={"source": "digits"}, method={"name": "local"})
 runs = {
@@ -530,8 +530,8 @@ for name, run in runs.items():
         run()
     except UserWarning as warning:
         print(name, warning)
-fedjax_pfl.experiment.build.cores = lambda: 1
-fedjax_pfl.experiment.build.prepare(config.run)  # one device is all that one core can be
+fedjax_pfl.experiment.process.cores = lambda: 1
+fedjax_pfl.experiment.process.prepare(config.run)  # one device is all that one core can be
 """
 
 

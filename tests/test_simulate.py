@@ -25,8 +25,10 @@ from fedjax_pfl.data.split import draw_test, manifest
 from fedjax_pfl.engine.memory import Hardware, peak_bytes, survey
 from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.experiment import layout, programs
-from fedjax_pfl.experiment.build import cores, divide, even_chunk, make_engine, shape_of
+from fedjax_pfl.experiment.build import divide, make_engine, shape_of
 from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.placing import even_chunk
+from fedjax_pfl.experiment.process import cores
 from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.summary import flat
 from fedjax_pfl.method import Cohort

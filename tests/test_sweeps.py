@@ -26,9 +26,10 @@ from fedjax_pfl.experiment import programs
 from fedjax_pfl.experiment.build import program_inputs
 from fedjax_pfl.experiment.checkpoint import Checkpoints
 from fedjax_pfl.experiment.executors import _run_on_ray
+from fedjax_pfl.experiment.grid import _folder
 from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.programs import alike
-from fedjax_pfl.experiment.sweep import Sweep, _folder, _write_parquet
+from fedjax_pfl.experiment.sweep import Sweep, _write_parquet
 from fedjax_pfl.experiment.tables import Cell
 
 GRID = {"method.name": ["fedprox", "fedcpd"], "training.lr": [0.05, 0.2], "run.seed": [0, 1]}
@@ -391,7 +392,7 @@ def test_the_devices_that_xla_was_told_to_make_are_kept():
     program = """
 import jax
 from fedjax_pfl import Config
-from fedjax_pfl.experiment.build import prepare
+from fedjax_pfl.experiment.process import prepare
 prepare(Config(data={"source": "digits"}, method={"name": "local"}).run)
 print(jax.device_count())
 """

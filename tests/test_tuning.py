@@ -31,7 +31,8 @@ from fedjax_pfl.data.sources import load
 from fedjax_pfl.experiment import programs, tuning
 from fedjax_pfl.experiment.callbacks import Running
 from fedjax_pfl.experiment.layout import lay_out
-from fedjax_pfl.experiment.tuning import _distributions, _Watch
+from fedjax_pfl.experiment.space import distributions_of
+from fedjax_pfl.experiment.tuning import _Watch
 
 SPACE = {"training.lr": LogUniform(0.01, 0.5), "method.mu": Uniform(0, 1)}
 TRIALS = 4
@@ -562,7 +563,7 @@ def test_numbers_of_numpy_are_those_of_python():
         "training.epochs": IntUniform(1, 3),
         "training.batch_size": Choice([8, 9, 10]),
     }
-    assert list(map(repr, _distributions(given).values())) == list(map(repr, _distributions(same).values()))
+    assert list(map(repr, distributions_of(given).values())) == list(map(repr, distributions_of(same).values()))
 
 
 def test_a_study_of_something_else_is_left_alone():

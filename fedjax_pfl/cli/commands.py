@@ -4,24 +4,20 @@ Heavy modules are imported inside the commands, so that ``--help`` answers at on
 """
 
 import importlib.metadata
-import itertools
 import json
 import os
 import shlex
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from fedjax_pfl.cli.given import check_in_use, executor_of, folder_for, read_config, setting
 from fedjax_pfl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fedjax_pfl.experiment.config import Config
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -111,7 +107,7 @@ def run(
         config, out = config or resume / "config.toml", str(resume)
     if config is None:
         raise ConfigError("CONFIG.toml", "(missing)", "a config file, or --resume with a run directory")
-    loaded = _load(config, overrides, out)
+    loaded = read_config(config, overrides, out)
     from fedjax_pfl.cli.printing import print_summary
     from fedjax_pfl.experiment.distributed import is_first, start
     from fedjax_pfl.experiment.driver import simulate
@@ -120,7 +116,7 @@ def run(
     if distributed:
         start(loaded.run)
         quiet = quiet or not is_first()
-    with _folder(loaded.run.out, f"{config.stem}-{loaded.method['name']}", "run.out") as folder:
+    with folder_for(loaded.run.out, f"{config.stem}-{loaded.method['name']}", "run.out") as folder:
         config_file, summary = Path(folder, "config.toml"), Path(folder, "summary.json")
         earlier = _written(config_file), _written(summary)  # of a run that is replaced
 
@@ -134,7 +130,7 @@ def run(
             return "there is no checkpoint to go on from"
 
         with _interruptible(how_to_go_on):
-            loaded = _with_out(loaded, folder)
+            loaded = loaded.replace({"run.out": folder})
             progress: Any = None if quiet else "auto" if sys.stdout.isatty() else lines(loaded)
             result = simulate(loaded, overwrite=overwrite, resume=resume, progress=progress)
     if not quiet:
@@ -173,8 +169,8 @@ def compare(
 
     A call with the same --out goes on where the last one stopped.
     """
-    _check_in_use(overrides, {"run.seed": "--seeds instead", "run.out": "--out instead"})
-    loaded = _load(config, overrides, None)
+    check_in_use(overrides, {"run.seed": "--seeds instead", "run.out": "--out instead"})
+    loaded = read_config(config, overrides, None)
     try:
         numbers = [int(seed) for seed in seeds.split(",")]
     except ValueError:
@@ -195,19 +191,19 @@ def compare(
     }
     if loaded.method["name"] not in {of.get("method", name) for name, of in options.items()}:
         instead = "that of a method that is compared: name it in --methods, or give it to one by --set METHOD.KEY=VALUE"
-        _check_in_use(overrides, {f"method.{key}": instead for key in loaded.method})
+        check_in_use(overrides, {f"method.{key}": instead for key in loaded.method})
     for given in change or ():
-        method, key, value = _setting(given, names)
+        method, key, value = setting(given, names)
         options[method][key] = value
     report = None if quiet else _say
-    with _folder(out, f"compare-{config.stem}") as folder, _interruptible(lambda: _goes_on_in(folder)):
+    with folder_for(out, f"compare-{config.stem}") as folder, _interruptible(lambda: _goes_on_in(folder)):
         if methods == "all":
             # A method with a hyperparameter of its own is meant to run.
             for name, why in refusals(loaded, [name for name in names if not options[name]]).items():
                 del options[name]
                 if report:
                     report(f"{name} is left out: {why}")
-        where = _executor(executor, job)
+        where = executor_of(executor, job)
         found = compare(
             loaded,
             options,
@@ -235,12 +231,13 @@ def sweep(
 
     A call with the same --out goes on where the last one stopped.
     """
-    from fedjax_pfl.experiment.sweep import load_sweep, sweep
+    from fedjax_pfl.experiment.grid import load_sweep
+    from fedjax_pfl.experiment.sweep import sweep
 
-    _check_in_use(overrides, {"run.out": "--out instead"})
+    check_in_use(overrides, {"run.out": "--out instead"})
     config, grid, baseline = load_sweep(file, overrides or [])
-    where = _executor(executor, job)
-    with _folder(out, f"sweep-{file.stem}") as folder, _interruptible(lambda: _goes_on_in(folder)):
+    where = executor_of(executor, job)
+    with folder_for(out, f"sweep-{file.stem}") as folder, _interruptible(lambda: _goes_on_in(folder)):
         report = None if quiet else _say
         found = sweep(config, grid, baseline=baseline, point=point, out=folder, progress=report, executor=where)
     _show_runs(found, folder)
@@ -267,9 +264,10 @@ def tune(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the outcome and errors.")] = False,
 ) -> None:
     """Search for hyperparameters that fare well on validation samples; test samples are never looked at."""
-    from fedjax_pfl.experiment.tuning import in_short, load_tune, tune
+    from fedjax_pfl.experiment.space import load_tune
+    from fedjax_pfl.experiment.tuning import in_short, tune
 
-    _check_in_use(overrides, {"run.out": "leave it out: trials are recorded in their study, which --storage keeps"})
+    check_in_use(overrides, {"run.out": "leave it out: trials are recorded in their study, which --storage keeps"})
     config, space = load_tune(file, overrides or [])
     how = "the same command goes on" if storage else "the study is lost: --storage keeps one"
     with _interruptible(lambda: how):
@@ -308,7 +306,7 @@ def partition(
     from fedjax_pfl.experiment.build import deal
     from fedjax_pfl.experiment.record import RunDirectory
 
-    loaded = _load(config, overrides, out)
+    loaded = read_config(config, overrides, out)
     dataset = load(loaded.data.source)
     holdings, manifest = deal(loaded, dataset)
     if out and RunDirectory(out, resume=True).begun:
@@ -490,102 +488,9 @@ def schema() -> None:
     print(json.dumps(config_schema(), indent=2))
 
 
-def _load(path: Path, overrides: list[str] | None, out: str | None) -> "Config":
-    from fedjax_pfl.experiment.reading import load_config
-
-    loaded = load_config(path, overrides or [])
-    return _with_out(loaded, out) if out else loaded
-
-
-def _with_out(config: "Config", out: str) -> "Config":
-    return config.replace({"run.out": out})
-
-
-@contextmanager
-def _folder(given: str | None, name: str, field: str = "--out") -> Iterator[str]:
-    """Where a command writes: the given folder, or a new one under runs/, which goes again if it stays empty.
-
-    Args:
-      given: the folder that the user has named, if any.
-      name: how the name of a new one begins; time and, where others start in the same second, a number follow.
-      field: the field of errors.
-
-    Raises:
-      ConfigError: the given folder is a file, or a new one cannot be created.
-    """
-    from fedjax_pfl.experiment.distributed import is_first
-    from fedjax_pfl.experiment.folders import check_folder, writable
-
-    if given is not None:
-        given = os.path.expanduser(given)  # which a shell leaves as it is in --out=~/a
-        check_folder(Path(given), field)
-        yield given
-        return
-    folder = wanted = Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    with writable(folder, field):
-        folder.parent.mkdir(exist_ok=True)
-        for number in itertools.count(2):
-            with suppress(FileExistsError):
-                if is_first():  # of the processes of a run, the others write nothing
-                    folder.mkdir()
-                break
-            folder = Path(f"{wanted}-{number}")
-    try:
-        yield str(folder)
-    finally:
-        with suppress(OSError):  # it holds something
-            os.removedirs(folder)
-
-
-def _check_in_use(overrides: list[str] | None, instead: Mapping[str, str]) -> None:
-    """Checks that no override is of a field that this command does not read.
-
-    Args:
-      overrides: ``section.key=value`` strings.
-      instead: field -> what is to be given in its place.
-
-    Raises:
-      ConfigError: one is.
-    """
-    for override in overrides or ():
-        if (field := override.partition("=")[0].strip()) in instead:
-            raise ConfigError("override", override, instead[field])
-
-
-def _setting(given: str, methods: list[str]) -> tuple[str, str, Any]:
-    """Method, hyperparameter and value of ``method.key=value``."""
-    from fedjax_pfl.experiment.reading import parse_field
-
-    field, equals, text = given.partition("=")
-    field = field.strip()
-    # The longest one: a variant's name may have a dot, and begin as another's does.
-    method = max((name for name in methods if field.startswith(f"{name}.")), key=len, default=None)
-    key = field.partition(".")[2] if method is None else field.removeprefix(f"{method}.")
-    if not (equals and key):
-        raise ConfigError("--set", given, "expected method.key=value, e.g. fedprox.mu=0.1")
-    if method is None:
-        raise ConfigError("--set", given, f"one of the methods compared: {', '.join(methods)}")
-    return method, key, parse_field(field, text.strip())
-
-
 def _written(file: Path) -> int | None:
     """When a file was last written, in nanoseconds; None if there is none."""
     return file.stat().st_mtime_ns if file.exists() else None
-
-
-def _executor(name: str, job: list[str] | None) -> dict[str, Any]:
-    """Where programs run, as `sweep` takes it."""
-    return {"name": name, **dict(_job_option(given) for given in job or ())}
-
-
-def _job_option(given: str) -> tuple[str, Any]:
-    """Key and value of ``key=value``."""
-    from fedjax_pfl.experiment.reading import parse_value
-
-    key, equals, text = given.partition("=")
-    if not (equals and key.strip()) or key.strip() == "name":
-        raise ConfigError("--job", given, "expected key=value, e.g. timeout_min=240")
-    return key.strip(), parse_value(text.strip())
 
 
 def _say(line: str) -> None:

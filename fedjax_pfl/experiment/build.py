@@ -2,15 +2,12 @@
 
 import functools
 import inspect
-import math
 import os
 import traceback
 import types
 import typing
-import warnings
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
@@ -18,11 +15,10 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Bool
 
 from fedjax_pfl.data.dataset import Dataset, check_channels, fingerprint
+from fedjax_pfl.data.dealing import counted
 from fedjax_pfl.data.divide import count_new
 from fedjax_pfl.data.divide import deal as deal_rows
 from fedjax_pfl.data.divide import federate as put_on_device
@@ -30,7 +26,6 @@ from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.rows import Holdings
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.engine.memory import Hardware, Memory
 from fedjax_pfl.engine.metrics import METRICS, Metric, check_metrics
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.placement import Placement
@@ -39,7 +34,6 @@ from fedjax_pfl.errors import ConfigError, first_line
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.options import hyperparameters
 from fedjax_pfl.experiment.registry import load_entry_points
-from fedjax_pfl.experiment.sections import Run as RunSection
 from fedjax_pfl.method import Method, Static
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.methods.alone import alone
@@ -53,16 +47,7 @@ from fedjax_pfl.models import MODELS, Model, Own, build
 from fedjax_pfl.ops.robust import RULES, whole_part
 from fedjax_pfl.ops.training import Trainer
 
-# The share of a device's memory that a chunk may fill at most. Of programs of several gigabytes, a compiler has
-# planned up to 1.19 times our estimate (pFedCSPC on an H200); of small ones, up to 1.39 times (FedeCouple in bfloat16
-# on a v5e, 0.78 GB). These are the largest ratios in `benchmarks/results/accelerators.json`.
-_FILLED = 0.85
-# The flag by which XLA is told how many devices a CPU is to be.
-_DEVICES_FLAG = "xla_force_host_platform_device_count"
-# The required settings of `jax.random`. Other settings give other numbers; without the second, clients that run side by
-# side draw other numbers than clients that run one by one.
 _OF_JAX = os.path.dirname(jax.__file__)
-_RANDOM_NUMBERS = {"jax_default_prng_impl": "threefry2x32", "jax_threefry_partitionable": True}
 _TRAINING_NUMBERS = ("lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
 
 
@@ -99,67 +84,6 @@ def shape_of(dataset: Dataset) -> DataShape:
     """What a model needs to know about this data set."""
     real = dataset.images.dtype.kind == "f"
     return DataShape(dataset.name, dataset.images.shape[1:], dataset.classes, dataset.vocabulary, real)
-
-
-def prepare(run: RunSection) -> None:
-    """Prepares this process: every core of a CPU becomes a device, and compiled programs are cached on disk.
-
-    A CPU's cores can become devices only before JAX has started. Otherwise, or if the user has set the number of
-    devices, clients run on the existing devices.
-
-    Raises:
-      ConfigError: ``run.compilation_cache`` is a file, or JAX is configured for 64 bits or for other random numbers.
-    """
-    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # which JAX adds when it starts
-        raise ConfigError("jax_enable_x64", True, "False: programs are for 32 bits")
-    for setting, needed in _RANDOM_NUMBERS.items():
-        if (value := jax.config.values.get(setting, needed)) != needed:
-            raise ConfigError(setting, value, f"{needed!r}: the same seed is to give the same numbers everywhere")
-    chosen = jax.config.values["jax_num_cpu_devices"] != -1 or _DEVICES_FLAG in os.environ.get("XLA_FLAGS", "")
-    if run.placement in ("auto", "shard") and not chosen:
-        try:
-            jax.config.update("jax_num_cpu_devices", cores())
-        except RuntimeError:  # JAX has started
-            if jax.default_backend() == "cpu" and cores() > jax.local_device_count() == 1:
-                warnings.warn(
-                    f"JAX had started before with one CPU device, so that one of {cores()} cores will work; call "
-                    'this before anything else that uses JAX, or begin with jax.config.update("jax_num_cpu_devices", '
-                    f"{cores()})",
-                    stacklevel=3,
-                )
-    _keep_programs(run.compilation_cache)
-
-
-def _keep_programs(cache: str | None) -> None:
-    """Caches compiled programs on disk, so that the next run with the same shapes starts at once."""
-    now = jax.config.values["jax_compilation_cache_dir"]
-    if now != _cache.of_a_run:
-        _cache.of_the_user = now
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache or _cache.of_the_user or str(caches / "fedjax_pfl")
-    if folder != "off" and os.path.isfile(folder):  # Path.is_file raises where a folder above it may not be entered
-        raise ConfigError("run.compilation_cache", folder, 'a folder, or "off"; it is a file')
-    _cache.of_a_run = None if folder == "off" else folder
-    if _cache.of_a_run != now:
-        jax.config.update("jax_compilation_cache_dir", _cache.of_a_run)
-        compilation_cache.reset_cache()  # JAX opens the folder once
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-@dataclass
-class _CacheFolders:
-    """The folder in which JAX caches compiled programs: as set by a run, and as set before by the user."""
-
-    of_a_run: str | None = None
-    of_the_user: str | None = None
-
-
-_cache = _CacheFolders()
-
-
-def cores() -> int:
-    """The number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]]:
@@ -334,10 +258,10 @@ def _check_someone_is_left_out(config: Config) -> None:
     [(field, usual)] = hyperparameters(RULES[rule]).items()
     share = config.aggregation.options.get(field, usual.default)
     trainers = config.data.clients - count_new(config.data.new_clients, config.data.clients)
-    participants = round(trainers * (max(ratio) if isinstance(ratio, tuple) else ratio))
+    participants = max(1, round(trainers * (max(ratio) if isinstance(ratio, tuple) else ratio)))
     if share > 0 and whole_part(share, participants) == 0:
         enough = f"at least 1/{participants}" if participants > 2 else 'aggregation.rule = "median"'
-        rounded = f"the part of the {participants} participants of a round that {rule} leaves out is rounded down"
+        rounded = f"the part of {counted(participants, 'participant')} per round that {rule} leaves out is rounded down"
         allowed = f"0, or {enough}: {rounded}, here to 0"
         raise ConfigError(f"aggregation.{field}", share, allowed)
 
@@ -431,84 +355,3 @@ def model_of(config: Config, data: DataShape) -> Model:
             flat = f"a model for samples of shape [{shape}], such as mlp; this one seems to be for images [h, w, c]"
             raise ConfigError("model.name", name, f"{flat}: {why}") from error
         raise ConfigError("model.name", name, f"it does not fit {shape} images: {why}") from error
-
-
-def place(config: Config, memory: Memory, hardware: Hardware, *, movable: bool = True) -> Placement:
-    """Chooses devices and chunk for the clients of one run, by backend and memory, unless the config sets them.
-
-    Args:
-      config: the config of the run.
-      memory: the memory that it needs, and the number of participants of a round.
-      hardware: the available devices and their memory.
-      movable: whether the method's states of clients can be kept on the host, which the error message then proposes.
-
-    Raises:
-      ConfigError: the run does not fit into memory, or a run of several processes needs another placement.
-    """
-    on_cpu, cohort = hardware.backend == "cpu", memory.participants
-    kind = config.run.placement
-    together = jax.process_count() > 1
-    if together and kind not in ("auto", "shard"):
-        raise ConfigError("run.placement", kind, '"auto" or "shard" for a run of several processes')
-    # In a run of several processes, each process uses all of its devices.
-    usable = jax.devices() if together else hardware.devices[:cohort]
-    if kind == "auto":
-        kind = "shard" if len(usable) > 1 else "map" if on_cpu else "vmap"
-    devices = len(usable) if kind == "shard" else 1
-    # On a CPU, clients side by side do not fit into the cache, and turn convolutions into batched products.
-    one_by_one = kind == "map" or (kind == "shard" and on_cpu)
-    limit = hardware.bytes
-    fitting, safely = (memory.fitting(devices, int(share * limit)) for share in (1, _FILLED))
-    of_device = math.ceil(cohort / devices)
-    chunk = min(config.run.chunk, of_device) if config.run.chunk else 1 if one_by_one else even_chunk(of_device, safely)
-    need = memory.held(devices) + memory.work(devices, chunk)
-    if need > limit:
-        why = f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB"
-        if config.run.chunk and fitting >= 1:
-            raise ConfigError("run.chunk", config.run.chunk, f"at most {fitting}: {why}")
-        if movable and not on_cpu and 2 * cohort < config.data.clients and need - memory.states <= limit:
-            states = f"the states of all clients, {memory.states / 1e9:.2f} GB,"
-            why += f'; with run.client_state = "host", {states} stay in the memory of its host'
-        raise ConfigError("data.clients", config.data.clients, why)
-    return Placement(_mesh(usable) if kind == "shard" else None, chunk)
-
-
-def even_chunk(clients: int, fitting: int) -> int:
-    """The chunk size that divides the clients into the fewest chunks of at most ``fitting``, as equal as possible."""
-    chunks = math.ceil(clients / max(1, min(clients, fitting)))
-    return math.ceil(clients / chunks)
-
-
-def place_runs(config: Config, runs: int, memory: Memory, hardware: Hardware) -> tuple[Placement, Placement]:
-    """Spreads several runs of one program over the devices.
-
-    Args:
-      config: the config of the first run.
-      runs: number of runs.
-      memory: the memory that one of them needs, and the number of participants of a round.
-      hardware: the available devices and their memory.
-
-    Returns:
-      The placement of the runs (on a CPU one by one on each core, on an accelerator side by side), and the placement of
-      the clients within a run: as in `place`, but fewer side by side than the config asks for if more do not fit.
-
-    Raises:
-      ConfigError: the runs do not fit into memory.
-    """
-    on_cpu, devices = hardware.backend == "cpu", min(len(hardware.devices), runs)
-    on_each, limit = math.ceil(runs / devices), hardware.bytes
-    need = memory.samples + on_each * memory.of_run(1)
-    if need > limit:
-        allowed = f"fewer at once: they need about {need * devices / 1e9:.2f} GB, there are {limit * devices / 1e9:.2f}"
-        # A sweep then halves the program; whoever reads this has called `tune`.
-        raise ConfigError("batch", runs, f"{allowed} GB")
-    mesh = _mesh(hardware.devices[:devices]) if devices > 1 else None
-    of_each = (round(_FILLED * limit) - memory.samples) // on_each + memory.samples
-    fitting = even_chunk(memory.participants, memory.fitting(1, of_each))
-    one_by_one = config.run.placement == "map" or (config.run.placement == "auto" and on_cpu)
-    chunk = min(config.run.chunk, fitting) if config.run.chunk else 1 if one_by_one else fitting
-    return Placement(mesh, 1 if on_cpu else on_each), Placement(chunk=chunk)
-
-
-def _mesh(devices: Sequence[jax.Device]) -> Mesh:
-    return jax.make_mesh((len(devices),), ("clients",), (AxisType.Auto,), devices=devices)

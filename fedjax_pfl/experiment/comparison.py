@@ -11,21 +11,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError, one_of
-from fedjax_pfl.experiment.build import make_engine, of_data, prepare, shape_of
+from fedjax_pfl.experiment.build import make_engine, of_data, shape_of
+from fedjax_pfl.experiment.cells import check_point, folder_of, run_cells
 from fedjax_pfl.experiment.config import Config, plain
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor
 from fedjax_pfl.experiment.folders import alone_in, writable, write_atomically
 from fedjax_pfl.experiment.frames import client_frame, difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.gathered import record_of
+from fedjax_pfl.experiment.grid import file_name
 from fedjax_pfl.experiment.headline import counted, runs_in_short
 from fedjax_pfl.experiment.html import runs_html
+from fedjax_pfl.experiment.latex_table import latex
 from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.plots.curves import plot_curves
+from fedjax_pfl.experiment.process import prepare
 from fedjax_pfl.experiment.registry import load_entry_points
 from fedjax_pfl.experiment.summary import POINTS, flat
-from fedjax_pfl.experiment.sweep import check_point, file_name, folder_of, run_cells
-from fedjax_pfl.experiment.tables import SEED, Cell, check_figure, csv_of, latex, markdown, rows_of
+from fedjax_pfl.experiment.tables import SEED, Cell, check_figure, csv_of, markdown, rows_of
 from fedjax_pfl.methods import METHODS
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ import numpy as np
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Evaluation
 from fedjax_pfl.engine.traffic import Traffic
-from fedjax_pfl.experiment.build import cores
 from fedjax_pfl.experiment.callbacks import Callback, Running, check_run
 from fedjax_pfl.experiment.checkpoint import Best, Saved
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.kept import Kept
 from fedjax_pfl.experiment.parts import parts_of
 from fedjax_pfl.experiment.privacy import spent
+from fedjax_pfl.experiment.process import cores
 from fedjax_pfl.experiment.programs import Program
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.resume import RunPlace, versions

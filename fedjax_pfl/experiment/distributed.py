@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import prepare
+from fedjax_pfl.experiment.process import prepare
 from fedjax_pfl.experiment.sections import Run as RunSection
 
 

@@ -26,7 +26,7 @@ from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.engine.metrics import Metric
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import dataset_of, of_data, prepare
+from fedjax_pfl.experiment.build import dataset_of, of_data
 from fedjax_pfl.experiment.callbacks import Callback, check_callbacks
 from fedjax_pfl.experiment.checkpoint import Saved, Stop, stop_on_signals
 from fedjax_pfl.experiment.config import Config, check_config
@@ -34,6 +34,7 @@ from fedjax_pfl.experiment.course import Course
 from fedjax_pfl.experiment.distributed import agree
 from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.parts import with_parts
+from fedjax_pfl.experiment.process import prepare
 from fedjax_pfl.experiment.programs import Program
 from fedjax_pfl.experiment.progress import Progress, in_notebook, reporting
 from fedjax_pfl.experiment.result import Result

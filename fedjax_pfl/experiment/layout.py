@@ -32,14 +32,13 @@ from fedjax_pfl.experiment.build import (
     deal,
     federate,
     make_engine,
-    place,
-    place_runs,
     program_inputs,
     shape_of,
 )
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import put_everywhere
 from fedjax_pfl.experiment.inputs import Row, keys_of, rows_sharding
+from fedjax_pfl.experiment.placing import place, place_runs
 from fedjax_pfl.experiment.privacy import check_accountant, check_privacy, without_privacy
 from fedjax_pfl.experiment.programs import Name, Over, Program, name_of
 from fedjax_pfl.experiment.summary import judged

@@ -30,12 +30,13 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Evaluation, Outputs
 from fedjax_pfl.engine.traffic import Exchange
-from fedjax_pfl.experiment.build import DataShape, branches_on_traced, cores, make_engine, program_inputs
+from fedjax_pfl.experiment.build import DataShape, branches_on_traced, make_engine, program_inputs
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import to_host
 from fedjax_pfl.experiment.export import export_of
 from fedjax_pfl.experiment.inputs import Row, Shared, keys_of, layout_of, rows_sharding
 from fedjax_pfl.experiment.offloaded import Offloaded, Parts, put_offloaded, traced_offloaded
+from fedjax_pfl.experiment.process import cores
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
 from fedjax_pfl.models import MODELS

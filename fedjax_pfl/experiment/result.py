@@ -13,13 +13,14 @@ from jaxtyping import Float, Int, PyTree
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment import headline
-from fedjax_pfl.experiment.build import dataset_of, deal, make_engine, prepare
+from fedjax_pfl.experiment.build import dataset_of, deal, make_engine
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.frames import frame
 from fedjax_pfl.experiment.html import result_html
 from fedjax_pfl.experiment.kept import STATE, Kept, fitted, named, read_state, write_arrays
 from fedjax_pfl.experiment.plots.curves import plot_curves
 from fedjax_pfl.experiment.plots.style import quantity
+from fedjax_pfl.experiment.process import prepare
 from fedjax_pfl.experiment.record import RunDirectory
 from fedjax_pfl.experiment.registry import OwnParts, with_own_parts
 from fedjax_pfl.experiment.saved import read_run

@@ -4,47 +4,34 @@ Runs that differ only in their seed and in numbers on which no shape depends bec
 compiled once. On a CPU every core takes a share of them; on an accelerator they run side by side.
 """
 
-import hashlib
-import itertools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedjax_pfl.data.dataset import fingerprint
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import dataset_of, of_data, prepare
-from fedjax_pfl.experiment.callbacks import check_tensorboard
-from fedjax_pfl.experiment.config import Config, check_config, plain
+from fedjax_pfl.experiment.build import of_data
+from fedjax_pfl.experiment.cells import check_point, folder_of, run_cells
+from fedjax_pfl.experiment.config import Config, plain
 from fedjax_pfl.experiment.distributed import is_first
-from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
+from fedjax_pfl.experiment.executors import Executor
 from fedjax_pfl.experiment.folders import alone_in, writable, write_atomically
 from fedjax_pfl.experiment.frames import client_frame, difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.gathered import cells_of, compared, folders_of, gather, record_of, table_in
+from fedjax_pfl.experiment.grid import combinations, configured
 from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
-from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.latex_table import latex
 from fedjax_pfl.experiment.plots.curves import plot_curves
-from fedjax_pfl.experiment.programs import alike
-from fedjax_pfl.experiment.reading import load_config, read_toml
-from fedjax_pfl.experiment.record import RunDirectory
-from fedjax_pfl.experiment.resume import RunPlace
-from fedjax_pfl.experiment.saved import check_same_data, complete_run
-from fedjax_pfl.experiment.summary import POINTS, flat
-from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, latex, markdown, rows_of, show, without_seed
-from fedjax_pfl.experiment.worker import Outcome
-from fedjax_pfl.methods import METHODS
+from fedjax_pfl.experiment.summary import POINTS
+from fedjax_pfl.experiment.tables import SEED, Cell, csv_of, markdown, rows_of, show, without_seed
 
 if TYPE_CHECKING:
     import matplotlib.axes
     import pandas
-
-
-# The largest number of letters, and of bytes, in the name of a run directory; file systems allow no more bytes.
-_LONGEST_NAME, _MOST_BYTES = 200, 255
 
 
 class Sweep(NamedTuple):
@@ -284,7 +271,7 @@ def sweep(
     """
     out = folder_of(config, out, executor)
     config = of_data(config, data)
-    cells = [Cell(values, _configure(config, values, out)) for values in _combinations(config, plain(grid))]
+    cells = [Cell(values, configured(config, values, out)) for values in combinations(config, plain(grid))]
     if data is not None and "data.source" in grid:
         raise ConfigError("grid.data.source", grid["data.source"], "nothing: data are given in its place")
     chosen = _baseline(cells, baseline)
@@ -304,205 +291,6 @@ def sweep(
         return Sweep(run_cells(cells, data, write, progress, executor), chosen, point)
 
 
-def run_cells(
-    cells: Sequence[Cell],
-    data: Any,
-    write: Callable[[list[Cell]], None],
-    progress: Callable[[str], None] | None,
-    executor: Executor,
-) -> list[Cell]:
-    """Runs the cells that are not complete yet; returns all cells with their results.
-
-    Args:
-      cells: the runs, before any of them is run.
-      data: as in `simulate`.
-      write: called after each program with all runs that are done, in the order of the cells.
-      progress: called with a line of text from time to time.
-      executor: where programs run, as in `sweep`.
-
-    Raises:
-      ConfigError: the directory of a cell holds another run, or no run is possible, all for the same reason.
-    """
-    done: dict[int, Cell] = {}
-    for number, cell in enumerate(cells):
-        complete = complete_run(cell.config)
-        if complete is not None:
-            summary, history, clients = complete
-            done[number] = cell._replace(summary=summary, history=history, clients=clients)
-
-    def in_order() -> list[Cell]:
-        return [done[number] for number in sorted(done)]
-
-    if done and progress:
-        progress(f"{len(done)} of {len(cells)} runs are complete: they are read, not run again")
-    missing = [number for number in range(len(cells)) if number not in done]
-    if data is not None or missing:  # else nothing is loaded
-        _check_done_have_this_data([cell.config for cell in done.values()], data)
-    if not missing:
-        write(in_order())
-    elif not done and name_and_options(executor)[0] == "local":
-        _check_not_all_are_refused([cell.config for cell in cells], data)
-    for places, outcome in run_configs([cells[number].config for number in missing], data, progress, executor):
-        for place, ended in zip(places, outcome, strict=True):
-            found = {"error": ended} if isinstance(ended, str) else ended._asdict()
-            done[missing[place]] = cells[missing[place]]._replace(**found)
-        write(in_order())
-    return in_order()
-
-
-def _check_done_have_this_data(configs: Sequence[Config], data: Any) -> None:
-    """Checks that the complete runs had the same samples as the other runs would have."""
-    known: dict[str, str] = {}
-    for config in configs:
-        if (source := config.data.source) not in known:
-            known[source] = fingerprint(dataset_of(config, data))
-        check_same_data(Path(str(config.run.out)), known[source], "out")
-
-
-def _check_not_all_are_refused(configs: Sequence[Config], data: Any) -> None:
-    """Raises an error that concerns all of these configs, such as missing data, before any is run."""
-    refused: dict[str, ConfigError] = {}
-    for config in configs:
-        try:
-            prepare(config.run)
-            dataset = dataset_of(config, data)
-            RunPlace(config, go_on=True)
-            lay_out([config], dataset)
-        except ConfigError as error:
-            refused[str(error)] = error
-        except Warning:  # which the caller's filters make an error
-            raise
-        except Exception:  # whatever a user's part does is reported with its run
-            return
-        else:
-            return
-        if len(refused) > 1:
-            return
-    raise next(iter(refused.values()))
-
-
-def run_configs(
-    configs: Sequence[Config],
-    data: Any = None,
-    progress: Callable[[str], None] | None = None,
-    executor: Executor = "local",
-) -> Iterator[tuple[list[int], Outcome]]:
-    """Runs configs in as few programs as shapes allow; yields the indices of a program's configs, and its outcome."""
-    places = _programs(configs)
-
-    def report(program: int, line: str) -> None:
-        if progress:
-            of = [configs[place] for place in places[program]]
-            runs = f"{len(of)} runs" if len(of) > 1 else "1 run"
-            progress(f"program {program + 1} of {len(places)} ({of[0].method['name']}, {runs}): {line}")
-
-    if places:
-        to_run = [[configs[at] for at in of] for of in places]
-        for program, outcome in run_programs(executor, to_run, data, report):
-            yield places[program], outcome
-
-
-def _programs(configs: Sequence[Config]) -> list[list[int]]:
-    """The indices of the configs of each program.
-
-    The runs of a program begin in the same round, so a run without a checkpoint of that round is in another one.
-    """
-    programs: dict[str, list[tuple[set[int], list[int]]]] = {}
-    for place, config in enumerate(configs):
-        beginnings = RunPlace(config, go_on=True).beginnings()
-        of_shape = programs.setdefault(alike(config), [])
-        for number, (shared, places) in enumerate(of_shape):
-            if shared & beginnings:
-                of_shape[number] = shared & beginnings, [*places, place]
-                break
-        else:
-            of_shape.append((beginnings, [place]))
-    return [places for of_shape in programs.values() for _, places in of_shape]
-
-
-def check_point(point: str) -> str:
-    """The name of an evaluation point, checked.
-
-    Raises:
-      ConfigError: there is no such point.
-    """
-    if point not in POINTS:
-        raise ConfigError("point", point, "pre (after aggregation) or post (after local training)")
-    return point
-
-
-def check_listed(field: str, values: Any) -> None:
-    """Checks the values that a field is to take.
-
-    Raises:
-      ConfigError: they are no list, or one of them is there twice.
-    """
-    listed = isinstance(values, Sequence) and not isinstance(values, str)
-    if not listed or not values or any(value in values[:at] for at, value in enumerate(values)):
-        raise ConfigError(field, values, "a list of one value or more, each of them once")
-
-
-def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Executor) -> Path | None:
-    """The folder of a sweep's or comparison's runs, with the checks that are possible before any run.
-
-    Raises:
-      ConfigError: this is no config, the executor cannot be used, ``out`` is a file or the directory of a single run,
-        or the config asks for files without ``out``.
-    """
-    check_config(config)
-    out = None if out is None else os.path.expanduser(out)
-    check_executor(executor, out)
-    if out is None and config.run.out is not None:
-        raise ConfigError("run.out", config.run.out, 'leave it out, and give out="...", a folder for all runs')
-    if config.run.tensorboard:
-        check_tensorboard(out, "out")
-    if out is None:
-        for field in ("checkpoint_every", "export", "client_history"):
-            if asked := getattr(config.run, field):
-                raise ConfigError(f"run.{field}", asked, "nothing without out, a folder for what each run leaves")
-        return None
-    of_one = RunDirectory(out, resume=True)  # raises where it is a file
-    if of_one.started and of_one.begun:
-        raise ConfigError("out", str(out), "a folder for many runs: this is the run directory of a single one")
-    # Elsewhere, the working directory may be another one.
-    return Path(out) if name_and_options(executor)[0] == "local" else Path(out).absolute()
-
-
-def load_sweep(
-    path: str | os.PathLike[str], overrides: Sequence[str] = ()
-) -> tuple[Config, dict[str, list[Any]], dict[str, Any] | None]:
-    """Reads a sweep file: ``config``, a path beside it; ``overrides``; tables ``grid`` and, optionally, ``baseline``.
-
-    Args:
-      path: the file.
-      overrides: ``section.key=value`` strings, applied after those of the file.
-
-    Returns:
-      Config, grid and baseline, as `sweep` takes them.
-
-    Raises:
-      ConfigError: the file is missing or not TOML, one of its values cannot be used, or an override is of a field that
-        the grid varies.
-    """
-    tables = read_toml(path, "sweep file")
-    unknown = sorted(tables.keys() - {"config", "overrides", "grid", "baseline"})
-    if unknown or [type(tables.get(key, {})) for key in ("config", "grid", "baseline")] != [str, dict, dict]:
-        has = ", ".join(unknown or tables) or "nothing"
-        allowed = f"config (a path), [grid]; optional: overrides, [baseline]; it has {has}"
-        raise ConfigError("sweep file", str(path), allowed)
-    shared = Path(path).parent / os.path.expanduser(tables["config"])
-    config = load_config(shared, tables.get("overrides", []), overrides)
-    grid, chosen = flat(tables.get("grid", {})), tables.get("baseline")
-    name = config.method["name"]  # what a grid says of this method alone decides for it, too
-    decided = [*grid, *(f"method.{field.partition('.')[2]}" for field in grid if _owner(field, [name]) == name)]
-    for override in overrides:
-        given = override.partition("=")[0].strip()
-        if any(given == field or given.startswith(f"{field}.") for field in decided):
-            allowed = f"a field that [grid] does not give its values: change {given} there, in {path}"
-            raise ConfigError("override", override, allowed)
-    return config, grid, None if chosen is None else flat(chosen, values=grid)
-
-
 def _baseline(cells: Sequence[Cell], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
     """The values of the baseline, checked; those of the first run unless given."""
     named = without_seed(cells[0].values) if baseline is None else baseline
@@ -510,59 +298,6 @@ def _baseline(cells: Sequence[Cell], baseline: Mapping[str, Any] | None) -> dict
         given, one = show(named) if isinstance(named, Mapping) else named, without_seed(cells[0].values)
         raise ConfigError("baseline", given, f"one of the combinations, without the seed, such as {one}")
     return dict(named)
-
-
-def _combinations(config: Config, grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    if not isinstance(grid, Mapping) or not grid:
-        raise ConfigError("grid", grid, "one field or more, each with a list of values")
-    for field, values in grid.items():
-        if not isinstance(field, str):
-            raise ConfigError("grid", field, "dotted fields such as training.lr")
-        check_listed(f"grid.{field}", values)
-        if field.startswith("run.") and field != SEED:
-            raise ConfigError(f"grid.{field}", values, f"another field: of [run], a grid may vary only {SEED}")
-    methods = grid.get("method.name", [config.method["name"]])
-    owner = {field: method for field in grid if (method := _owner(field, methods))}
-    for field, method in owner.items():
-        of_all = f"method.{field.partition('.')[2]}"
-        if method not in methods:
-            allowed = f"a hyperparameter of a method that is run: {', '.join(map(str, methods))}"
-            raise ConfigError(f"grid.{field}", grid[field], allowed)
-        if of_all in grid:
-            raise ConfigError(f"grid.{field}", grid[field], f"nothing beside {of_all}, which is for all methods")
-    found: list[dict[str, Any]] = []
-    for values in itertools.product(*grid.values()):
-        given = dict(zip(grid, values, strict=True))
-        name = given.get("method.name", config.method["name"])
-        mine = {field: value for field, value in given.items() if owner.get(field, name) == name}
-        if mine not in found:
-            found.append(mine)
-    return found
-
-
-def _owner(field: str, methods: Sequence[Any]) -> str | None:
-    """The method whose hyperparameter a field is, such as ``fedprox.mu``; None for a field of the config."""
-    table = field.partition(".")[0]
-    return table if (table in METHODS or table in methods) and table not in Config.model_fields else None
-
-
-def _configure(config: Config, values: Mapping[str, Any], out: Path | None) -> Config:
-    """The config of a combination."""
-    changes: dict[str, Any] = {"run.out": None if out is None else str(out / _folder(values))}
-    method = values.get("method.name", config.method["name"])
-    for field, value in values.items():
-        _, dot, key = field.partition(".")
-        if not dot:
-            raise ConfigError(f"grid.{field}", value, "a dotted field such as training.lr")
-        changes[f"method.{key}" if _owner(field, [method]) else field] = value
-    try:
-        return config.replace(changes)
-    except ConfigError as error:
-        section, _, key = error.field.partition(".")
-        if section == "method" and key != "name" and error.field in values and "method.name" in values:
-            allowed = f"{error.allowed}; as METHOD.{key}, the grid gives it to that method alone"
-            raise ConfigError(error.field, error.value, allowed) from None
-        raise
 
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -592,18 +327,3 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         warnings.warn(f"{path} is not written: {error}", stacklevel=3)
-
-
-def _folder(values: Mapping[str, Any]) -> str:
-    """The name of a run directory; different combinations have different names."""
-    return file_name(",".join(f"{field}={value}" for field, value in values.items()))
-
-
-def file_name(name: str) -> str:
-    """A file name that is as readable as file systems allow; different names have different file names."""
-    allowed = "".join(letter if letter.isalnum() or letter in "=,._-+" else "_" for letter in name)
-    short = allowed[:_LONGEST_NAME]
-    if short == name and len(name.encode()) <= _MOST_BYTES:
-        return name
-    other = f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    return short.encode()[: _MOST_BYTES - len(other)].decode(errors="ignore") + other

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.markdown_table import markdown_table
-from fedjax_pfl.experiment.plots.style import quantity
 from fedjax_pfl.experiment.statistics import (
     ENOUGH_SEEDS,
     Difference,
@@ -21,7 +20,7 @@ from fedjax_pfl.experiment.statistics import (
     holm,
     paired_difference,
 )
-from fedjax_pfl.experiment.summary import FALLING, FIGURES, PACKAGES, POINTS, SCORES, figures_of
+from fedjax_pfl.experiment.summary import FIGURES, PACKAGES, POINTS, SCORES, figures_of
 
 NONE = "—"
 SEED = "run.seed"
@@ -93,7 +92,7 @@ class Group(NamedTuple):
         return any(cell.summary and cell.summary.get("diverged_round") is not None for cell in self.cells.values())
 
 
-_PERCENT = {
+PERCENT = {
     "pre": "PRE",
     "post": "POST",
     "best": "best",
@@ -104,14 +103,6 @@ _PERCENT = {
     "worst_10_percent": "worst 10 %",
     "global": "global",
 }
-_HEADINGS = {"headline": "accuracy", **_PERCENT, "weighted": "weighted"}  # in LaTeX; other figures as in plots
-_COSTS = ("megabytes", "seconds_per_round")
-_IN_PERCENT = 100
-_LATEX = str.maketrans(
-    {letter: rf"\{letter}" for letter in "&%$#_{}"}
-    | {letter: rf"\text{name}{{}}" for letter, name in {"<": "less", ">": "greater", "|": "bar"}.items()}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-)
 _LEGEND = (
     "Accuracy in % on {samples} samples, mean over seeds ± sample standard deviation. PRE: after aggregation, POST: "
     "after local training; both after the last round, unweighted mean over clients; *: the point at which the method "
@@ -136,7 +127,7 @@ def figure_columns(cells: Sequence[Cell]) -> list[str]:
     return [*FIGURES, *(f"{of}{name}" for name in own for of in SCORES)]
 
 
-def _figure_names(cells: Sequence[Cell]) -> list[str]:
+def figure_names(cells: Sequence[Cell]) -> list[str]:
     """The names of all figures of these runs."""
     return list(dict.fromkeys(itertools.chain(figure_columns(cells), *(cell.figures for cell in cells))))
 
@@ -147,7 +138,7 @@ def check_figure(cells: Sequence[Cell], argument: str, figure: str) -> str:
     Raises:
       ConfigError: there is no such figure; the error names the argument and all figures of these runs.
     """
-    if figure not in (known := _figure_names(cells)):
+    if figure not in (known := figure_names(cells)):
         raise ConfigError(argument, figure, one_of(figure, known))
     return figure
 
@@ -157,7 +148,7 @@ def grouped(cells: Iterable[Cell]) -> list[Group]:
     groups: dict[str, Group] = {}
     for cell in cells:
         values = without_seed(cell.values)
-        setting = tuple((field, repr(value)) for field, value in values.items() if _is_of_data(field))
+        setting = tuple((field, repr(value)) for field, value in values.items() if is_of_data(field))
         group = groups.setdefault(show(values), Group(values, setting, {}))
         if cell.summary is not None:
             group.cells[cell.seed] = cell
@@ -187,14 +178,14 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
     attacked = any(cell.config.attack.kind != "none" for cell in cells)
     words = {
         "point": point.upper(),
-        "baseline": show({field: value for field, value in baseline.items() if not _is_of_data(field)}) or "all",
+        "baseline": show({field: value for field, value in baseline.items() if not is_of_data(field)}) or "all",
         "same": " in the same data setting" if several else "",
         "honest": " between clients that are honest in both" if attacked else "",
         "nobody": ", or no client is honest in both" if attacked else "",
         "within": " of a data setting" if several else "",
     }
     legend = _LEGEND.format(
-        samples=_evaluated_on(cells),
+        samples=evaluated_on(cells),
         compared="".join(text.format(**words) for name, text in _COMPARED.items() if name in names),
         validation="".join(
             f"{name} ({text}), "
@@ -229,7 +220,7 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
     return "\n\n".join([legend, markdown_table(names, [[row[name] for name in names] for row in shown]), *notes]) + "\n"
 
 
-def _evaluated_on(cells: Sequence[Cell]) -> str:
+def evaluated_on(cells: Sequence[Cell]) -> str:
     """The samples on which runs are scored, in words."""
     return " or ".join(dict.fromkeys(cell.config.data.evaluate_on for cell in cells))
 
@@ -249,7 +240,7 @@ def _guesses(groups: Sequence[Group]) -> list[str]:
         alike = all(merged.setdefault(seed, value) == value for _, of in members for seed, value in of.items())
         # The clients that are scored may differ from row to row, for instance with different shares of malicious ones.
         of_rows = [(show(group.values), of) for group, of in members]
-        of_all = [(show({field: value for field, value in members[0][0].values.items() if _is_of_data(field)}), merged)]
+        of_all = [(show({field: value for field, value in members[0][0].values.items() if is_of_data(field)}), merged)]
         for name, of in of_all if alike else of_rows:
             said += [f"{mean_and_spread(list(of.values()))} %{name and f' ({name})'}"] if of else []
     return (
@@ -275,92 +266,14 @@ def _mixed_versions(cells: Sequence[Cell]) -> list[str]:
     return [f"**Several versions**: runs were made with {told}: their numbers may differ for that alone."]
 
 
-def latex(cells: Sequence[Cell], figures: Sequence[str], *, heading: str, bold: bool) -> str:
-    """The table in LaTeX: one row per combination; for each data setting, one column per figure.
-
-    Args:
-      cells: the runs.
-      figures: as in `Sweep.to_latex`.
-      heading: of the first column.
-      bold: print the highest mean of each column in bold.
-
-    Raises:
-      ConfigError: there is no such figure, or it is a cost.
-    """
-    allowed = [name for name in _figure_names(cells) if name not in _COSTS]
-    if isinstance(figures, str) or not figures or not set(figures) <= set(allowed):
-        raise ConfigError("figures", figures, f"a list of one or more of {', '.join(allowed)}")
-    columns: dict[str, dict[str, Group]] = {}
-    rows: dict[str, None] = {}
-    for group in grouped(cells):
-        of_data = {field: value for field, value in group.values.items() if _is_of_data(field)}
-        row = show({field: value for field, value in group.values.items() if field not in of_data}) or "all"
-        rows[row] = None
-        columns.setdefault(show(of_data), {})[row] = group
-    shown = {
-        (setting, figure): _latex_column(of, figure, bold=bold) for setting, of in columns.items() for figure in figures
-    }
-    lines = [rf"\begin{{tabular}}{{l{'r' * len(shown)}}}", r"\toprule"]
-    if len(columns) > 1:
-        width, ends = len(figures), range(1, len(shown), len(figures))
-        spans = [rf"\multicolumn{{{width}}}{{c}}{{{_escaped(setting)}}}" for setting in columns]
-        rules = [rf"\cmidrule(lr){{{end + 1}-{end + width}}}" for end in ends]
-        lines += [rf" & {' & '.join(spans)} \\", " ".join(rules)]
-    headings = [heading, *(_latex_heading(figure) for _, figure in shown)]
-    lines += [rf"{' & '.join(map(_escaped, headings))} \\", r"\midrule"]
-    lines += [rf"{' & '.join([_escaped(row), *(of.get(row, '---') for of in shown.values())])} \\" for row in rows]
-    return "\n".join([*_latex_notes(cells, figures, bold), *lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
-
-
-def _latex_heading(figure: str) -> str:
-    """The heading of a figure's column; the notes say what is in %."""
-    return _HEADINGS.get(figure) or quantity(figure)[1].removesuffix(" (%)")
-
-
-def _latex_column(groups: Mapping[str, Group], figure: str, *, bold: bool) -> dict[str, str]:
-    """Row -> entry of the column; entries with the highest mean, as printed, are bold if that is known to be good."""
-    scale, _ = quantity(figure)
-    bold = bold and scale == _IN_PERCENT and figure.rpartition(".")[2] not in FALLING
-    values = {row: [scale * value for value in group.by_seed(figure).values()] for row, group in groups.items()}
-    entries = {row: mean_and_spread(of, 2 if scale == _IN_PERCENT else 4) for row, of in values.items() if of}
-    printed = {row: float(entry.split()[0]) for row, entry in entries.items()}
-    column = {}
-    for row, plain in entries.items():
-        entry = plain.replace("±", r"$\pm$")
-        if bold and len(printed) > 1 and printed[row] == max(printed.values()):
-            entry = rf"\textbf{{{entry}}}"
-        column[row] = entry + (r"$^\dagger$" if groups[row].diverged else "")
-    return column
-
-
-def _latex_notes(cells: Sequence[Cell], figures: Sequence[str], bold: bool) -> list[str]:
-    """Notes for the caption, as LaTeX comments."""
-    groups = grouped(cells)
-    others = ", ".join(_latex_heading(figure) for figure in figures if quantity(figure)[0] != _IN_PERCENT)
-    unit = f"In %, except {others}," if others else "In %"
-    seeds = sorted({len(group.cells) for group in groups} - {0}) or [0]
-    of = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else "one seed" if seeds == [1] else f"{seeds[0]} seeds"
-    best = f"; bold: the highest mean of a column{' in %' if others else ''}" if bold else ""
-    samples = f"on {_evaluated_on(cells)} samples"
-    notes = [rf"Needs \usepackage{{booktabs}}. {unit} {samples}: mean and sample standard deviation over {of}{best}."]
-    if any(group.diverged for group in groups):
-        notes.append("Dagger: diverged: some answers were no numbers, which count as wrong.")
-    notes += [f"Failed: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
-    return [f"% {' '.join(note.split())}" for note in notes]
-
-
-def _escaped(text: str) -> str:
-    # After the end of a row, LaTeX takes a star or a bracket for an argument of the row's end.
-    return ("{}" if text.startswith(("*", "[")) else "") + text.translate(_LATEX)
-
-
-def _is_of_data(field: str) -> bool:
+def is_of_data(field: str) -> bool:
+    """Whether a field belongs to the data setting, within which methods are compared."""
     return field.startswith("data.")
 
 
 def _is_row(group: Group, baseline: Mapping[str, Any]) -> bool:
     """Whether this is the baseline's row in its data setting."""
-    wanted = {field: value for field, value in baseline.items() if not _is_of_data(field)}
+    wanted = {field: value for field, value in baseline.items() if not is_of_data(field)}
     return all(group.values.get(field) == value for field, value in wanted.items())
 
 
@@ -438,7 +351,7 @@ def _row(gap: _Gap, point: str, heading: str, *, bold: bool) -> dict[str, str]:
     summaries = [cell.summary for cell in group.cells.values() if cell.summary]
     headline = summaries[0]["headline"] if summaries else None
     row = {heading: (show(group.values) or "all") + (" †" if group.diverged else ""), "seeds": str(len(group.cells))}
-    for figure, name in _PERCENT.items():
+    for figure, name in PERCENT.items():
         row[name] = mean_and_spread([100 * value for value in group.by_seed(figure).values()])
         if bold and figure == point:
             row[name] = f"**{row[name]}**"

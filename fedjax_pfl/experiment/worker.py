@@ -10,10 +10,11 @@ import numpy as np
 
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import dataset_of, prepare
+from fedjax_pfl.experiment.build import dataset_of
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.driver import drive
 from fedjax_pfl.experiment.parts import parts_of
+from fedjax_pfl.experiment.process import prepare
 from fedjax_pfl.experiment.progress import SECONDS_PER_LINE, Progress, duration
 from fedjax_pfl.experiment.registry import OwnParts, add_parts
 from fedjax_pfl.experiment.resume import RunPlace

@@ -228,10 +228,11 @@ def test_rows_without_numbers_count_for_f_but_are_not_chosen(rule):
 @pytest.mark.parametrize(
     ("ratio", "aggregation", "field", "allowed"),
     [
-        (0.5, {"rule": "trimmed_mean"}, "aggregation.trim", "at least 1/4: the part of the 4 participants"),
+        (0.5, {"rule": "trimmed_mean"}, "aggregation.trim", "at least 1/4: the part of 4 participants per round"),
         ([0.1, 0.5], {"rule": "multi_krum"}, "aggregation.byzantine", "at least 1/4"),
         (1.0, {"rule": "multi_krum", "byzantine": 0.12}, "aggregation.byzantine", "at least 1/8"),
         (0.25, {"rule": "trimmed_mean", "trim": 0.49}, "aggregation.trim", 'aggregation.rule = "median"'),
+        (0.01, {"rule": "trimmed_mean"}, "aggregation.trim", "the part of 1 participant per round"),
         (0.5, {"rule": "trimmed_mean", "trim": 0.25}, None, None),
         (0.5, {"rule": "trimmed_mean", "trim": 0.0}, None, None),
         (0.5, {"rule": "krum"}, None, None),

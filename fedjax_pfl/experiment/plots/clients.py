@@ -8,11 +8,12 @@ import numpy as np
 from jaxtyping import Float
 
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.cells import check_point
 from fedjax_pfl.experiment.comparison import Comparison
 from fedjax_pfl.experiment.plots.given import check_given
 from fedjax_pfl.experiment.plots.style import as_label, drawing, line_style
 from fedjax_pfl.experiment.result import Result
-from fedjax_pfl.experiment.sweep import Sweep, check_point
+from fedjax_pfl.experiment.sweep import Sweep
 from fedjax_pfl.experiment.tables import Group, grouped, of_judged, show
 
 if TYPE_CHECKING:
