@@ -796,9 +796,10 @@ def mean_in(round: int, line: Line, name: str) -> float:
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Spearman's rank correlation; None with fewer than three pairs, or if all figures of a side are the same."""
-    if len(pairs) < 3 or (np.ptp(pairs, axis=0) == 0).any():
+    level = np.round(pairs, 6)  # figures that only the rounding of float32 parts have the same rank
+    if len(pairs) < 3 or (np.ptp(level, axis=0) == 0).any():
         return None
-    return float(stats.spearmanr(pairs).statistic)
+    return float(stats.spearmanr(level).statistic)
 
 
 def runs(lines: Sequence[Line]) -> list[str]:
