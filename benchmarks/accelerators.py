@@ -44,7 +44,7 @@ from listed import names_of
 from fedjax_pfl import Config, load_config
 from fedjax_pfl.data.dataset import Dataset, from_arrays
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.engine.memory import Hardware
+from fedjax_pfl.engine.hardware import Hardware
 from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.programs import Program, traced
 

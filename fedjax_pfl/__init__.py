@@ -11,20 +11,13 @@ if TYPE_CHECKING:
     from fedjax_pfl.analysis.leakage import Leakage, leakage, plot_leakage
     from fedjax_pfl.data.intake import FederatedData
     from fedjax_pfl.errors import ConfigError
-    from fedjax_pfl.experiment.callbacks import (
-        BestModel,
-        Callback,
-        EarlyStopping,
-        MLflowLogger,
-        Running,
-        TensorBoard,
-        WandbLogger,
-    )
+    from fedjax_pfl.experiment.callbacks import BestModel, Callback, EarlyStopping, Running
     from fedjax_pfl.experiment.comparison import Comparison, compare
     from fedjax_pfl.experiment.config import Config
     from fedjax_pfl.experiment.driver import simulate
     from fedjax_pfl.experiment.grid import load_sweep
     from fedjax_pfl.experiment.html import partition_html
+    from fedjax_pfl.experiment.loggers import MLflowLogger, TensorBoard, WandbLogger
     from fedjax_pfl.experiment.plots.answers import plot_confusion, plot_features
     from fedjax_pfl.experiment.plots.attention import plot_attention
     from fedjax_pfl.experiment.plots.clients import plot_clients
@@ -52,12 +45,13 @@ _NAMES = {
     "analysis.leakage": "Leakage leakage plot_leakage",
     "data.intake": "FederatedData",
     "errors": "ConfigError",
-    "experiment.callbacks": "BestModel Callback EarlyStopping MLflowLogger Running TensorBoard WandbLogger",
+    "experiment.callbacks": "BestModel Callback EarlyStopping Running",
     "experiment.comparison": "Comparison compare",
     "experiment.config": "Config",
     "experiment.driver": "simulate",
     "experiment.grid": "load_sweep",
     "experiment.html": "partition_html",
+    "experiment.loggers": "MLflowLogger TensorBoard WandbLogger",
     "experiment.plots.answers": "plot_confusion plot_features",
     "experiment.plots.attention": "plot_attention",
     "experiment.plots.clients": "plot_clients",

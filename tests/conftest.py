@@ -14,11 +14,11 @@ import jaxtyping
 
 from tests import typecheck
 
-# Factories stay out: their ``float`` hyperparameters are also given traced values. So does engine.memory, which walks
+# Factories stay out: their ``float`` hyperparameters are also given traced values. So does engine.peak, which walks
 # through programs: it made more than half of the checked calls in a profile of runs, and hardly any of them of arrays.
 ENGINE = (path.stem for path in (Path(__file__).parent.parent / "fedjax_pfl/engine").glob("[a-z]*.py"))
 CHECKED = ("ops", "models", "data.augment", "data.federated")
-CHECKED += tuple(f"engine.{part}" for part in ENGINE if part != "memory")
+CHECKED += tuple(f"engine.{part}" for part in ENGINE if part != "peak")
 PFEDCSPC = ("calibration", "cluster", "contrast", "corpus", "initial", "kmeans", "knowledge", "relations")
 CHECKED += tuple(f"methods.pfedcspc.{part}" for part in PFEDCSPC)
 CHECKED += tuple(f"methods.pgfedsplit.{part}" for part in ("gaussians", "mixture", "synthetic"))

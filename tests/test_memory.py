@@ -14,17 +14,10 @@ from jax import lax
 
 from fedjax_pfl import Config
 from fedjax_pfl.data.federated import Federation, pack
-from fedjax_pfl.engine.memory import (
-    Hardware,
-    Memory,
-    _left_in_groups,
-    _operations,
-    available,
-    peak_bytes,
-    resident_set,
-    survey,
-)
+from fedjax_pfl.engine.hardware import Hardware, _left_in_groups, available, resident_set
+from fedjax_pfl.engine.memory import Memory, survey
 from fedjax_pfl.engine.participation import Participation
+from fedjax_pfl.engine.peak import operations, peak_bytes
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.experiment.placing import place, place_runs
@@ -109,7 +102,7 @@ def test_operations_within_loops_are_compiled_too():
         return lax.scan(lambda y, _: (lax.sin(y), None), x, None, length=5)[0]
 
     # A loop with a comparison, a product and a sum; and one with a sine.
-    assert _operations(jax.make_jaxpr(looped)(jnp.float32(1.0)).jaxpr) == 4 + 2
+    assert operations(jax.make_jaxpr(looped)(jnp.float32(1.0)).jaxpr) == 4 + 2
 
 
 def test_further_runs_share_the_samples():

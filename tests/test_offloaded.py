@@ -6,7 +6,7 @@ import pytest
 
 from fedjax_pfl import Config, ConfigError, compare, simulate
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.engine.memory import Hardware
+from fedjax_pfl.engine.hardware import Hardware
 from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.programs import traced
 from fedjax_pfl.ops.tree import size

@@ -13,9 +13,10 @@ import pytest
 from fedjax_pfl import Config, ConfigError, compare, simulate, sweep
 from fedjax_pfl.data.rows import Holdings, Split
 from fedjax_pfl.experiment.build import DataShape
-from fedjax_pfl.experiment.callbacks import Running, TensorBoard
+from fedjax_pfl.experiment.callbacks import Running
 from fedjax_pfl.experiment.folders import write_atomically
 from fedjax_pfl.experiment.kept import Kept
+from fedjax_pfl.experiment.loggers import TensorBoard
 from fedjax_pfl.experiment.record import _FILES, RunDirectory
 from fedjax_pfl.experiment.saved import _not_kept
 from fedjax_pfl.experiment.sections import Run

@@ -22,8 +22,10 @@ from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.data.split import draw_test, manifest
-from fedjax_pfl.engine.memory import Hardware, peak_bytes, survey
+from fedjax_pfl.engine.hardware import Hardware
+from fedjax_pfl.engine.memory import survey
 from fedjax_pfl.engine.metrics import METRICS
+from fedjax_pfl.engine.peak import peak_bytes
 from fedjax_pfl.experiment import layout, programs
 from fedjax_pfl.experiment.build import divide, make_engine, shape_of
 from fedjax_pfl.experiment.layout import lay_out
@@ -662,11 +664,11 @@ def test_a_model_that_does_not_fit_the_images_says_so():
 
 
 def test_a_run_that_does_not_fit_into_memory_says_so(monkeypatch):
-    monkeypatch.setattr("fedjax_pfl.engine.memory.available", lambda: 10_000)
+    monkeypatch.setattr("fedjax_pfl.engine.hardware.available", lambda: 10_000)
     with pytest.raises(ConfigError, match="GB") as caught:
         simulate(config())
     assert caught.value.field == "data.clients"
-    monkeypatch.setattr("fedjax_pfl.engine.memory.available", lambda: 280_000)
+    monkeypatch.setattr("fedjax_pfl.engine.hardware.available", lambda: 280_000)
     with pytest.raises(ConfigError, match=r"at most \d: .* GB") as caught:
         simulate(config(run={"placement": "vmap", "chunk": 100}))
     assert caught.value.field == "run.chunk"

@@ -1,22 +1,18 @@
 """How much memory a run needs, before anything is compiled, and how many clients fit side by side."""
 
-import contextlib
-import ctypes
 import functools
-import math
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jaxtyping import Array, Key, PyTree
 
 from fedjax_pfl.data.federated import Clients, Federation, Samples, client_data
 from fedjax_pfl.engine.contract import check_diagnostics, check_logits, check_parts, initial_state, upload_of_setup
+from fedjax_pfl.engine.hardware import resident_set
+from fedjax_pfl.engine.peak import operations, peak_bytes
 from fedjax_pfl.engine.round import UPDATE_COSINE, Engine
 from fedjax_pfl.engine.scoring import Scores, scores_of, tally
 from fedjax_pfl.engine.traffic import Exchange
@@ -35,29 +31,6 @@ _COMPILER_BYTES_PER_OPERATION = 150_000
 _PLANNED = {"cpu": 1.4, "gpu": 1.4, "tpu": 1.6}
 # This multiple on a GPU below float32 precision, where one patch serves several output columns (`models/patches.py`).
 _PLANNED_WIDE = 1.05
-# Element-wise and reordering operations: XLA may write their result over an operand that nobody reads later.
-_IN_PLACE = {"add", "add_any", "div", "integer_pow", "max", "min", "mul", "neg", "select_n", "square", "sub"}
-_IN_PLACE |= {"abs", "clamp", "exp", "log", "logistic", "pow", "rsqrt", "sign", "sqrt", "tanh"}
-_IN_PLACE |= {"expand_dims", "reshape", "squeeze", "transpose"}
-
-
-class Hardware(NamedTuple):
-    """The hardware for which the programs of a run are compiled.
-
-    Attributes:
-      backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      devices: those of this process, or the first of them.
-      bytes: the memory of each device, in bytes.
-    """
-
-    backend: str
-    devices: tuple[jax.Device, ...]
-    bytes: int
-
-
-def this_hardware() -> Hardware:
-    """The devices of this process."""
-    return Hardware(jax.default_backend(), tuple(jax.local_devices()), available())
 
 
 class Memory(NamedTuple):
@@ -229,7 +202,7 @@ def survey(
         calibrated=calibrated,
     )
     if backend == "cpu":
-        compiler = _COMPILER_BYTES + _COMPILER_BYTES_PER_OPERATION * _operations(traced.jaxpr)
+        compiler = _COMPILER_BYTES + _COMPILER_BYTES_PER_OPERATION * operations(traced.jaxpr)
         memory = memory._replace(compiler=compiler).of_this_process()
     said = jax.eval_shape(method.diagnose, server)
     check_diagnostics(update.diagnostics or (), said, UPDATE_COSINE)
@@ -296,133 +269,3 @@ def _of_server(fn: Callable[..., PyTree], engine: Engine, server: PyTree, sent: 
     weight = jax.ShapeDtypeStruct(everyone, jnp.float32)
     traced, after = jax.make_jaxpr(part, return_shape=True)(jax.random.key(0), t, server, uploads, ids, weight)
     return peak_bytes(traced.jaxpr), after
-
-
-def resident_set() -> int:
-    """Bytes that this process holds, where the system says so (Linux), else 0."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def release_freed() -> None:
-    """Returns to the system what the process has freed and the C library keeps, where that is glibc.
-
-    Compilers leave hundreds of megabytes behind that nothing else will use.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another system, or another C library
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def available() -> int:
-    """Bytes that a device offers: an accelerator's own memory, or an equal share of what the host has available."""
-    device = jax.local_devices()[0]
-    stats = device.memory_stats() or {}
-    if "bytes_limit" in stats:
-        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
-    return _host_bytes() // jax.local_device_count()
-
-
-# Folder of Linux's control groups (version 2, version 1) -> names of limit, use and caches.
-_GROUPS = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-
-
-def _host_bytes() -> int:
-    """What Linux calls MemAvailable, which counts file caches as free; elsewhere all of the host's memory."""
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([free, *_left_in_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
-
-
-def _left_in_groups(own: Path, root: Path) -> list[int]:
-    """What the control groups of this process may still take, such as those of a container or a job of a cluster.
-
-    File caches count as taken there; those that the kernel would give up are left out.
-
-    Args:
-      own: the file that names the groups.
-      root: where they are mounted, under version 2 or 1.
-    """
-    left = []
-    with contextlib.suppress(OSError):
-        for line in own.read_text(encoding="ascii").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers not in _GROUPS:
-                continue
-            limit, used, caches = _GROUPS[controllers]
-            group = root / controllers / path.strip("/")
-            for folder in (group, *group.parents):  # a group is also under the limits of its parents
-                with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit
-                    most, taken = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
-                    stat = (folder / "memory.stat").read_text(encoding="ascii")
-                    left.append(most - taken + int(dict(entry.split() for entry in stat.splitlines())[caches]))
-    return left
-
-
-def peak_bytes(jaxpr: Jaxpr) -> int:
-    """The most bytes alive at once when the operations run in order, each result until its last use.
-
-    Inputs do not count: the caller keeps them, as a loop keeps the samples that each of its steps reads. As in compiled
-    programs, an element-wise or reordering operation overwrites an operand of the same size that nobody reads later,
-    and a step of a loop overwrites its carry. The result of a subprogram counts once, where it is called.
-    """
-    return _peak_bytes(jaxpr, frozenset())
-
-
-def _peak_bytes(jaxpr: Jaxpr, elsewhere: frozenset[Var]) -> int:
-    """`peak_bytes` of a subprogram; the results in ``elsewhere`` are counted by its caller."""
-    last_use = dict.fromkeys(_results(jaxpr), len(jaxpr.eqns))
-    for step in reversed(range(len(jaxpr.eqns))):
-        for var in jaxpr.eqns[step].invars:
-            if not isinstance(var, Literal):
-                last_use.setdefault(var, step)
-    alive: dict[Var, int] = {}
-    total = peak = 0
-    for step, eqn in enumerate(jaxpr.eqns):
-        loop = eqn.primitive.name in ("while", "scan")
-        inner = max((_peak_bytes(part, _results(part)) for part in _subprograms(eqn.params)), default=0)
-        new = {var: 0 if var in elsewhere else _bytes(var) for var in eqn.outvars}
-        done = {var for var in (*eqn.invars, *eqn.outvars) if isinstance(var, Var) and last_use.get(var, -1) <= step}
-        given_free = [alive.get(var, 0) for var in done]
-        in_place = 0
-        if loop or eqn.primitive.name in _IN_PLACE:
-            for needed in new.values():
-                if needed in given_free:
-                    given_free.remove(needed)
-                    in_place += needed
-        total += sum(new.values())
-        alive.update(new)
-        peak = max(peak, total - in_place + inner)
-        total -= sum(alive.pop(var, 0) for var in done)
-    return peak
-
-
-def _results(jaxpr: Jaxpr) -> frozenset[Var]:
-    return frozenset(var for var in jaxpr.outvars if isinstance(var, Var))
-
-
-def _subprograms(params: dict[str, Any]) -> Iterator[Jaxpr]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, Jaxpr):
-                yield item
-
-
-def _operations(jaxpr: Jaxpr) -> int:
-    """The number of operations, each of a loop's or a branch's once."""
-    return sum(1 + sum(map(_operations, _subprograms(eqn.params))) for eqn in jaxpr.eqns)
-
-
-def _bytes(var: Var) -> int:
-    shape, dtype = getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", None)
-    return math.prod(shape) * getattr(dtype, "itemsize", 8)

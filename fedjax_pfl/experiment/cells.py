@@ -8,10 +8,10 @@ from typing import Any
 from fedjax_pfl.data.dataset import fingerprint
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import dataset_of
-from fedjax_pfl.experiment.callbacks import check_tensorboard
 from fedjax_pfl.experiment.config import Config, check_config
 from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
 from fedjax_pfl.experiment.layout import lay_out
+from fedjax_pfl.experiment.loggers import check_tensorboard
 from fedjax_pfl.experiment.process import prepare
 from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.record import RunDirectory

@@ -29,6 +29,7 @@ from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import dataset_of, of_data
 from fedjax_pfl.experiment.callbacks import Callback, check_callbacks
 from fedjax_pfl.experiment.checkpoint import Saved, Stop, stop_on_signals
+from fedjax_pfl.experiment.clock import Clock
 from fedjax_pfl.experiment.config import Config, check_config
 from fedjax_pfl.experiment.course import Course
 from fedjax_pfl.experiment.distributed import agree
@@ -41,9 +42,6 @@ from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.resume import RunPlace, versions
 from fedjax_pfl.experiment.summary import mean_line
 from fedjax_pfl.method import Method, State
-
-# A block of rounds should return to the host after about this time, to report progress.
-_SECONDS_PER_BLOCK = 2.0
 
 
 def simulate(
@@ -189,11 +187,10 @@ def drive(
         ]
         _begin(program, places, courses, saved, restored, report)
         states = program.init() if restored is None else program.put(restored)
-        t, round_seconds = saved[0].round, saved[0].round_seconds
-        began -= runs * saved[0].seconds
+        t, clock = saved[0].round, Clock(began, runs, saved[0])
         one_by_one = any(type(callback).on_round is not Callback.on_round for callback in callbacks)
         catches = returns or any(place.checkpoints for place in places)
-        block, started_running, checkpointed = 1, time.perf_counter(), False
+        block, checkpointed = 1, False
         stopping = at_end.enter_context(stop_on_signals() if catches else nullcontext(Stop()))
         for course in courses:
             course.tell("on_start")
@@ -205,20 +202,17 @@ def drive(
         while going := [course for course in courses if course.end > t]:
             ends = [course.end for course in going]
             stop, evaluated = _next_block(t, 1 if one_by_one else block, ends, first.run.eval_every, every)
-            started = time.perf_counter()
-            states = program.rounds(states, t, stop, evaluate=evaluated)
-            # Waits for the devices.
-            losses = [float(loss) for loss in program.each([state.loss for state in states])]
-            round_seconds += (time.perf_counter() - started) / runs
-            t = stop
-            seconds_per_round = runs * (round_seconds - saved[0].round_seconds) / (t - saved[0].round)
-            block = max(1, int(_SECONDS_PER_BLOCK / seconds_per_round))
+            with clock.rounds():
+                states = program.rounds(states, t, stop, evaluate=evaluated)
+                # Waits for the devices.
+                losses = [float(loss) for loss in program.each([state.loss for state in states])]
+            t, block = stop, clock.block(stop)
             for course in going:
                 course.live.round, course.live.loss = t, losses[course.run]
                 course.tell("on_round")
             if evaluated:
                 scores, sent = program.score(states, t), program.each([state.traffic for state in states])
-                seconds = (time.perf_counter() - began) / runs
+                seconds = clock.seconds
                 for course in going:
                     course.record(scores[course.run], sent[course.run], seconds)
             stopped = any(course.live.stopped for course in courses)
@@ -238,17 +232,16 @@ def drive(
             # The returned result has one more round, which is evaluated only for it. A checkpoint after that round
             # would differ from the checkpoint of an uninterrupted run.
             if (due or interrupted) and not (returning and checkpointed):
-                seconds = (time.perf_counter() - began) / runs
+                seconds = clock.seconds
                 for course, state in zip(courses, program.each(states), strict=True):
-                    course.save(state, t, seconds, round_seconds)
+                    course.save(state, t, seconds, clock.round_seconds)
                 checkpointed = returning
             if interrupted and not returning:
                 stopping.leave()
-            left = (time.perf_counter() - started_running) / (t - saved[0].round) * (end - t)
             last = mean_line([course.lines[-1] for course in going]) if going[0].lines else None
             loss = float(np.mean([losses[course.run] for course in going]))
-            report(Progress(t, end, loss, last, left, program.bytes(), runs))
-        results = _results(program, courses, states, t, began, round_seconds, dataset.name, data)
+            report(Progress(t, end, loss, last, clock.left(t, end), program.bytes(), runs))
+        results = _results(program, courses, states, t, clock, dataset.name, data)
     if stopping.signal and not (returns and stopping.signal == signal.SIGINT):
         stopping.leave()  # the signal came when these runs were done, and is meant for the whole process
     return results
@@ -306,8 +299,7 @@ def _results(
     courses: Sequence[Course],
     states: list[Run],
     t: int,
-    began: float,
-    round_seconds: float,
+    clock: Clock,
     dataset: str,
     data: Any,
 ) -> list[Result]:
@@ -319,8 +311,8 @@ def _results(
     timing = {
         **({"runs_in_the_program": runs} if runs > 1 else {}),
         "compile_seconds": program.compile_seconds / runs,
-        "seconds_per_round": round_seconds / t,
-        "total_seconds": (time.perf_counter() - began) / runs,
+        "seconds_per_round": clock.round_seconds / t,
+        "total_seconds": clock.seconds,
     }
     ended = program.each(states)
     exports = program.export(ended, t)

@@ -20,7 +20,8 @@ from jaxtyping import Array, Int, PyTree
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federated import Clients, Federation, Samples
 from fedjax_pfl.data.rows import Holdings
-from fedjax_pfl.engine.memory import Hardware, Memory, survey, this_hardware
+from fedjax_pfl.engine.hardware import Hardware, this_hardware
+from fedjax_pfl.engine.memory import Memory, survey
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import UPDATE_COSINE, Engine
 from fedjax_pfl.engine.traffic import Exchange

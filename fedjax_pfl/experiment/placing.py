@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
-from fedjax_pfl.engine.memory import Hardware, Memory
+from fedjax_pfl.engine.hardware import Hardware
+from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.config import Config

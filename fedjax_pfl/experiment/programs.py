@@ -22,7 +22,8 @@ from jaxtyping import Array, Int, PyTree
 
 from fedjax_pfl.data.federated import Federation, Samples
 from fedjax_pfl.data.rows import Holdings
-from fedjax_pfl.engine.memory import Memory, release_freed
+from fedjax_pfl.engine.hardware import release_freed
+from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.engine.metrics import METRICS
 from fedjax_pfl.engine.participation import rounds_participated
 from fedjax_pfl.engine.placement import Placement, map_clients

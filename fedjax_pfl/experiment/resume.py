@@ -12,10 +12,11 @@ import numpy as np
 from fedjax_pfl.data.rows import Holdings
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.callbacks import Callback, TensorBoard, check_tensorboard
+from fedjax_pfl.experiment.callbacks import Callback
 from fedjax_pfl.experiment.checkpoint import Best, Checkpoints, Saved
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import is_first
+from fedjax_pfl.experiment.loggers import TensorBoard, check_tensorboard
 from fedjax_pfl.experiment.record import RunDirectory
 from fedjax_pfl.experiment.saved import check_alike, check_same_data
 from fedjax_pfl.experiment.summary import PACKAGES, Line
