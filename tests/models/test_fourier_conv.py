@@ -63,8 +63,13 @@ def test_it_is_faster_for_large_kernels_on_enough_images():
     assert is_faster_than_direct(32, (14, 14), (5, 5, 16, 32))
     assert is_faster_than_direct(32, (16, 16), (5, 5, 16, 32))
     assert not is_faster_than_direct(10, (14, 14), (5, 5, 16, 32))
+    assert not is_faster_than_direct(10, (16, 16), (5, 5, 16, 32))
     assert not is_faster_than_direct(1, (14, 14), (5, 5, 32, 64))
-    assert not is_faster_than_direct(32, (8, 8), (3, 3, 32, 64))
+    assert is_faster_than_direct(32, (8, 8), (3, 3, 32, 64))
+    assert not is_faster_than_direct(10, (8, 8), (3, 3, 32, 64))
+    assert is_faster_than_direct(10, (16, 16), (3, 3, 32, 64))  # as FedCPD fuses the maps of cnn2
+    assert is_faster_than_direct(10, (14, 14), (3, 3, 64, 32))
+    assert not is_faster_than_direct(10, (34, 34), (3, 3, 64, 64))
     assert not is_faster_than_direct(32, (32, 32), (1, 1, 64, 64))
 
 
