@@ -1,4 +1,4 @@
-"""The tables of FedCPD: ``python benchmarks/fedcpd_tables.py table1 --seeds 0,1,2``; see ``tables.py``."""
+"""The tables of FedCPD: ``python benchmarks/fedcpd_tables.py table1 --seeds 0,1,2``; see ``tables``."""
 
 from pathlib import Path
 

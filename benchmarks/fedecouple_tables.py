@@ -1,4 +1,4 @@
-"""The tables of FedeCouple: ``python benchmarks/fedecouple_tables.py table2 --seeds 0,1,2``; see ``tables.py``."""
+"""The tables of FedeCouple: ``python benchmarks/fedecouple_tables.py table2 --seeds 0,1,2``; see ``tables``."""
 
 from pathlib import Path
 

@@ -35,7 +35,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT / "benchmarks"))
 
-from tables import Line, Setting, Table, diverged, lead, lines_of, load_cells, majority, read_table  # noqa: E402
+from tables.lines import Line, lines_of  # noqa: E402
+from tables.page import diverged, lead, majority  # noqa: E402
+from tables.paper import Setting, Table, read_table  # noqa: E402
+from tables.store import load_cells  # noqa: E402
 
 Schema = dict[str, Any]
 # Code, which has no links; a link and its target; that of a reference; that of a picture in HTML.
@@ -309,7 +312,7 @@ def shown_in(path: Path) -> str:
 
 @functools.cache
 def tables_of_results() -> list[tuple[Path, dict[str, Any]]]:
-    """The files that benchmarks/tables.py has written, and what they hold."""
+    """The files that benchmarks/tables has written, and what they hold."""
     read = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(RESULTS.glob("*.json"))]
     return [(path, held) for path, held in read if "cells" in held and "table" in held]
 

@@ -195,13 +195,14 @@ def check_own(words):
 
 def check_table(script, arguments):
     """Raises unless a table of a paper, with its settings and rows, is there."""
-    import tables
+    from tables.command import parser
+    from tables.paper import allow, read_table
 
     paper = HOME / "benchmarks" / "papers" / f"{script.stem.removesuffix('_tables')}.toml"
-    options = tables.parser(paper).parse_args(arguments)
-    table = tables.read_table(paper, options.table)
-    tables.allow("--settings", options.settings or (), table.settings)
-    tables.allow("--methods", options.methods or (), table.rows)
+    options = parser(paper).parse_args(arguments)
+    table = read_table(paper, options.table)
+    allow("--settings", options.settings or (), table.settings)
+    allow("--methods", options.methods or (), table.rows)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=lambda page: page.name)

@@ -15,12 +15,18 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
-from benchmarks import tables
+from benchmarks.tables import command, fill, page, store
+from benchmarks.tables.command import without_folder
+from benchmarks.tables.fill import cell_overrides, gradient_passes, machine_of
+from benchmarks.tables.lines import Line, curve_of, figures, paired_p
+from benchmarks.tables.page import majority, ranking
+from benchmarks.tables.paper import ROOT, Row, read_table
+from benchmarks.tables.store import alone, load_cells
 from fedjax_pfl import ConfigError, load_config
 from fedjax_pfl.experiment.worker import Finished
 
-PAPERS = sorted((tables.ROOT / "benchmarks" / "papers").glob("*.toml"))
-RESULTS = sorted(path for path in tables.RESULTS.glob("*.json") if "cells" in json.loads(path.read_text("utf-8")))
+PAPERS = sorted((ROOT / "benchmarks" / "papers").glob("*.toml"))
+RESULTS = sorted(path for path in store.RESULTS.glob("*.json") if "cells" in json.loads(path.read_text("utf-8")))
 PAPER = """
 paper = "Toy"
 [methods.local]
@@ -162,7 +168,7 @@ def paper(tmp_path, monkeypatch):
     (tmp_path / "config.toml").write_text(CONFIG, encoding="utf-8")
     path = tmp_path / "toy.toml"
     path.write_text(PAPER.replace("CONFIG", str(tmp_path / "config.toml")), encoding="utf-8")
-    monkeypatch.setattr(tables, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(store, "RESULTS", tmp_path / "results")
     return path
 
 
@@ -182,8 +188,8 @@ def each_by(simulate):
 @pytest.fixture
 def fake(monkeypatch):
     simulator = Fake()
-    monkeypatch.setattr(tables, "run_configs", each_by(simulator))
-    monkeypatch.setattr(tables, "gradient_passes", lambda config: 2.5)
+    monkeypatch.setattr(fill, "run_configs", each_by(simulator))
+    monkeypatch.setattr(fill, "gradient_passes", lambda config: 2.5)
     return simulator
 
 
@@ -196,15 +202,15 @@ def scores(paper, tmp_path):
 
 
 def call(paper, arguments):
-    tables.main(paper, arguments.split())
+    command.main(paper, arguments.split())
 
 
 def markdown(name="toy_table1"):
-    return (tables.RESULTS / f"{name}.md").read_text(encoding="utf-8")
+    return (store.RESULTS / f"{name}.md").read_text(encoding="utf-8")
 
 
 def cells(name="toy_table1"):
-    held = json.loads((tables.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    held = json.loads((store.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return {(cell["setting"], cell["row"], cell["seed"]): cell for cell in held["cells"]}
 
 
@@ -220,8 +226,8 @@ def test_guessing_is_judged_on_the_partition_that_most_rows_have():
         return {"seed": seed, "partition_hash": partition, "majority_class": found}
 
     usual = [cell(0, "a", 0.25), cell(0, "a", 0.25), cell(1, "b", 0.75), cell(1, "b", 0.75)]
-    assert tables.majority([cell(0, "with validation samples", 0.9), *usual]) == tables.majority(usual)
-    assert "50.00 ± 35.36 %, by samples 50.00 ± 0.00 %" in tables.majority(usual)[0]
+    assert majority([cell(0, "with validation samples", 0.9), *usual]) == majority(usual)
+    assert "50.00 ± 35.36 %, by samples 50.00 ± 0.00 %" in majority(usual)[0]
 
 
 def test_runs_that_diverged_are_named(paper, fake):
@@ -233,7 +239,7 @@ def test_runs_that_diverged_are_named(paper, fake):
 
 def test_the_recorded_command_does_not_say_where_runs_were_kept():
     given = "table1 --work /home/me/runs --seeds 0,1 --checkpoint-every 5 --rounds 2 --work=/tmp/x --name mine"
-    assert tables.without_folder(given.split()) == ["table1", "--seeds", "0,1", "--rounds", "2", "--name", "mine"]
+    assert without_folder(given.split()) == ["table1", "--seeds", "0,1", "--rounds", "2", "--name", "mine"]
 
 
 def test_a_setting_that_is_moved_is_named_beside_the_papers_figures(paper, fake, capsys):
@@ -313,6 +319,9 @@ def test_a_cell_of_a_cpu_is_kept_whichever_name_its_precision_has(paper, fake):
 
 
 def test_a_plan_says_what_would_be_run_and_why_and_runs_nothing(paper, fake, capsys):
+    call(paper, "table1 --settings three --methods local --plan")
+    assert capsys.readouterr() == ("", "would run  three local seed 0: not there yet\n")
+    assert not store.RESULTS.exists()  # a page without a cell says nothing
     call(paper, "table1 --settings three --methods local,fedavg")
     page, held = markdown(), cells()
     capsys.readouterr()
@@ -328,18 +337,18 @@ def test_a_plan_says_what_would_be_run_and_why_and_runs_nothing(paper, fake, cap
 
 def test_paired_p_needs_two_common_seeds_and_a_spread():
     first, second = {0: 0.60, 1: 0.62, 2: 0.67}, {0: 0.65, 1: 0.70, 2: 0.69, 7: 0.1}
-    assert tables.paired_p(first, second) == pytest.approx(1 - 2.8867513 / np.sqrt(2.8867513**2 + 2), abs=1e-7)
-    assert tables.paired_p(second, first) == pytest.approx(tables.paired_p(first, second))
-    assert tables.paired_p({0: 0.1, 1: 0.2}, {1: 0.3, 2: 0.2}) is None
-    assert tables.paired_p(first, {seed: accuracy + 0.1 for seed, accuracy in first.items()}) is None
+    assert paired_p(first, second) == pytest.approx(1 - 2.8867513 / np.sqrt(2.8867513**2 + 2), abs=1e-7)
+    assert paired_p(second, first) == pytest.approx(paired_p(first, second))
+    assert paired_p({0: 0.1, 1: 0.2}, {1: 0.3, 2: 0.2}) is None
+    assert paired_p(first, {seed: accuracy + 0.1 for seed, accuracy in first.items()}) is None
 
 
 def test_the_machine_is_that_of_the_run():
     """Not of the process that writes the table, which may find a run complete."""
     recorded = {"platform": "abacus", "device_count": 2, "jax": "1.2.3"}
-    assert tables.machine_of(recorded) == "JAX on abacus (devices: 2), jax 1.2.3"
+    assert machine_of(recorded) == "JAX on abacus (devices: 2), jax 1.2.3"
     recorded |= {"cores": 3, "machine": "wood", "python": "4.5.6"}
-    assert tables.machine_of(recorded) == "3 wood cores, JAX on abacus (devices: 2), jax 1.2.3, Python 4.5.6"
+    assert machine_of(recorded) == "3 wood cores, JAX on abacus (devices: 2), jax 1.2.3, Python 4.5.6"
 
 
 def test_one_seed_has_neither_deviation_nor_p_value(paper, fake):
@@ -359,7 +368,7 @@ def test_the_reference_can_be_chosen(paper, fake):
     assert "Behind FedAvg:" in markdown()
     paper.write_text(paper.read_text().replace('"fedavg"\n', '"best"\n', 1))
     with pytest.raises(ConfigError, match=r"table1.reference = 'best' is not usable: allowed: local, fedavg, fedprox"):
-        tables.read_table(paper, "table1")
+        read_table(paper, "table1")
 
 
 def test_the_legend_says_what_the_table_shows(scores, fake):
@@ -418,7 +427,7 @@ def test_a_cell_whose_config_has_changed_is_run_again_and_replaced(paper, fake):
 
 def test_a_cell_from_before_a_field_of_the_config_is_kept_and_one_with_a_field_that_is_gone_run_again(paper, fake):
     call(paper, "table1 --settings three --methods local,fedavg,fedprox")
-    path = tables.RESULTS / "toy_table1.json"
+    path = store.RESULTS / "toy_table1.json"
     held = json.loads(path.read_text(encoding="utf-8"))
     local, fedavg, fedprox = (cell["config"] for cell in held["cells"])
     del local["training"]["momentum"], fedprox["method"]["mu"]
@@ -433,14 +442,14 @@ def test_a_cell_from_before_a_field_of_the_config_is_kept_and_one_with_a_field_t
 
 def test_a_run_is_not_replaced_by_one_of_fewer_rounds(paper, fake, capsys):
     call(paper, "table1 --settings three --methods local")
-    before = (tables.RESULTS / "toy_table1.json").read_bytes()
+    before = (store.RESULTS / "toy_table1.json").read_bytes()
     with pytest.raises(SystemExit) as ended:
         call(paper, "table1 --settings three --methods fedavg,local --rounds 1")
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(
         "error: 1 rounds are fewer: three local seed 0 has 2 rounds, which would be lost; give another --name\n"
     )
-    assert ((tables.RESULTS / "toy_table1.json").read_bytes(), len(fake.configs)) == (before, 1)
+    assert ((store.RESULTS / "toy_table1.json").read_bytes(), len(fake.configs)) == (before, 1)
     call(paper, "table1 --settings three --methods fedavg,local --rounds 1 --name short")
     assert len(cells("short")) == 2
 
@@ -461,7 +470,7 @@ def test_passes_do_not_count_diagnostics_nor_depend_on_the_rule(tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG, encoding="utf-8")
     plain = ["method.name=fedecouple", "training.copies=none"]
     more = ["run.diagnostics=true", "aggregation.rule=trimmed_mean", "aggregation.trim=0.3"]
-    found = [tables.gradient_passes(load_config(tmp_path / "config.toml", chosen)) for chosen in (plain, plain + more)]
+    found = [gradient_passes(load_config(tmp_path / "config.toml", chosen)) for chosen in (plain, plain + more)]
     assert found[0] == found[1] > 2
 
 
@@ -491,11 +500,11 @@ overrides = ["method.name=fedavg"]
 
 
 def test_controls_come_before_the_rows_of_every_table_but_where_it_has_them_itself(paper):
-    own = {name: list(tables.read_table(paper, name).rows) for name in ("table1", "table2")}
+    own = {name: list(read_table(paper, name).rows) for name in ("table1", "table2")}
     with paper.open("a") as file:
         file.write(CONTROLS)
-    assert list(tables.read_table(paper, "table2").rows) == ["local", "fedavg", *own["table2"]]
-    table = tables.read_table(paper, "table1")
+    assert list(read_table(paper, "table2").rows) == ["local", "fedavg", *own["table2"]]
+    table = read_table(paper, "table1")
     assert list(table.rows) == own["table1"]
     assert table.rows["local"].label != "on its own"
     assert table.reference == own["table1"][-1]
@@ -506,10 +515,10 @@ def test_a_table_may_choose_its_controls(paper):
     text = paper.read_text() + CONTROLS
     for chosen in (["fedavg"], []):
         paper.write_text(text.replace(title, f"{title}controls = {json.dumps(chosen)}\n"))
-        assert list(tables.read_table(paper, "table2").rows) == [*chosen, "mild"]
+        assert list(read_table(paper, "table2").rows) == [*chosen, "mild"]
     paper.write_text(text.replace(title, f'{title}controls = ["ditto"]\n'))
     with pytest.raises(ConfigError, match=r"table2\.controls.*ditto.*local, fedavg"):
-        tables.read_table(paper, "table2")
+        read_table(paper, "table2")
 
 
 SYSTEMS = ("fedecouple", "fedfcd", "pgfedsplit", "fedcpd", "pfedcspc")
@@ -519,7 +528,7 @@ SYSTEMS = ("fedecouple", "fedfcd", "pgfedsplit", "fedcpd", "pfedcspc")
 def test_personal_models_stand_beside_local_fine_tuning_and_the_method_without_collaboration(path):
     seen = set()
     for name, fields in tomllib.loads(path.read_text(encoding="utf-8"))["tables"].items():
-        table = tables.read_table(path, name)
+        table = read_table(path, name)
         overrides = [row.overrides for row in table.rows.values()]
         wanted = "method.name=local", "method.name=fedavg_ft", "participation.collaborate=false"
         found = [any(value in given for given in overrides) for value in wanted]
@@ -564,10 +573,10 @@ def test_a_paper_may_report_the_best_round(paper, fake, monkeypatch, capsys):
 def test_a_table_may_report_another_round_than_its_paper(paper):
     text = paper.read_text().replace('title = "Table I: toy"', 'title = "Table I: toy"\nheadline = "last"')
     paper.write_text('headline = "best"\n' + text)
-    assert [tables.read_table(paper, name).headline for name in ("table1", "table2")] == ["last", "best"]
+    assert [read_table(paper, name).headline for name in ("table1", "table2")] == ["last", "best"]
     paper.write_text('headline = "first"\n' + text)
     with pytest.raises(ConfigError, match="allowed: last, best"):
-        tables.read_table(paper, "table2")
+        read_table(paper, "table2")
 
 
 def test_the_spread_over_clients_is_shown_where_the_paper_has_it(paper, fake):
@@ -644,31 +653,31 @@ def test_rows_of_different_length_are_ranked_in_the_last_round_that_all_have():
     def line(*accuracy):
         rounds = [20 * (number + 1) for number in range(len(accuracy))]
         cell = {"config": {"training": {"rounds": rounds[-1]}}, "curve": {"round": rounds, "pre": list(accuracy)}}
-        return tables.Line("a", tables.Row("a", "pre", []), {0: cell}, {0: {"accuracy": accuracy[-1]}})
+        return Line("a", Row("a", "pre", []), {0: cell}, {0: {"accuracy": accuracy[-1]}})
 
     # The paper's order is 1 2 3; after the last rounds, 40, 20 and 20, ours is 3 1 2, in round 20 it is 2 1 3.
     runs = [(line(0.5, 0.9), 60.0), (line(0.4), 70.0), (line(0.6), 80.0)]
-    assert tables.ranking(runs, "accuracy") == [
+    assert ranking(runs, "accuracy") == [
         "Rank correlation (Spearman) with the paper's figures over 3 rows after 20 rounds: 0.50."
     ]
     alike = [(line(0.1, 0.2), 60.0), (line(0.3, 0.3), 70.0), (line(0.2, 0.4), 80.0)]
-    assert tables.ranking(alike, "accuracy")[0].endswith("over 3 rows: 1.00.")
+    assert ranking(alike, "accuracy")[0].endswith("over 3 rows: 1.00.")
     level = [(line(0.3), 60.0), (line(0.3 - 1e-9), 70.0), (line(0.4), 80.0)]  # to the rounding of float32
-    assert tables.ranking(level, "accuracy")[0].endswith("over 3 rows: 0.87.")
+    assert ranking(level, "accuracy")[0].endswith("over 3 rows: 0.87.")
 
 
 def test_of_two_readings_of_a_row_one_is_ranked():
     cell = {"config": {"training": {"rounds": 1}}, "curve": {"round": [1]}}
 
     def line(key, accuracy, reading_of=None):
-        row = tables.Row(key, "pre", [], reading_of)
-        return tables.Line(key, row, {0: cell}, {0: {"accuracy": accuracy}})
+        row = Row(key, "pre", [], reading_of)
+        return Line(key, row, {0: cell}, {0: {"accuracy": accuracy}})
 
     other, *rows = (line("a'", 0.1, "a"), 70.0), (line("a", 0.9), 70.0), (line("b", 0.5), 60.0), (line("c", 0.4), 50.0)
-    (shown,) = tables.ranking([other, *rows], "accuracy")
+    (shown,) = ranking([other, *rows], "accuracy")
     assert shown.endswith("over 3 rows: 1.00.")
-    assert tables.ranking([other, rows[0], rows[1]], "accuracy") == []  # of two rows there is no order to speak of
-    (shown,) = tables.ranking([other, *rows[1:]], "accuracy")
+    assert ranking([other, rows[0], rows[1]], "accuracy") == []  # of two rows there is no order to speak of
+    (shown,) = ranking([other, *rows[1:]], "accuracy")
     assert shown.endswith("over 3 rows: -0.50.")
 
 
@@ -729,10 +738,10 @@ def test_a_target_is_one_of_the_figure_that_rows_are_ranked_by(scores, fake):
 def test_columns_and_figures_that_there_are_not_are_errors(scores, old, new, message):
     text = scores.read_text()
     assert text.count(old) == 1
-    tables.read_table(scores, "table3")
+    read_table(scores, "table3")
     scores.write_text(text.replace(old, new))
     with pytest.raises(ConfigError, match=re.escape(message)):
-        tables.read_table(scores, "table3")
+        read_table(scores, "table3")
 
 
 def test_a_stopped_call_keeps_its_finished_cells_and_goes_on(paper, fake, monkeypatch):
@@ -741,24 +750,24 @@ def test_a_stopped_call_keeps_its_finished_cells_and_goes_on(paper, fake, monkey
             raise KeyboardInterrupt
         return fake(config)
 
-    monkeypatch.setattr(tables, "run_configs", each_by(stops))
+    monkeypatch.setattr(fill, "run_configs", each_by(stops))
     with pytest.raises(KeyboardInterrupt):
         call(paper, "table1 --settings three")
     assert list(cells()) == [("three", "local", 0), ("three", "fedavg", 0)]
-    monkeypatch.setattr(tables, "run_configs", each_by(fake))
+    monkeypatch.setattr(fill, "run_configs", each_by(fake))
     call(paper, "table1 --settings three")
     assert fake.asked() == [("local", 3, 0), ("fedavg", 3, 0), ("fedprox", 3, 0)]
-    assert sorted(path.name for path in tables.RESULTS.iterdir()) == ["toy_table1.json", "toy_table1.md"]
+    assert sorted(path.name for path in store.RESULTS.iterdir()) == ["toy_table1.json", "toy_table1.md"]
 
 
 def test_what_another_call_fills_in_meanwhile_is_kept(paper, fake, monkeypatch):
     def during(config):
         if config.method["name"] == "fedavg":
-            monkeypatch.setattr(tables, "run_configs", each_by(fake))
+            monkeypatch.setattr(fill, "run_configs", each_by(fake))
             call(paper, "table1 --settings three --methods fedprox")
         return fake(config)
 
-    monkeypatch.setattr(tables, "run_configs", each_by(during))
+    monkeypatch.setattr(fill, "run_configs", each_by(during))
     call(paper, "table1 --settings three --methods local,fedavg")
     assert list(cells()) == [("three", "local", 0), ("three", "fedprox", 0), ("three", "fedavg", 0)]
     assert all(rows(markdown(), label) for label in ("Local", "FedProx", "FedAvg"))
@@ -770,11 +779,11 @@ def test_one_call_at_a_time_writes(paper):
 
     def other():
         begun.set()
-        with tables.alone():
+        with alone():
             done.append("other")
 
     thread = threading.Thread(target=other)
-    with tables.alone():
+    with alone():
         thread.start()
         begun.wait()
         thread.join(timeout=0.2)
@@ -785,7 +794,7 @@ def test_one_call_at_a_time_writes(paper):
 
 def test_the_file_stays_as_it_was_when_writing_fails(paper, fake, monkeypatch):
     call(paper, "table1 --settings three --methods local")
-    before = (tables.RESULTS / "toy_table1.json").read_bytes()
+    before = (store.RESULTS / "toy_table1.json").read_bytes()
     whole = Path.write_text
 
     def half(path, text, encoding):
@@ -796,7 +805,7 @@ def test_the_file_stays_as_it_was_when_writing_fails(paper, fake, monkeypatch):
         patched.setattr(Path, "write_text", half)
         with pytest.raises(OSError, match="disk full"):
             call(paper, "table1 --settings three")
-    assert (tables.RESULTS / "toy_table1.json").read_bytes() == before
+    assert (store.RESULTS / "toy_table1.json").read_bytes() == before
     call(paper, "table1 --settings three")
     assert len(cells()) == 3
 
@@ -807,7 +816,7 @@ def test_missing_data_is_reported_and_the_rest_is_run(paper, fake, monkeypatch, 
             raise ConfigError("data.source", "npz:no.npz", "no such file")
         return fake(config)
 
-    monkeypatch.setattr(tables, "run_configs", each_by(simulate))
+    monkeypatch.setattr(fill, "run_configs", each_by(simulate))
     with pytest.raises(SystemExit) as caught:
         call(paper, "table1 --settings three")
     assert caught.value.code == 1
@@ -823,7 +832,7 @@ def test_a_table_of_nothing_but_missing_cells_is_still_written(paper):
         call(paper, "table1 --set data.source=npz:/no/such/file.npz")
     assert caught.value.code == 1
     assert markdown().count("Missing: Local (0), FedAvg (0), FedProx (0): data.source = ") == 2
-    assert not (tables.RESULTS / "toy_table1.json").exists()
+    assert not (store.RESULTS / "toy_table1.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -846,7 +855,7 @@ def test_unknown_names_are_one_line_that_lists_what_is_allowed(paper, fake, caps
     assert caught.value.code == 2
     assert capsys.readouterr().err.endswith(f"error: {message}\n")
     assert not fake.configs
-    assert not tables.RESULTS.exists()
+    assert not store.RESULTS.exists()
 
 
 def test_results_of_another_table_are_not_overwritten(paper, fake, capsys):
@@ -861,23 +870,23 @@ def test_results_of_another_table_are_not_overwritten(paper, fake, capsys):
 def test_what_belongs_to_no_row_is_an_error(paper, what):
     text = paper.read_text().replace("paper = { local = 50 }", what)
     paper.write_text(text)
-    assert "local" in tables.read_table(paper, "table1").rows
+    assert "local" in read_table(paper, "table1").rows
     paper.write_text(text.replace(what, what.replace("local", "locally")))
     with pytest.raises(ConfigError, match="locally"):
-        tables.read_table(paper, "table1")
+        read_table(paper, "table1")
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
 def test_every_cell_of_every_paper_has_a_config_of_its_own(path):
     used, paper = set(), tomllib.loads(path.read_text(encoding="utf-8"))
     for name in paper["tables"]:
-        table = tables.read_table(path, name)
-        used.add(tables.ROOT / table.config)
+        table = read_table(path, name)
+        used.add(ROOT / table.config)
         assert {row.point for row in table.rows.values()} <= {"pre", "post"}, name
-        options = tables.parser(path).parse_args([name])
+        options = command.parser(path).parse_args([name])
         cells: dict[tuple, tuple] = {}
         for cell in itertools.product(table.settings, table.rows, [0]):
-            config = load_config(tables.ROOT / table.config, tables.cell_overrides(table, cell, options))
+            config = load_config(ROOT / table.config, cell_overrides(table, cell, options))
             # One run may stand for two rows at two points: pFedCSPC's FedAvg with and without local adaptation.
             twin = cells.setdefault((config.model_dump_json(), table.rows[cell[1]].point), cell)
             # Rows of FedeCouple's Table IX are the same run by our reading, as its comment says. A control is one run
@@ -885,7 +894,7 @@ def test_every_cell_of_every_paper_has_a_config_of_its_own(path):
             same = twin == cell or (path.stem, name) == ("fedecouple", "table9")
             assert same or twin[1] == cell[1] in paper.get("controls", {}), (name, twin, cell)
     # A config per experiment: none is left over.
-    assert used >= set((tables.ROOT / "configs" / path.stem).glob("*.toml"))
+    assert used >= set((ROOT / "configs" / path.stem).glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
@@ -894,11 +903,11 @@ def test_pixels_are_normalised_by_the_constants_of_their_own_data_set(path):
     red = {0.4914: "cifar10[._]", 0.5071: "cifar100", 0.4789: "cinic10", 0.1307: "fashion_mnist|emnist"}
     red |= {0.485: "tiny_imagenet|vireofood", 0.5: ""}
     for name in tomllib.loads(path.read_text(encoding="utf-8"))["tables"]:
-        table = tables.read_table(path, name)
-        options = tables.parser(path).parse_args([name])
+        table = read_table(path, name)
+        options = command.parser(path).parse_args([name])
         for setting in table.settings:
             cell = setting, next(iter(table.rows)), 0
-            data = load_config(tables.ROOT / table.config, tables.cell_overrides(table, cell, options)).data
+            data = load_config(ROOT / table.config, cell_overrides(table, cell, options)).data
             assert re.search(red[np.ravel(data.mean)[0]], data.source), (name, setting)
 
 
@@ -906,9 +915,9 @@ def test_pixels_are_normalised_by_the_constants_of_their_own_data_set(path):
 def test_the_results_so_far_can_be_shown(path):
     held = json.loads(path.read_text(encoding="utf-8"))
     papers = {tomllib.loads(paper.read_text(encoding="utf-8"))["paper"]: paper for paper in PAPERS}
-    table = tables.read_table(papers[held["paper"]], held["table"])
-    found = tables.load_cells(path, table)
-    text = tables.markdown(table, found, {}, list(table.rows)[-1])
+    table = read_table(papers[held["paper"]], held["table"])
+    found = load_cells(path, table)
+    text = page.markdown(table, found, {}, list(table.rows)[-1])
     assert found
     for setting, row, _ in found:
         assert re.search(rf"^## .*{re.escape(table.settings[setting].label)}$", text, re.MULTILINE)
@@ -932,25 +941,25 @@ def test_a_real_run_fills_the_table(paper):
     ] * 2
     assert cell["curve"]["global"][-1] == pytest.approx(cell["global"], abs=1e-6)
     for point, name in itertools.product(("pre", "post"), ("i_local", "hm")):
-        curve = tables.curve_of(cell, name.removeprefix("i_"), point)
+        curve = curve_of(cell, name.removeprefix("i_"), point)
         assert curve[-1] == pytest.approx(cell["personal"][point][f"{name}_last"], abs=2e-6)
     assert cells()["three", "local", 1]["curve"]["global"] == [None, None]
     assert {"last", "best", "mean_last_10", "std_clients", "worst_10_percent"} <= cell["personal"]["post"].keys()
     for point in ("pre", "post"):
-        table = tables.read_table(paper, "table1")
-        last, best = (tables.figures(cell, point, replace(table, headline=headline)) for headline in ("last", "best"))
+        table = read_table(paper, "table1")
+        last, best = (figures(cell, point, replace(table, headline=headline)) for headline in ("last", "best"))
         assert best["accuracy"] == cell["personal"][point]["best"] >= last["accuracy"] == last[point]
         if cell["personal"][point]["best_round"] == 2:
             assert best == last
     shown = np.mean([cells()["three", "local", seed]["personal"]["post"]["last"] for seed in (0, 1)])
     assert f"{100 * shown:.2f} ± " in rows(markdown(), "Local")[0][2]
-    before = (tables.RESULTS / "toy_table1.json").read_bytes()
+    before = (store.RESULTS / "toy_table1.json").read_bytes()
     call(paper, options)
-    assert (tables.RESULTS / "toy_table1.json").read_bytes() == before
+    assert (store.RESULTS / "toy_table1.json").read_bytes() == before
 
 
 def test_a_script_starts():
-    script = Path(tables.__file__).with_name("fedecouple_tables.py")
+    script = ROOT / "benchmarks" / "fedecouple_tables.py"
     done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--reference ROW" in done.stdout
@@ -958,7 +967,7 @@ def test_a_script_starts():
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
 def test_every_paper_has_a_script(path, monkeypatch, capsys):
-    script = Path(tables.__file__).with_name(f"{path.stem}_tables.py")
+    script = ROOT / "benchmarks" / f"{path.stem}_tables.py"
     monkeypatch.syspath_prepend(script.parent)
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     with pytest.raises(SystemExit) as caught:
@@ -975,7 +984,7 @@ def test_runs_can_be_kept_in_directories_with_checkpoints(paper, fake, monkeypat
         seen.append((config.run.out, config.run.checkpoint_every))
         return fake(config)
 
-    monkeypatch.setattr(tables, "run_configs", each_by(simulate))
+    monkeypatch.setattr(fill, "run_configs", each_by(simulate))
     call(paper, f"table1 --settings three --methods local --work {tmp_path} --checkpoint-every 4")
     ((out, every),) = seen
     assert (Path(out).parent, every) == (tmp_path, 4)
@@ -991,8 +1000,8 @@ def test_runs_can_be_kept_in_directories_with_checkpoints(paper, fake, monkeypat
 def test_a_run_that_was_complete_before_its_cell_was_written_is_not_run_again(paper, tmp_path, monkeypatch):
     arguments = f"table1 --settings three --methods local --seeds 0,1 --work {tmp_path / 'kept'}"
     call(paper, arguments)
-    before, path = cells(), tables.RESULTS / "toy_table1.json"
+    before, path = cells(), store.RESULTS / "toy_table1.json"
     path.unlink()
-    monkeypatch.setattr(tables, "run_configs", lambda configs: pytest.fail(str(configs)) if configs else [])
+    monkeypatch.setattr(fill, "run_configs", lambda configs: pytest.fail(str(configs)) if configs else [])
     call(paper, arguments)
     assert cells() == before
