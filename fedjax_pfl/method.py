@@ -117,6 +117,11 @@ class SentIf(NamedTuple):
 Part = TypeVar("Part", PerClass, SentIf)
 
 
+def is_part(node: PyTree) -> bool:
+    """Whether a node of a view or an upload is a part that is not always sent whole."""
+    return isinstance(node, PerClass | SentIf)
+
+
 def part_of(tree: PyTree, kind: type[Part]) -> Part | None:
     """The part of this kind in a view or an upload, or None; there may be one at most (an AssertionError otherwise)."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))

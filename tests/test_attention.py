@@ -163,7 +163,7 @@ def test_attention_of_the_global_and_of_a_personal_model(run):
         ),
         (
             lambda run: plot_attention(diverged(run), IMAGES, 1),
-            "client = 1 is not usable: a model that has not diverged: its answers are no numbers",
+            "client = 1 is not usable: a model that has not diverged: its logits are NaN or infinite",
         ),
     ],
 )

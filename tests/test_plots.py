@@ -531,7 +531,7 @@ def test_the_perplexity_is_30_or_a_third_of_the_samples(samples, perplexity, mon
         ),
         (
             lambda: plot_features(result(exported={**featured(), "features": np.full((60, 5), np.nan)})),
-            "clients = None is not usable: those of models that have not diverged: features are no numbers",
+            "clients = None is not usable: those of models that have not diverged: features are NaN or infinite",
         ),
         (
             lambda: plot_features(result(exported=featured()), 1),

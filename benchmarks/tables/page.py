@@ -185,7 +185,7 @@ def other_models(lines: Sequence[Line]) -> list[str]:
 
 
 def diverged(lines: Sequence[Line]) -> list[str]:
-    """Rows with runs whose predictions are no longer numbers; these predictions count as wrong."""
+    """Rows with runs whose logits are NaN or infinite at the end; these predictions count as wrong."""
     found = [
         (cell.get("diverged_round"), f"{line.row.label} (seed {seed})")
         for line in lines

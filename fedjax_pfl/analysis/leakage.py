@@ -29,7 +29,7 @@ from fedjax_pfl.experiment.programs import drawn_once
 from fedjax_pfl.experiment.registry import with_own_parts
 from fedjax_pfl.experiment.result import Result
 from fedjax_pfl.experiment.trained import checked_labels, checked_samples
-from fedjax_pfl.method import PerClass, Round, SentIf
+from fedjax_pfl.method import PerClass, Round, SentIf, is_part
 from fedjax_pfl.ops.tree import keep_rows
 
 if TYPE_CHECKING:
@@ -214,15 +214,13 @@ class _Victim(NamedTuple):
 
     Attributes:
       name: of the method.
-      data: the shape of its samples.
-      send: the round, view, state of a client, whether it has its sample -> what it sends of which image.
+      send: (round, view, client's state, whether it has its sample) -> the function from an image to what it sends.
       state: the round; what the client received; its own state; what the attacker takes that to be.
       uploaded: the arrays that are sent, by name.
       bias: which of them is the head's bias; None where that is not sent.
     """
 
     name: str
-    data: DataShape
     send: Callable[[Round, PyTree, PyTree, bool], Send]
     state: tuple[Round, PyTree, PyTree, PyTree]
     uploaded: tuple[str, ...]
@@ -282,7 +280,7 @@ def _victim(run: Config | Result, config: Config, data: DataShape, client: int) 
                 id=jnp.int32(client),
             )
             sent = method.local(now, view, own, batch).upload
-            seen = jax.tree.map(_visible, sent, is_leaf=lambda node: isinstance(node, PerClass | SentIf))
+            seen = jax.tree.map(_visible, sent, is_leaf=is_part)
             return {name: leaf.astype(jnp.float32) for name, leaf in named(seen).items()}
 
         return upload
@@ -308,7 +306,7 @@ def _victim(run: Config | Result, config: Config, data: DataShape, client: int) 
         raise ConfigError("method.name", name, "a method whose clients upload something")
     bias = _bias_of_head(uploaded, jax.eval_shape(model_of(config, data).init, key)["head"], data.classes)
     init = jax.jit(method.init, static_argnums=1, compiler_options=drawn_once())
-    return _Victim(name, data, send, state(*init(key, engine.clients)), tuple(uploaded), bias)
+    return _Victim(name, send, state(*init(key, engine.clients)), tuple(uploaded), bias)
 
 
 def _visible(node: PyTree) -> PyTree:

@@ -67,9 +67,9 @@ def main() -> None:
 
 
 def _leave(code: int) -> None:
-    """Ends an interrupted process at once: threads of XLA's, still compiling, crash where the interpreter closes first.
+    """Ends an interrupted process at once: XLA's threads crash if they still compile while the interpreter shuts down.
 
-    A process among several goes the long way, on which it takes leave of the others.
+    A process among several exits normally, which signs off from the others.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -347,7 +347,7 @@ def plot(
         ),
     ] = None,
     x: Annotated[
-        str | None, typer.Option(help="What lies across the curves: round, which is the default, seconds or megabytes.")
+        str | None, typer.Option(help="The x axis of curves: round, which is the default, seconds or megabytes.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
@@ -361,7 +361,7 @@ def plot(
     out = Path(os.path.expanduser(out))
     drawn = {"kind": kind, "metric": metric or "pre.accuracy", "x": x or "round"}
     for left_out in write_plot([Path(os.path.expanduser(run)) for run in runs], out, **drawn, overwrite=overwrite):
-        print(f"left out, for it has not ended: {left_out}")
+        print(f"left out, because it has not ended: {left_out}")
     print(f"written to {out}")
 
 

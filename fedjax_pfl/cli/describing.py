@@ -88,11 +88,11 @@ def _names() -> Iterator[str]:
 def template() -> str:
     """A config with every field, its description and its default: what ``init`` writes.
 
-    Defaults stand in comments: else a protocol, which gives what is not given, would give nothing.
+    Defaults stand in comments, because a protocol sets only what is not given.
     """
     lines = [
-        "# A config of fedjax_pfl: every field below what it means. Only data.source and method.name are",
-        "# needed; the others stand with their defaults behind a #, to be taken away for another value.",
+        "# A config of fedjax_pfl: every field, below its description. Only data.source and method.name are",
+        "# needed; all others are commented out, with their defaults. Remove the # to set another value.",
         "# fedjax-pfl describe NAME says more of methods, models, partitions and sources.",
         "",
         "#protocol = \"pfllib\"   # a benchmark's or paper's values for what is not given below",

@@ -33,7 +33,7 @@ class Dataset(NamedTuple):
       images: the samples: uint8 ``[samples, h, w, c]``, not normalised; float32 ``[samples, ...]``, which models read
         as they are; or uint8 tokens ``[samples, length]`` where the samples are text.
       labels: int32 ``[samples]``, each in ``0 .. classes - 1``.
-      classes: number of classes, the largest label + 1 (a class in between may have no sample).
+      classes: number of classes, the largest label + 1 or more (LEAF's text always has 80); a class may have no sample.
       train_rows: the number of rows of the official training part, which come first; the others are the official test
         part. None if the source has no official split.
       users: the natural user of each sample, int32 ``[samples]``, each in ``0 .. U - 1``; None if there are no users.

@@ -111,7 +111,7 @@ def draw_test(
       validation_share: share of a client's training rows to validate on, as in `split_rows`.
       test_classes: ``"dominant"`` tests a client, with the same number of rows, only on its dominant classes: those
         that make up more than an even share of its rows (as in `weak_pathological`). FedMate's code does so on
-        CIFAR-100, where 60 // 100 = 0 of the 300 test images are uniform per class.
+        CIFAR-100, where its share of uniform test images per class, 60 // 100, is 0.
 
     Returns:
       A `Split` for each client. If the test part has too few samples of a class, the client gets those that there are,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.method import Method, PerClass, SentIf, State, TrainInfo, Update
+from fedjax_pfl.method import Method, PerClass, SentIf, State, TrainInfo, Update, is_part
 
 
 def update_of(returned: Any) -> Update:
@@ -184,10 +184,6 @@ def _check_inbox(client: PyTree, method: Method) -> None:
 
 def _parts(tree: PyTree) -> list[PerClass | SentIf]:
     """The parts of a view or an upload that are not always sent, but for those that lie within another."""
-
-    def is_part(node: PyTree) -> bool:
-        return isinstance(node, PerClass | SentIf)
-
     return [node for node in jax.tree.leaves(tree, is_leaf=is_part) if is_part(node)]
 
 

@@ -106,14 +106,14 @@ class Evaluator(Cohorts):
           data: the federation.
         """
         keys = round_keys(key, t)
-        shared = keys.clients, keys.aggregate, t, server
-        return self._of_models(self._score_model, self.method.personalize, *shared, group, data)
+        of = self._score_model, self.method.personalize
+        return self._of_models(*of, keys.clients, keys.aggregate, t, server, group, data)
 
     def initial_of(self, key: Key[Array, ""], server: PyTree, group: Group, data: Federation) -> Scored:
         """Scores of some clients' initial models; a client keeps them until it first takes part. Every leaf [K]."""
         key_score = jax.random.split(key, 3)[2]
-        shared = key_score, key_score, jnp.zeros((), jnp.int32), server
-        return self._of_models(self._score_model, personalize_nothing, *shared, group, data)
+        t, of = jnp.zeros((), jnp.int32), (self._score_model, personalize_nothing)
+        return self._of_models(*of, key_score, key_score, t, server, group, data)
 
     def post(self, key: Key[Array, ""], t: Int[Array, ""], run: Run, data: Federation) -> Scored:
         """POST scores of all clients after t rounds; every leaf [N].
@@ -143,8 +143,7 @@ class Evaluator(Cohorts):
         """Scores of the global model on the pooled test set as a whole; the method must have a global model."""
         predict = self.method.global_predict
         assert predict is not None
-        ids = self._order(jnp.arange(len(data.pooled.count)), data.pooled.count)
-        _, blocks = self._gather(ids, data.pooled)
+        blocks = self._pooled(data)
 
         def one(shared: tuple, block: Clients) -> Tally:
             server, x, y = shared
@@ -160,8 +159,7 @@ class Evaluator(Cohorts):
         assert predict is not None
         if not self.metrics:
             return {}
-        ids = self._order(jnp.arange(len(data.pooled.count)), data.pooled.count)
-        _, blocks = self._gather(ids, data.pooled)
+        blocks = self._pooled(data)
 
         def one(shared: tuple, block: Clients) -> tuple[Array, Array, Array]:
             server, x, y = shared
@@ -171,6 +169,11 @@ class Evaluator(Cohorts):
 
         found = self._map(one, (server, data.x, data.y), blocks, complete=True)
         return measure(self.metrics, *jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found))
+
+    def _pooled(self, data: Federation) -> Clients:
+        """The blocks of the pooled test set, in the placement's order."""
+        ids = self._order(jnp.arange(len(data.pooled.count)), data.pooled.count)
+        return self._gather(ids, data.pooled)[1]
 
     def outputs(
         self,
@@ -202,8 +205,8 @@ class Evaluator(Cohorts):
         keys, known = round_keys(key, t), jnp.asarray(who, jnp.int32)
         ids = self._order(known, data.train.count)
         group = Group(ids, clients, jnp.minimum(jnp.searchsorted(known, ids), len(who) - 1))
-        shared = keys.clients, keys.aggregate, t, server
-        found = self._of_models(of, self.method.personalize, *shared, group, data)
+        personalize = self.method.personalize
+        found = self._of_models(of, personalize, keys.clients, keys.aggregate, t, server, group, data)
         rows = jnp.argsort(ids)[: len(who)]
         return jax.tree.map(lambda leaf: leaf[rows], found)
 
@@ -224,7 +227,7 @@ class Evaluator(Cohorts):
         told = self._dispatch(keys.aggregate, t, server, jax.tree.map(lambda leaf: leaf[None], client), cohort)
         shared = keys.clients, t, self.method.broadcast(server), x, y
         row = client_id, jax.tree.map(lambda leaf: leaf[0], told), train, validation
-        return self.method.personal(*self._personalized(self.method.personalize, shared, row))
+        return self.method.personal(*self.method.personalize(*self._at_client(shared, row)))
 
     def newcomer(
         self,
@@ -300,14 +303,8 @@ class Evaluator(Cohorts):
 
         def one(shared: tuple, client: PyTree, row: tuple) -> Any:
             (*_, x, y), (client_id, *own, scored) = shared, row
-            return what(*self._personalized(personalize, shared, (client_id, client, *own)), x, y, scored)
+            return what(*personalize(*self._at_client(shared, (client_id, client, *own))), x, y, scored)
 
         shared = key, t, self.method.broadcast(server), data.x, data.y
         complete = len(group.ids) >= self.clients
         return self._map_group(one, shared, group, (group.ids, train, validation, scored), complete=complete)
-
-    def _personalized(self, personalize: Personalize, shared: tuple, row: tuple) -> tuple[PyTree, PyTree]:
-        """The pair that ``personalize`` returns for one client; ``shared`` and ``row`` as in `local`."""
-        (key, t, view, x, y), (client_id, client, train, validation) = shared, row
-        key = jax.random.fold_in(key, client_id)
-        return personalize(Round(key, t), view, client, self._training_data(key, client_id, x, y, train, validation))

@@ -47,8 +47,8 @@ class Memory(NamedTuple):
       per_client: what one running client needs on top: gradients, activations of a batch, optimiser state.
       participants: K, the largest number of clients in a round.
       exchanged: the participants' old and new states, and their uploads before and after absent ones are zeroed.
-      scored: the copies of clients' states that an evaluation makes, or what all of them upload for a calibration, or
-        exchange in a round before the first where rounds are for fewer.
+      scored: the largest of what exists at other times than a round: the copies of clients' states in an evaluation,
+        the uploads of all clients in a calibration, and what all exchange in ``setup`` if a round is for fewer.
       samples: the part of ``resident`` that is samples and tables, which runs share.
       states: the part of ``resident`` that is the state of all clients, once; 0 where the host holds it.
       process: what the process holds now, with the samples.

@@ -17,11 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from fedjax_pfl.data import divide as division
 from fedjax_pfl.data.dataset import Dataset, check_channels, fingerprint
 from fedjax_pfl.data.dealing import counted
-from fedjax_pfl.data.divide import count_new
-from fedjax_pfl.data.divide import deal as deal_rows
-from fedjax_pfl.data.divide import federate as put_on_device
 from fedjax_pfl.data.federated import Federation
 from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.data.rows import Holdings
@@ -98,14 +96,14 @@ def deal(config: Config, dataset: Dataset) -> tuple[Holdings, dict[str, Any]]:
     The manifest has the entries of `manifest` and ``data``, the `fingerprint` of the samples.
     """
     fields = config.data.model_dump(exclude={"source", "seed", "mean", "std", "evaluate_on"})
-    holdings, manifest = deal_rows(dataset, **fields, seed=config.partition_seed)
+    holdings, manifest = division.deal(dataset, **fields, seed=config.partition_seed)
     return holdings, manifest | {"data": fingerprint(dataset)}
 
 
 def federate(config: Config, dataset: Dataset, holdings: Holdings) -> Federation:
     """Puts data set and holdings on the device, with the evaluation samples that the data section chooses."""
     fields = config.data.model_dump(include={"validation_share", "evaluate_on"})
-    return put_on_device(dataset, holdings, **fields)
+    return division.federate(dataset, holdings, **fields)
 
 
 def program_inputs(config: Config) -> dict[str, float]:
@@ -127,7 +125,7 @@ def attackers(config: Config) -> Bool[np.ndarray, " N"] | None:
     share, clients = config.attack.malicious_share, config.data.clients
     if share == 0:
         return None
-    trainers = clients - count_new(config.data.new_clients, clients)
+    trainers = _trainers(config)
     number = round(share * trainers)
     if not 0 < number < trainers:
         allowed = f"0, or a share that is some of the {trainers} clients that train, not all"
@@ -136,6 +134,11 @@ def attackers(config: Config) -> Bool[np.ndarray, " N"] | None:
     found = np.zeros(clients, bool)
     found[rng.permutation(trainers)[:number]] = True  # with a larger share, others join these
     return found
+
+
+def _trainers(config: Config) -> int:
+    """The number of clients that train, which are those that are not new."""
+    return config.data.clients - division.count_new(config.data.new_clients, config.data.clients)
 
 
 def _is_number(hint: Any) -> bool:
@@ -189,7 +192,7 @@ def make_engine(
         spec.clients,
         Participation(low, high, config.participation.dropout, config.participation.sampling),
         placement or Placement(),
-        new=count_new(spec.new_clients, spec.clients),
+        new=division.count_new(spec.new_clients, spec.clients),
         validate=spec.validation_share > 0 and spec.evaluate_on == "test",
         augment=config.training.augment,
         augment_every=config.training.augment_every,
@@ -257,8 +260,7 @@ def _check_someone_is_left_out(config: Config) -> None:
         return
     [(field, usual)] = hyperparameters(RULES[rule]).items()
     share = config.aggregation.options.get(field, usual.default)
-    trainers = config.data.clients - count_new(config.data.new_clients, config.data.clients)
-    participants = max(1, round(trainers * (max(ratio) if isinstance(ratio, tuple) else ratio)))
+    participants = max(1, round(_trainers(config) * (max(ratio) if isinstance(ratio, tuple) else ratio)))
     if share > 0 and whole_part(share, participants) == 0:
         enough = f"at least 1/{participants}" if participants > 2 else 'aggregation.rule = "median"'
         rounded = f"the part of {counted(participants, 'participant')} per round that {rule} leaves out is rounded down"
@@ -293,8 +295,7 @@ def _with_surroundings(
     if config.privacy.clip is not None:
         assert isinstance(config.participation.ratio, float)
         staying = config.participation.ratio * (1 - config.participation.dropout)
-        trainers = config.data.clients - count_new(config.data.new_clients, config.data.clients)
-        method = private(method, **privacy, expected=staying * trainers)
+        method = private(method, **privacy, expected=staying * _trainers(config))
     if compression.kind != "none":
         method = compressed(method, int8() if compression.kind == "int8" else top_k(compression.kept_share))
     return method if config.participation.collaborate else alone(method)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pfl.data.dataset import fingerprint
+from fedjax_pfl.data.dealing import counted
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import dataset_of
 from fedjax_pfl.experiment.config import Config, check_config
@@ -106,18 +107,18 @@ def run_configs(
     executor: Executor = "local",
 ) -> Iterator[tuple[list[int], Outcome]]:
     """Runs configs in as few programs as shapes allow; yields the indices of a program's configs, and its outcome."""
-    places = _programs(configs)
+    indices = _programs(configs)
 
     def report(program: int, line: str) -> None:
         if progress:
-            of = [configs[place] for place in places[program]]
-            runs = f"{len(of)} runs" if len(of) > 1 else "1 run"
-            progress(f"program {program + 1} of {len(places)} ({of[0].method['name']}, {runs}): {line}")
+            of = [configs[index] for index in indices[program]]
+            runs = counted(len(of), "run")
+            progress(f"program {program + 1} of {len(indices)} ({of[0].method['name']}, {runs}): {line}")
 
-    if places:
-        to_run = [[configs[at] for at in of] for of in places]
+    if indices:
+        to_run = [[configs[index] for index in of] for of in indices]
         for program, outcome in run_programs(executor, to_run, data, report):
-            yield places[program], outcome
+            yield indices[program], outcome
 
 
 def _programs(configs: Sequence[Config]) -> list[list[int]]:
@@ -126,16 +127,16 @@ def _programs(configs: Sequence[Config]) -> list[list[int]]:
     The runs of a program begin in the same round, so a run without a checkpoint of that round is in another one.
     """
     programs: dict[str, list[tuple[set[int], list[int]]]] = {}
-    for place, config in enumerate(configs):
+    for index, config in enumerate(configs):
         beginnings = RunPlace(config, go_on=True).beginnings()
         of_shape = programs.setdefault(alike(config), [])
-        for number, (shared, places) in enumerate(of_shape):
+        for number, (shared, indices) in enumerate(of_shape):
             if shared & beginnings:
-                of_shape[number] = shared & beginnings, [*places, place]
+                of_shape[number] = shared & beginnings, [*indices, index]
                 break
         else:
-            of_shape.append((beginnings, [place]))
-    return [places for of_shape in programs.values() for _, places in of_shape]
+            of_shape.append((beginnings, [index]))
+    return [indices for of_shape in programs.values() for _, indices in of_shape]
 
 
 def check_point(point: str) -> str:

@@ -1,4 +1,4 @@
-"""The time that runs take: what they have taken so far, how many rounds go at once, and how long they will still go."""
+"""The time of runs: how long they have taken, how many rounds go at once, and how long they will still take."""
 
 import time
 from collections.abc import Iterator

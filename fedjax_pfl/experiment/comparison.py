@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fedjax_pfl.data.dealing import counted
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.build import make_engine, of_data, shape_of
@@ -20,7 +21,7 @@ from fedjax_pfl.experiment.folders import alone_in, writable, write_atomically
 from fedjax_pfl.experiment.frames import client_frame, difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.gathered import record_of
 from fedjax_pfl.experiment.grid import file_name
-from fedjax_pfl.experiment.headline import counted, runs_in_short
+from fedjax_pfl.experiment.headline import runs_in_short
 from fedjax_pfl.experiment.html import runs_html
 from fedjax_pfl.experiment.latex_table import latex
 from fedjax_pfl.experiment.layout import lay_out

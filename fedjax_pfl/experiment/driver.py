@@ -176,6 +176,12 @@ def drive(
         own: State = jax.tree.map(np.array, program.each(states)[run].state)
         return own
 
+    def end_stopped(going: Sequence[Course], stopped: bool) -> None:
+        for course in going:
+            if stopped and (room is None or course.live.stopped):
+                course.end_soon()
+                program.end(course.run, course.end)
+
     with ExitStack() as at_end:
         for place in places:  # before they are read, which removes files that another process may be writing
             place.take()
@@ -196,9 +202,7 @@ def drive(
             course.tell("on_start")
         stopped = any(course.live.stopped for course in courses)
         block, stopping.signal, stopped = agree(block, stopping.signal, stopped)
-        if stopped:
-            for course in courses:
-                course.end_soon()
+        end_stopped(courses, stopped)
         while going := [course for course in courses if course.end > t]:
             ends = [course.end for course in going]
             stop, evaluated = _next_block(t, 1 if one_by_one else block, ends, first.run.eval_every, every)
@@ -222,10 +226,7 @@ def drive(
                 stopped = True
                 for course in courses:
                     course.interrupt()
-            for course in going:
-                if stopped if room is None else course.live.stopped:
-                    course.end_soon()
-                    program.end(course.run, course.end)
+            end_stopped(going, stopped)
             end = max(course.end for course in courses)
             due = first.run.checkpoint_every and (t % every == 0 or t == end)
             interrupted = stopping.signal and (returning or t < end)

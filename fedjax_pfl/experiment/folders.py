@@ -83,7 +83,7 @@ def _lock(folder: Path, field: str) -> int | None:
             raise ConfigError(field, str(folder), allowed) from None
         except OSError:
             pass  # a file system without locks
-        # One who ended since the file was opened has removed it: a third would not see this lock, but make a new file.
+        # The last holder may have removed the file since it was opened. A lock on a removed file keeps nobody out.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(folder / LOCK)):
                 break
@@ -111,9 +111,23 @@ def writable(folder: Path, field: str = "run.out") -> Iterator[None]:
         raise ConfigError(field, str(folder), f"name a directory that can be written ({error.strerror})") from None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file at once: no reader sees half of it, and a run that is stopped leaves the old one."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a path to write to, and then replaces the file at once: no reader sees half of it, an error leaves the old.
+
+    The folder is created.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a text, `replacing` the file."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")

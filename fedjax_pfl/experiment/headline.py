@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedjax_pfl.data.dealing import counted
 from fedjax_pfl.experiment.summary import POINTS
 from fedjax_pfl.experiment.tables import NONE, Cell, grouped, show
 
@@ -26,11 +27,6 @@ def title(summary: Mapping[str, Any]) -> str:
     """One line that describes the run."""
     clients, rounds = counted(summary["clients"], "client"), counted(summary["rounds"], "round")
     return f"{summary['method']} on {summary['dataset']}, {clients}, {rounds}"
-
-
-def counted(number: int, of: str) -> str:
-    """A number of rounds, clients ..."""
-    return f"{number} {of}" + ("" if number == 1 else "s")
 
 
 def table(summary: Mapping[str, Any]) -> list[list[str]]:
@@ -66,7 +62,7 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
         said.append(f"harmonic mean of it and I_local (accuracy and macro-F1 of the clients): {scores}")
     if summary.get("diverged_round") is not None:
         said.append(
-            f"diverged: from round {summary['diverged_round']} on, answers are no numbers, which count as wrong; "
+            f"diverged: from round {summary['diverged_round']} on, logits are NaN or infinite, which count as wrong; "
             "try a smaller training.lr"
         )
     timing, traffic = summary["timing"], summary["traffic"]

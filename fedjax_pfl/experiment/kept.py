@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import DataShape
+from fedjax_pfl.experiment.folders import replacing
 from fedjax_pfl.method import State
 
 STATE = "state.safetensors"
@@ -88,11 +89,10 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], about: dict[str, str] | 
       arrays: name -> array.
       about: metadata.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
     # The format writes the memory of an array as it is, so it must be in C order.
-    save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, partial, about)
-    partial.replace(path)
+    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    with replacing(path) as partial:
+        save_file(ordered, partial, about)
 
 
 def _names(tree: PyTree) -> list[str]:

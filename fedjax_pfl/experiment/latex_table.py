@@ -96,7 +96,7 @@ def _latex_notes(cells: Sequence[Cell], figures: Sequence[str], bold: bool) -> l
     samples = f"on {evaluated_on(cells)} samples"
     notes = [rf"Needs \usepackage{{booktabs}}. {unit} {samples}: mean and sample standard deviation over {of}{best}."]
     if any(group.diverged for group in groups):
-        notes.append("Dagger: diverged: some answers were no numbers, which count as wrong.")
+        notes.append("Dagger: diverged: some logits were NaN or infinite, which count as wrong.")
     notes += [f"Failed: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
     return [f"% {' '.join(note.split())}" for note in notes]
 

@@ -41,7 +41,7 @@ from fedjax_pfl.experiment.distributed import put_everywhere
 from fedjax_pfl.experiment.inputs import Row, keys_of, rows_sharding
 from fedjax_pfl.experiment.placing import place, place_runs
 from fedjax_pfl.experiment.privacy import check_accountant, check_privacy, without_privacy
-from fedjax_pfl.experiment.programs import Name, Over, Program, name_of
+from fedjax_pfl.experiment.programs import Over, Program, TraceKey, trace_key
 from fedjax_pfl.experiment.summary import judged
 
 # The default precision of a backend: the fastest one whose effect on accuracy is small compared with that of the seed
@@ -51,7 +51,7 @@ _PRECISION = {"cpu": "float32", "gpu": "tensorfloat32", "tpu": "bfloat16"}
 _UNLIMITED = np.int32(2**31 - 1)
 # The number of surveys that a process keeps for later runs with the same shapes.
 _KEPT = 16
-_surveys: OrderedDict[Name, tuple[Memory, Exchange]] = OrderedDict()
+_surveys: OrderedDict[TraceKey, tuple[Memory, Exchange]] = OrderedDict()
 
 
 def lay_out(
@@ -153,7 +153,7 @@ def _check(configs: Sequence[Config], data: DataShape, engine: Engine, federatio
 
 
 def _check_whole_batches(config: Config, engine: Engine, federations: Sequence[Federation]) -> None:
-    """Raises a ConfigError if, without short batches, nobody can train, or a robust rule would prefer who cannot."""
+    """Raises a ConfigError if, without short batches, nobody can train, or a robust rule would favour who cannot."""
     counts = [np.asarray(federation.train.count)[: engine.trainers] for federation in federations]
     held = [largest_batch(engine, count[count > 0]) for count in counts]
     # Of each run by itself: another one's clients may be larger.
@@ -197,16 +197,16 @@ def _survey(
 ) -> tuple[Memory, Exchange]:
     """`survey`, once for all runs of the same shapes; what this process holds is looked up anew."""
     on_host = config.run.client_state == "host"
-    name = name_of(config, data, federation, [backend, precision, config.run.export])
-    if name not in _surveys:
+    key = trace_key(config, data, federation, [backend, precision, config.run.export])
+    if key not in _surveys:
         try:
-            _surveys[name] = survey(engine, federation, backend, precision=precision, on_host=on_host)
+            _surveys[key] = survey(engine, federation, backend, precision=precision, on_host=on_host)
         except jax.errors.ConcretizationTypeError as error:
             raise branches_on_traced(config.method["name"], error) from error
         while len(_surveys) > _KEPT:
             _surveys.popitem(last=False)
-    _surveys.move_to_end(name)
-    memory, exchange = _surveys[name]
+    _surveys.move_to_end(key)
+    memory, exchange = _surveys[key]
     return memory.of_this_process() if memory.process else memory, exchange
 
 

@@ -24,7 +24,7 @@ from fedjax_pfl.method import State
 Reader = Callable[[Row, Shared], tuple[Engine, Key[Array, ""], Key[Array, ""], Federation]]
 
 
-class Parts(NamedTuple):
+class OffloadedFunctions(NamedTuple):
     """The functions of such a run; those that its method does not need are None.
 
     Attributes:
@@ -50,7 +50,7 @@ class Parts(NamedTuple):
     calibrate: Any = None
 
 
-def _functions(read: Reader, engine: Engine) -> Parts:
+def _functions(read: Reader, engine: Engine) -> OffloadedFunctions:
     """The functions of a run; arguments as in `traced_offloaded`."""
 
     def start(shared: Shared, row: Row) -> Run:
@@ -90,7 +90,7 @@ def _functions(read: Reader, engine: Engine) -> Parts:
         return engine.calibrate(key, shared.stop, server, ids, uploads, data)
 
     calibrates = engine.method.calibrate is not None
-    return Parts(
+    return OffloadedFunctions(
         start,
         select,
         round_,
@@ -184,7 +184,7 @@ class Offloaded:
     The state of a run is a `Run` whose client states are arrays of the host, which every round changes in place.
     """
 
-    def __init__(self, parts: Parts, engine: Engine):
+    def __init__(self, parts: OffloadedFunctions, engine: Engine):
         """Takes the compiled parts, and an engine like that of the runs (for sizes and placement)."""
         self._parts, self._engine = parts, engine
 

@@ -216,8 +216,8 @@ def _literals(hint: Any) -> list[Any]:
     return found + [value for part in typing.get_args(hint) for value in _literals(part)]
 
 
-# What other libraries and papers call a field that they mistake for one of ours.
-_ELSEWHERE = {
+# Names of other libraries and papers for our fields, which an error then suggests.
+_OTHER_NAMES = {
     "alpha": "beta",
     "dataset": "source",
     "fraction_fit": "ratio",
@@ -262,7 +262,7 @@ def config_error(
     if first["type"] == "extra_forbidden":
         known = list(table.model_fields) if table else [*others, *schema.model_fields]
         owner = f" of {schema.__name__}" if section else ""
-        here = _ELSEWHERE.get(path[-1], path[-1])
+        here = _OTHER_NAMES.get(path[-1], path[-1])
         return ConfigError(field, first["input"], f"no such key{owner}; {one_of(here, known)}")
     told = descriptions(table).get(path[-1], "").replace("``", "").rstrip(".") if table else ""
     if first["type"] == "missing":

@@ -105,9 +105,9 @@ def _averages(method: Method, clients: int) -> bool:
 def spent(config: Config, rounds: int) -> dict[str, Any]:
     """The entry of a run's summary on privacy, which protects the presence of all data of one client.
 
-    It is that of the models of one run, as if its noise were real numbers that nobody knows. The noise follows from the
-    run's seed and is the same in all runs with this seed, so that the models of two of them can reveal what those of
-    one do not; and a model, or a number of rounds, that is chosen by scores reveals something of these scores.
+    Epsilon holds for the models of one run, if its noise were exact and secret. Runs with the same seed have the same
+    noise, so that two of them can reveal more than one does. To choose a model, or a number of rounds, by scores also
+    reveals something of these scores.
 
     Args:
       config: of the run.

@@ -36,7 +36,7 @@ from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import to_host
 from fedjax_pfl.experiment.export import export_of
 from fedjax_pfl.experiment.inputs import Row, Shared, keys_of, layout_of, rows_sharding
-from fedjax_pfl.experiment.offloaded import Offloaded, Parts, put_offloaded, traced_offloaded
+from fedjax_pfl.experiment.offloaded import Offloaded, OffloadedFunctions, put_offloaded, traced_offloaded
 from fedjax_pfl.experiment.process import cores
 from fedjax_pfl.method import State
 from fedjax_pfl.methods import METHODS
@@ -87,8 +87,9 @@ class _Compiled(NamedTuple):
     score: Callable[[Shared, Row, Run], Evaluation]
 
 
-Name = tuple[str, tuple[Callable, ...], str]
-_store: OrderedDict[Name, _Compiled | Offloaded] = OrderedDict()
+# What decides over the traces of a run; see `trace_key`.
+TraceKey = tuple[str, tuple[Callable, ...], str]
+_store: OrderedDict[TraceKey, _Compiled | Offloaded] = OrderedDict()
 
 
 def alike(config: Config) -> str:
@@ -379,7 +380,7 @@ def _laid(tree: PyTree, where: Any) -> Any:
     return jax.tree.map(shape, tree, jax.tree.broadcast(where, tree))
 
 
-def name_of(config: Config, data: DataShape, arrays: PyTree, others: list[Any]) -> Name:
+def trace_key(config: Config, data: DataShape, arrays: PyTree, others: list[Any]) -> TraceKey:
     """What decides over the traces of a run: its config, the shapes of its arrays, the functions, and ``others``."""
     tables = json.loads(alike(config))
     for section, keys in _NOT_COMPILED.items():
@@ -402,10 +403,10 @@ def _compile(program: Program) -> _Compiled | Offloaded:
         program.engine.equal,
         *((_devices(placement), placement.chunk) for placement in (runs_on, clients_on)),
     ]
-    name = name_of(config, data, (program.samples, program.rows[0]), where)
-    if name in _store:
-        _store.move_to_end(name)
-        return _store[name]
+    key = trace_key(config, data, (program.samples, program.rows[0]), where)
+    if key in _store:
+        _store.move_to_end(key)
+        return _store[key]
 
     # While XLA compiles one function, the next is traced; on few cores fewer at a time, so that they fit into memory.
     with ThreadPoolExecutor(max_workers=min(3, cores())) as pool:
@@ -419,10 +420,13 @@ def _compile(program: Program) -> _Compiled | Offloaded:
         except jax.errors.ConcretizationTypeError as error:  # with plain numbers for the options, `survey` met none
             raise branches_on_traced(config.method["name"], error) from error
     compiled = {part: future.result() for part, future in found.items()}
-    _store[name] = Offloaded(Parts(**compiled), program.engine) if program.offloaded else _Compiled(**compiled)
+    if program.offloaded:
+        _store[key] = Offloaded(OffloadedFunctions(**compiled), program.engine)
+    else:
+        _store[key] = _Compiled(**compiled)
     while len(_store) > _KEPT:
         _store.popitem(last=False)
-    return _store[name]
+    return _store[key]
 
 
 def drawn_once() -> dict[str, int]:

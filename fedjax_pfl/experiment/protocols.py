@@ -15,7 +15,7 @@ Tables = dict[str, dict[str, Any]]
 
 
 def _protocol(data: dict[str, Any], model: dict[str, Any], training: dict[str, Any]) -> Tables:
-    """All values of a protocol. Every protocol sets the same fields, so that one can replace another."""
+    """All values of a protocol. All set the same fields, so that one can replace another, but for `test_part_share`."""
     apart = {"samples_per_client": None, "test_classes": "all", "stratified": False, "seed": None}
     if data["split"] == "merge":
         apart["test_part_share"] = None  # for the official split, this depends on the data set

@@ -107,7 +107,8 @@ def _override(tables: dict[str, Any], override: str) -> None:
     *sections, key = field.split(".")
     if not equals or not all([*sections, key]) or not (sections or key == "protocol"):
         raise ConfigError("override", override, "expected section.key=value, e.g. training.lr=0.01")
-    table, under = tables, tables_of(tables["protocol"]) if "protocol" in tables else {}
+    table = tables
+    under = tables_of(tables["protocol"]) if "protocol" in tables else {}
     for section in sections:
         table, under = table.setdefault(section, {}), under.get(section, {})
         if not isinstance(table, dict):

@@ -24,7 +24,7 @@ _PARTITION = "partition.npz"
 # else is left when a process dies. The config comes last: with it, comparisons and sweeps begin the run anew.
 _AT_THE_END = ("summary.json", "clients.csv", "labels.csv", "export.npz", STATE)
 _FILES = (*_AT_THE_END, "metrics.jsonl", _CLIENT_HISTORY, _PARTITION, "partition.json", "config.toml")
-# Is there while a run's files replace those of another: what has it may be replaced again.
+# Is there while a run's files replace those of another one; a directory that has it may be written over again.
 _BEGINNING = ".beginning.partial"
 CHECKPOINTS = "checkpoints"
 _EVENTS = "tensorboard"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from fedjax_pfl.data.dealing import counted
 from fedjax_pfl.data.divide import count_new
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment import headline
@@ -221,7 +222,7 @@ def _state(run: Begun) -> str:
         if not run.history:
             return "not ended: no round evaluated yet"
         return f"not ended: round {int(run.history['round'][-1])} of {rounds}"
-    said = f"ended after {headline.counted(run.summary['rounds'], 'round')}"
+    said = f"ended after {counted(run.summary['rounds'], 'round')}"
     if "stopped" in run.summary:
         said += f" of {rounds}: {run.summary['stopped']}"
     if run.summary.get("diverged_round") is not None:

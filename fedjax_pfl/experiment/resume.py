@@ -96,8 +96,8 @@ class RunPlace:
     def beginnings(self) -> set[int]:
         """Rounds after which the run can go on; -1 for the beginning of a run that has no checkpoint.
 
-        Runs that share one can go on together. 0 is for those of a program that was killed while it wrote the first
-        checkpoints: the same runs as one program end with the same bits.
+        Runs that share one can go on together. 0 is among them if the program may have been killed while it wrote its
+        first checkpoints: then all its runs can begin again together, and end with the same bits.
         """
         found = set(self.found())
         if not found:

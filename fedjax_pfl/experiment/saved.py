@@ -215,7 +215,7 @@ class Listed(NamedTuple):
       ended: whether the run has ended.
       accuracy: point -> mean accuracy after that round; empty before the first.
       begun: whether the run is at work, or has left scores or a checkpoint.
-      diverged: whether it has ended, and some of its answers were no numbers.
+      diverged: whether it has ended, and some of its logits were NaN or infinite.
     """
 
     path: Path

@@ -84,7 +84,7 @@ class Data(Section):
         if self.test_classes != "all" and (self.split != "official" or self.partition["kind"] == "natural"):
             allowed = '"all", or data.split = "official" and a partition that is not natural'
             raise ConfigError("data.test_classes", self.test_classes, allowed)
-        # Clients that overlap are held against nothing that others train on.
+        # With overlap, a client's test or validation samples may be training samples of another one.
         if overlaps(self.partition) and self.split != "official":
             allowed = 'false with data.split = "merge", where others would train on what a client is tested on'
             raise ConfigError("data.partition.overlap", True, allowed)

@@ -8,7 +8,6 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +17,7 @@ from fedjax_pfl.experiment.cells import check_point, folder_of, run_cells
 from fedjax_pfl.experiment.config import Config, plain
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor
-from fedjax_pfl.experiment.folders import alone_in, writable, write_atomically
+from fedjax_pfl.experiment.folders import alone_in, replacing, writable, write_atomically
 from fedjax_pfl.experiment.frames import client_frame, difference_frame, history_frame, pivot, run_frame
 from fedjax_pfl.experiment.gathered import cells_of, compared, folders_of, gather, record_of, table_in
 from fedjax_pfl.experiment.grid import combinations, configured
@@ -318,12 +317,9 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         except (pyarrow.ArrowException, OverflowError):
             return pyarrow.array([None if value is None else json.dumps(value) for value in values])
 
-    partial = path.with_name(f".{path.name}.partial")
     try:
         table = pyarrow.table({name: column([row[name] for row in rows]) for name in next(iter(rows), {})})
-        pyarrow.parquet.write_table(table, partial)
-        partial.replace(path)
+        with replacing(path) as partial:
+            pyarrow.parquet.write_table(table, partial)
     except (pyarrow.ArrowException, OSError) as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
         warnings.warn(f"{path} is not written: {error}", stacklevel=3)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from fedjax_pfl.data.dealing import counted
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.markdown_table import markdown_table
@@ -214,7 +215,9 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
     notes += _guesses(groups)
     notes += _mixed_versions(cells)
     if any(group.diverged for group in groups):
-        notes.append("†: diverged: some answers were no numbers, which count as wrong; try a smaller learning rate.")
+        notes.append(
+            "†: diverged: some logits were NaN or infinite, which count as wrong; try a smaller learning rate."
+        )
     failed = [f"**Failed**: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
     notes += [" ".join(note.split()) for note in failed]  # an empty line would begin another block
     return "\n\n".join([legend, markdown_table(names, [[row[name] for name in names] for row in shown]), *notes]) + "\n"
@@ -360,7 +363,7 @@ def _row(gap: _Gap, point: str, heading: str, *, bold: bool) -> dict[str, str]:
         if figure == POINTS[-1]:  # what is compared stands before what else there is to know
             row["difference"] = NONE if found is None else _interval(found.low, found.high, found.mean)
             if found is not None and found.seeds < len(group.cells):
-                row["difference"] += f" ({found.seeds} {'seed' if found.seeds == 1 else 'seeds'})"
+                row["difference"] += f" ({counted(found.seeds, 'seed')})"
             row["over clients"] = NONE if over_clients is None else _interval(*over_clients)
             row["p"] = NONE if math.isnan(p) else f"{p:.3g}"
     row["MB"] = _fixed(group.mean("megabytes"), 1)

@@ -12,7 +12,7 @@ from fedjax_pfl.method import Cohort, Method, PerClass, Round
 from fedjax_pfl.methods.fedproto import Reading, fedproto
 from fedjax_pfl.models.base import Model, Params, dense
 from fedjax_pfl.ops.losses import cross_entropy
-from fedjax_pfl.ops.prototypes import class_means, distances, means_as_samples
+from fedjax_pfl.ops.prototypes import class_means, distances, mean_over_holders, means_as_samples
 from fedjax_pfl.ops.training import Scalar, Trainer, is_off, phase_key
 
 
@@ -100,7 +100,7 @@ def fedtgp(
 
 def _margin(means: Float[Array, "N C K"], held: Bool[Array, "N C"], cap: Scalar) -> Float[Array, ""]:
     """The largest distance of a class's mean to its nearest neighbour, at most the cap; 0 for less than two classes."""
-    centres, seen = class_means(jnp.sum(means, axis=0), jnp.sum(held.astype(jnp.float32), axis=0))
+    centres, seen = mean_over_holders(means, held)
     others = seen[:, None] & seen & ~jnp.eye(len(seen), dtype=bool)
     gap = jnp.min(jnp.where(others, distances(centres, centres), jnp.inf), axis=1)
     return jnp.minimum(jnp.max(jnp.where(jnp.isfinite(gap), gap, 0.0)), cap)

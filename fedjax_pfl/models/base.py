@@ -27,12 +27,12 @@ class Projection(NamedTuple):
     Attributes:
       encode: theta, x, mask=None -> f, the output of the encoder, [batch, width].
       project: theta, f -> z [batch, dim], the output of the projection head: the features of the model.
-      dim: the width of f.
+      width: that of f.
     """
 
     encode: Callable[..., Float[Array, "batch width"]]
     project: Callable[[Params, Float[Array, "batch width"]], Float[Array, "batch dim"]]
-    dim: int
+    width: int
 
 
 class Model(NamedTuple):

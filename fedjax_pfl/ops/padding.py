@@ -1,4 +1,4 @@
-"""Which losses are traced that train on padding, because they do not depend on the mask of their batch."""
+"""Finds losses that train on padding: those that do not depend on the mask of their batch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

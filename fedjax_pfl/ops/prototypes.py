@@ -69,6 +69,16 @@ def class_means(sums: Float[Array, "C K"], counts: Float[Array, " C"]) -> Protot
     return Prototypes(sums / jnp.maximum(counts, 1.0)[:, None], counts > 0)
 
 
+def mean_over_holders(means: Float[Array, "clients C K"], held: Bool[Array, "clients C"]) -> Prototypes:
+    """For each class the mean over the clients that hold it, each with equal weight.
+
+    Args:
+      means: the clients' means; zeros for a class that a client does not hold.
+      held: which clients hold which classes.
+    """
+    return class_means(jnp.sum(means, axis=0), jnp.sum(held, axis=0, dtype=means.dtype))
+
+
 def update_prototypes(old: Prototypes, new: Prototypes) -> Prototypes:
     """The prototypes after a round: a class without a new prototype keeps its old one (rule R8)."""
     return Prototypes(jnp.where(new.valid[:, None], new.mean, old.mean), new.valid | old.valid)
@@ -127,9 +137,9 @@ def distances(z: Float[Array, "rows K"], points: Float[Array, "C K"]) -> Float[A
     return jnp.sqrt(jnp.sum((z[:, None] - points) ** 2, axis=2) + 1e-12)
 
 
-def l2_normalize(vectors: Float[Array, "rows K"], eps: float = 1e-12) -> Float[Array, "rows K"]:
-    """Rows of length 1, and rows of zeros as they are; eps keeps the gradient finite at zero."""
-    return vectors * lax.rsqrt(jnp.sum(vectors**2, axis=1, keepdims=True) + eps)
+def l2_normalize(vectors: Float[Array, "rows K"]) -> Float[Array, "rows K"]:
+    """Rows of length 1, and rows of zeros as they are; the gradient is finite, also at zero."""
+    return vectors * lax.rsqrt(jnp.sum(vectors**2, axis=1, keepdims=True) + 1e-12)
 
 
 def prototype_contrast(

@@ -54,8 +54,8 @@ def krum(stacked: Uploads, weight: Float[Array, " K"], *, byzantine: float = 0.2
 
     All parameters of a row form one vector. The score of a row is the sum of its squared distances to the n - f - 2
     nearest other rows (at least one), where n is the number of rows with a weight above 0 and f = floor(byzantine n).
-    Rows with a value that is not finite are left out, unless all have one. They count for f, and no longer for n:
-    those that are left out need not be the malicious ones.
+    Rows with a value that is not finite are left out, unless all have one. f is still a share of all rows, and n counts
+    those that are left, because the malicious ones may be among them.
     The row with the lowest score is returned. Rows with equal scores, such as two rows that are each other's only
     neighbour, are averaged; the paper takes the first of them, which would depend on the order of the rows. Running
     statistics are left out of the distances, because a variance can be larger than all parameters together; those of

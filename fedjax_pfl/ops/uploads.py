@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from fedjax_pfl.method import Method, PerClass, SentIf
+from fedjax_pfl.method import Method, PerClass, SentIf, is_part
 from fedjax_pfl.models.norm import is_statistic
 
 _VARIANCES = ("variance", "covariance")
@@ -55,7 +55,7 @@ def _received(view: PyTree) -> PyTree:
             return part._replace(sent=None, value=sent)  # type: ignore[arg-type]  # the flag is not compared
         return part
 
-    return jax.tree.map(node, view, is_leaf=_is_part)
+    return jax.tree.map(node, view, is_leaf=is_part)
 
 
 def map_values(
@@ -89,11 +89,7 @@ def map_values(
             return part._replace(value=inside(fn, path, part.value, *(other.value for other in rest)))
         return inside(fn, path, part, *rest)
 
-    return jax.tree.map_with_path(node, upload, *others, is_leaf=_is_part)
-
-
-def _is_part(node: PyTree) -> bool:
-    return isinstance(node, PerClass | SentIf)
+    return jax.tree.map_with_path(node, upload, *others, is_leaf=is_part)
 
 
 def _is_real(leaf: Any) -> bool:

@@ -57,7 +57,7 @@ def test_parameter_counts_by_hand(name, options, shape, encoder, head, dims):
     assert set(theta) == {"encoder", "projection"}
     assert (size(theta["encoder"]), size(theta["projection"])) == (encoder, head)
     assert size(params["head"]) == dims[1] * 10 + 10
-    assert (model.projection.dim, model.dim) == dims
+    assert (model.projection.width, model.dim) == dims
 
 
 def test_resnet18_proj_hands_its_options_on():

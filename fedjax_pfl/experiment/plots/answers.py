@@ -100,7 +100,7 @@ def plot_features(
     if features.shape[1] < 2:
         raise ConfigError("result", "one feature", "of a model with two features or more, for two dimensions")
     if not np.isfinite(features).all():
-        raise ConfigError("clients", clients, "those of models that have not diverged: features are no numbers")
+        raise ConfigError("clients", clients, "those of models that have not diverged: features are NaN or infinite")
     label, client = result.exported["label"][chosen], result.exported["client"][chosen]
     classes = len(result.partition["class_counts"][0])
     with drawing(ax, height=2.9) as ax:

@@ -70,7 +70,7 @@ def plot_attention(
     asked = result.predict(images, client) if y is None else checked_labels(y, len(images), data.classes)
     params, answers = result.params(client), result.predict_proba(images, client)
     if not np.isfinite(answers).all():
-        raise ConfigError("client", client, "a model that has not diverged: its answers are no numbers")
+        raise ConfigError("client", client, "a model that has not diverged: its logits are NaN or infinite")
     by_head = jax.nn.softmax(model.apply(jax.device_put(params), jnp.asarray(images)))
     if not np.allclose(by_head, answers, rtol=1e-3, atol=1e-6):
         allowed = f"a method whose models are an extractor with a head; what {config.method['name']} answers is more"

@@ -1,10 +1,10 @@
 """Writes plots of runs on disk as files."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.experiment.folders import replacing
 from fedjax_pfl.experiment.gathered import cells_of, gather, table_in
 from fedjax_pfl.experiment.plots.clients import height_of, plot_clients
 from fedjax_pfl.experiment.plots.curves import plot_curves
@@ -77,13 +77,9 @@ def write_plot(
             else:
                 plot_curves(cells, metric, x, "sd", ax)
         make_room(ax)
-        partial = out.with_name(f".{out.name}.partial")
         try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(partial, format=out.suffix[1:], metadata=_UNDATED[out.suffix])
-            partial.replace(out)
+            with replacing(out) as partial:
+                figure.savefig(partial, format=out.suffix[1:], metadata=_UNDATED[out.suffix])
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
             raise ConfigError("--out", str(out), f"a file that can be written ({error.strerror})") from None
     return [] if kind == "partition" else [run.path for run in begun if run.summary is None]

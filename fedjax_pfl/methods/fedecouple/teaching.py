@@ -26,8 +26,8 @@ class Heads(NamedTuple):
 class Teaching(NamedTuple):
     """The training of the personal head.
 
-    Both heads take a step on every batch, by Eqs. 3 and 4 in turns. This is our reading of lines that say only that the
-    two are minimised.
+    On every batch both heads take one step at the same time, the personal one by Eq. 3 and the teacher by Eq. 4. This
+    is our reading of lines that say only that the two are minimised.
 
     Attributes:
       teacher: whether the global head adapts while it teaches, stays as received, or does not teach.

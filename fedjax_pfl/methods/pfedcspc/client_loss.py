@@ -41,9 +41,9 @@ class ClientLoss(NamedTuple):
         if is_off(self.encoder_ce):
             return params
         assert model.projection is not None
-        dim, classes = model.projection.dim, model.classes
-        draw = initializers("torch", dim)
-        kernel = draw.kernel(phase_key(key, "encoder head kernel"), (dim, classes))
+        width, classes = model.projection.width, model.classes
+        draw = initializers("torch", width)
+        kernel = draw.kernel(phase_key(key, "encoder head kernel"), (width, classes))
         bias = draw.bias(phase_key(key, "encoder head bias"), (classes,))
         return {**params, "encoder_head": {"kernel": kernel, "bias": bias}}
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Key, Shaped
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.method import PerClass
 from fedjax_pfl.methods.pfedcspc.kmeans import kmeans, sample_means
-from fedjax_pfl.ops.prototypes import Prototypes, class_means
+from fedjax_pfl.ops.prototypes import Prototypes, mean_over_holders
 from fedjax_pfl.ops.training import Scalar, cache_features, phase_key
 
 
@@ -83,6 +83,4 @@ def mean_over_clients(points: Float[Array, "K C M d"], valid: Bool[Array, "K C M
     """
     number = jnp.sum(valid, axis=2, dtype=points.dtype)
     own = jnp.sum(jnp.where(valid[..., None], points, 0.0), axis=2) / jnp.maximum(number, 1.0)[..., None]
-    holders = jnp.sum(number > 0, axis=0, dtype=points.dtype)
-    # The mean of a client without the class is zero.
-    return class_means(jnp.sum(own, axis=0), holders)
+    return mean_over_holders(own, number > 0)

@@ -28,7 +28,7 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
     """
     if model.projection is None:
         raise ValueError("it needs a model with a projection head, such as cnn_proj or resnet18_proj")
-    encode, _, dim = model.projection
+    encode, _, width = model.projection
     client_loss, cluster, initial, calibrate, knowledge = parts
     starts_personal = initial is not None and initial.when == "every"
     adapts = initial is not None and initial.when == "eval"
@@ -41,9 +41,9 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         said = {name: jnp.array(jnp.nan, jnp.float32) for name in parts.diagnostics}
         if cluster is None:
             return Server(params, None, None, None, said), client
-        shape = model.classes, cluster.places, dim
+        shape = model.classes, cluster.places, width
         known = None if initial is None else initial.before_round_0(encoder, clients, shape)
-        u_g, e = (Prototypes.none(model.classes, width) for width in (dim, model.dim))
+        u_g, e = (Prototypes.none(model.classes, dim) for dim in (width, model.dim))
         return Server(params, u_g, e, known, said), client
 
     def broadcast(server: Server) -> View:
@@ -88,7 +88,7 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         now: Round, server: Server, clients: PyTree, uploads: Upload, cohort: Cohort
     ) -> tuple[Server, PyTree]:
         params = combine(uploads.params, cohort.weight)
-        u_g, e, known, said = server.prototypes, server.exemplars, server.known, server.said
+        u_g, e, known, said = server.prototypes, server.exemplars, server.known, server.diagnostics
         if cluster is None or u_g is None or e is None or uploads.prototypes is None:
             return server._replace(params=params), clients
         sent = cluster.received(uploads.prototypes)
@@ -137,5 +137,5 @@ def algorithm(model: Model, train: Trainer, combine: Combine, parts: Parts) -> M
         headline="pre" if adapts else "post",
         dispatch=dispatch if starts_personal else None,
         calibrate=Calibration(lambda now, view, client, data: (), send_along) if adapts else None,
-        diagnose=lambda server: server.said,
+        diagnose=lambda server: server.diagnostics,
     )

@@ -17,15 +17,15 @@ class Server(NamedTuple):
       prototypes: u_g, in the space of the encoders; None if no module needs them.
       exemplars: e, in the space of the calibrated projections; likewise.
       known: of each client, for personal initial models; None without these.
-      said: of the last round, for the record; NaN before round 0.
-      scored: the encoders of all m_k, [N, ...], where models are scored that training does not start from; else None.
+      diagnostics: the server's, of the last round; NaN before round 0.
+      scored: the encoders of all m_k, [N, ...], sent for scoring if training does not start from them; else None.
     """
 
     params: Params
     prototypes: Prototypes | None
     exemplars: Prototypes | None
     known: Known | None
-    said: Diagnostics
+    diagnostics: Diagnostics
     scored: Params | None = None
 
 

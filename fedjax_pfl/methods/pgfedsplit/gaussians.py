@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from fedjax_pfl.method import PerClass
 from fedjax_pfl.ops.matrices import map_matrices
-from fedjax_pfl.ops.prototypes import Prototypes, class_means, finite_classes, update_prototypes
+from fedjax_pfl.ops.prototypes import Prototypes, class_means, finite_classes, mean_over_holders, update_prototypes
 from fedjax_pfl.ops.tree import by_row
 
 Covariance = Literal["diagonal", "full"]
@@ -47,12 +47,12 @@ def update_gaussians(old: Gaussians, uploaded: PerClass, ids: Int[Array, " clien
     """
     counts, sums = finite_classes(uploaded)
     local, valid = jax.vmap(class_means)(sums, counts)
-    held = valid.astype(jnp.float32)
-    holders = jnp.sum(held, axis=0)
-    new = class_means(jnp.sum(local, axis=0), holders)
+    new = mean_over_holders(local, valid)
     prototypes = update_prototypes(old.prototypes, new)
     if old.spread is None:
         return Gaussians(prototypes, None)
+    held = valid.astype(jnp.float32)
+    holders = jnp.sum(held, axis=0)
     # From the deviations, never as a difference of squares.
     deviations = held[..., None] * (local - new.mean) / jnp.sqrt(jnp.maximum(holders, 1.0))[:, None]
     if old.spread.ndim == 2:

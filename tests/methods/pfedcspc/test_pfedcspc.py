@@ -537,7 +537,7 @@ def both(request, model, trainer, federation):
     # Without the scores of models that nobody has trained yet.
     start = jax.jit(replace(engine, participation=EVERYONE).init)(KEY, federation)
     # Nothing may be read from the prototypes of classes that have none.
-    nines = jnp.full((CLASSES, model.projection.dim), 9.0, jnp.float32)
+    nines = jnp.full((CLASSES, model.projection.width), 9.0, jnp.float32)
     prototypes = start.state.server.prototypes._replace(mean=nines)
     after = start._replace(state=start.state._replace(server=start.state.server._replace(prototypes=prototypes)))
     newest = {}
@@ -812,7 +812,7 @@ def aggregate(model, trainer):
 
     params = jax.jit(jax.vmap(model.init))(jax.random.split(jax.random.key(3), len(IDS)))
     params = jax.tree.map(lambda leaf: 3 * np.asarray(leaf), params)
-    bias = np.eye(len(IDS), model.projection.dim, dtype=np.float32)
+    bias = np.eye(len(IDS), model.projection.width, dtype=np.float32)
     params["extractor"]["encoder"] = jax.tree.map(np.zeros_like, params["extractor"]["encoder"])
     params["extractor"]["encoder"]["hidden_layer"]["bias"] = bias
     params = jax.tree.map(lambda leaf: leaf * PRESENT.reshape(-1, *[1] * (leaf.ndim - 1)).astype(leaf.dtype), params)
@@ -829,7 +829,7 @@ def aggregate(model, trainer):
 @pytest.fixture(scope="module")
 def uploaded(model):
     """Prototypes of EXISTS."""
-    u = np.random.default_rng(4).normal(size=(*EXISTS.shape, REPEATS, model.projection.dim))
+    u = np.random.default_rng(4).normal(size=(*EXISTS.shape, REPEATS, model.projection.width))
     return np.where(EXISTS[..., None, None], u, 0)
 
 
@@ -886,7 +886,8 @@ def test_a_class_that_nobody_holds_keeps_its_prototype_and_nothing_else_is_read(
     same(server.prototypes.valid, True)
     same(server.exemplars.valid, True)
     near(
-        server.exemplars.mean[1], project(np, to_numpy(server.params)["extractor"], np.full(model.projection.dim, 5.0))
+        server.exemplars.mean[1],
+        project(np, to_numpy(server.params)["extractor"], np.full(model.projection.width, 5.0)),
     )
     near(server.prototypes.mean[2], np.mean([uploaded[0, 2, 0].mean(axis=0), uploaded[3, 2].mean(axis=(0, 1))], axis=0))
     # Rows that are not sent, and groups without samples.
