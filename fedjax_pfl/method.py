@@ -269,13 +269,11 @@ def broadcast_all(server: PyTree) -> PyTree:
 
 def personalize_nothing(now: Round, view: PyTree, client: PyTree, data: ClientData) -> tuple[PyTree, PyTree]:
     """The default of ``Method.personalize``: scores what the client has received and kept, unchanged."""
-    del now, data
     return view, client
 
 
 def no_diagnostics(server: PyTree) -> Diagnostics:
     """The default of ``Method.diagnose``: no numbers."""
-    del server
     return {}
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedjax_pfl.cli.given import check_in_use, executor_of, folder_for, read_config, setting
+from fedjax_pfl.cli.given import check_in_use, compared, executor_of, folder_for, read_config
 from fedjax_pfl.errors import ConfigError
 
 app = typer.Typer(
@@ -176,30 +176,16 @@ def compare(
     except ValueError:
         raise ConfigError("--seeds", seeds, "whole numbers, separated by commas") from None
     from fedjax_pfl.experiment.comparison import compare, refusals
-    from fedjax_pfl.experiment.registry import load_entry_points
-    from fedjax_pfl.methods import METHODS
 
-    if methods == "all":
-        load_entry_points()
-    names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
-    split = [name.partition("=") for name in names]
-    names = [name.strip() for name, _, _ in split]
-    if len(set(names)) < len(names):
-        raise ConfigError("methods", names, "one or more, each of them once")
-    options: dict[str, dict[str, Any]] = {
-        name: {"method": of.strip()} if equals else {} for name, (_, equals, of) in zip(names, split, strict=True)
-    }
+    options = compared(methods, change)
     if loaded.method["name"] not in {of.get("method", name) for name, of in options.items()}:
         instead = "that of a method that is compared: name it in --methods, or give it to one by --set METHOD.KEY=VALUE"
         check_in_use(overrides, {f"method.{key}": instead for key in loaded.method})
-    for given in change or ():
-        method, key, value = setting(given, names)
-        options[method][key] = value
     report = None if quiet else _say
     with folder_for(out, f"compare-{config.stem}") as folder, _interruptible(lambda: _goes_on_in(folder)):
         if methods == "all":
             # A method with a hyperparameter of its own is meant to run.
-            for name, why in refusals(loaded, [name for name in names if not options[name]]).items():
+            for name, why in refusals(loaded, [name for name, changed in options.items() if not changed]).items():
                 del options[name]
                 if report:
                     report(f"{name} is left out: {why}")

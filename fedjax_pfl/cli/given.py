@@ -76,7 +76,35 @@ def check_in_use(overrides: list[str] | None, instead: Mapping[str, str]) -> Non
             raise ConfigError("override", override, instead[field])
 
 
-def setting(given: str, methods: list[str]) -> tuple[str, str, Any]:
+def compared(methods: str, change: list[str] | None) -> dict[str, dict[str, Any]]:
+    """The methods to compare, with what `compare` takes of each.
+
+    Args:
+      methods: names, separated by commas; ``name=method`` for a variant; ``all`` for all methods.
+      change: ``method.key=value`` strings.
+
+    Raises:
+      ConfigError: a name is there twice, or a change is of none of them.
+    """
+    from fedjax_pfl.experiment.registry import load_entry_points
+    from fedjax_pfl.methods import METHODS
+
+    if methods == "all":
+        load_entry_points()
+    given = list(METHODS) if methods == "all" else methods.split(",")
+    options: dict[str, dict[str, Any]] = {}
+    for name, equals, of in (each.partition("=") for each in given):
+        options[name.strip()] = {"method": of.strip()} if equals else {}
+    if len(options) < len(given):
+        names = [each.partition("=")[0].strip() for each in given]
+        raise ConfigError("methods", names, "one or more, each of them once")
+    for each in change or ():
+        method, key, value = _setting(each, list(options))
+        options[method][key] = value
+    return options
+
+
+def _setting(given: str, methods: list[str]) -> tuple[str, str, Any]:
     """Method, hyperparameter and value of ``method.key=value``."""
     from fedjax_pfl.experiment.reading import parse_field
 

@@ -175,17 +175,22 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
         best[group.setting] = max(_printed(group, point), best.get(group.setting, 0.0))
     shown = [_row(gap, point, heading, bold=_printed(gap.group, point) == best[gap.group.setting] > 0) for gap in gaps]
     names = [name for name in shown[0] if name == heading or any(row[name] != NONE for row in shown)]
-    several = len({group.setting for group in groups}) > 1
-    attacked = any(cell.config.attack.kind != "none" for cell in cells)
+    table = markdown_table(names, [[row[name] for name in names] for row in shown])
+    return "\n\n".join([_legend(cells, baseline, point, names), table, *_notes(cells, gaps, point)]) + "\n"
+
+
+def _legend(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, names: Sequence[str]) -> str:
+    """What the columns of these names mean."""
+    several = len({group.setting for group in grouped(cells)}) > 1
+    attacked = _attacked(cells)
     words = {
         "point": point.upper(),
         "baseline": show({field: value for field, value in baseline.items() if not is_of_data(field)}) or "all",
         "same": " in the same data setting" if several else "",
         "honest": " between clients that are honest in both" if attacked else "",
-        "nobody": ", or no client is honest in both" if attacked else "",
         "within": " of a data setting" if several else "",
     }
-    legend = _LEGEND.format(
+    return _LEGEND.format(
         samples=evaluated_on(cells),
         compared="".join(text.format(**words) for name, text in _COMPARED.items() if name in names),
         validation="".join(
@@ -198,29 +203,10 @@ def markdown(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str, *, 
         ),
         **words,
     )
-    paired = [gap.found.seeds for gap in gaps if gap.found is not None]
-    fewest = min([*(len(group.cells) for group in groups if group.cells), *paired], default=0)
-    notes = []
-    if len(groups) > 1 and 0 < fewest < ENOUGH_SEEDS:
-        seeds = "one seed" if fewest == 1 else f"{fewest} seeds"
-        notes.append(
-            f"**{seeds[0].upper()}{seeds[1:]}**: too few to tell small differences from chance; "
-            f"use {ENOUGH_SEEDS} or more for a claim."
-        )
-    alone = [gap.group for gap in gaps if gap.found is None and not gap.is_baseline and gap.group.by_seed(point)]
-    if alone:
-        named = "; ".join(show(group.values) for group in alone)
-        why = f"the baseline has no run of the same seed in the same data setting{words['nobody']}"
-        notes.append(f"**Not compared**: {named}: {why}.")
-    notes += _guesses(groups)
-    notes += _mixed_versions(cells)
-    if any(group.diverged for group in groups):
-        notes.append(
-            "†: diverged: some logits were NaN or infinite, which count as wrong; try a smaller learning rate."
-        )
-    failed = [f"**Failed**: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
-    notes += [" ".join(note.split()) for note in failed]  # an empty line would begin another block
-    return "\n\n".join([legend, markdown_table(names, [[row[name] for name in names] for row in shown]), *notes]) + "\n"
+
+
+def _attacked(cells: Iterable[Cell]) -> bool:
+    return any(cell.config.attack.kind != "none" for cell in cells)
 
 
 def evaluated_on(cells: Sequence[Cell]) -> str:
@@ -309,6 +295,34 @@ def _gaps(groups: Sequence[Group], baseline: Mapping[str, Any], point: str) -> l
         for at, gap, p in zip(members, gaps, corrected, strict=True):
             found[at] = _Gap(groups[at], *gap, p, groups[at] is base)
     return [found[at] for at in sorted(found)]
+
+
+def _notes(cells: Sequence[Cell], gaps: Sequence[_Gap], point: str) -> list[str]:
+    """What to be careful about, and what failed."""
+    groups = [gap.group for gap in gaps]
+    paired = [gap.found.seeds for gap in gaps if gap.found is not None]
+    fewest = min([*(len(group.cells) for group in groups if group.cells), *paired], default=0)
+    notes = []
+    if len(groups) > 1 and 0 < fewest < ENOUGH_SEEDS:
+        seeds = "one seed" if fewest == 1 else f"{fewest} seeds"
+        notes.append(
+            f"**{seeds[0].upper()}{seeds[1:]}**: too few to tell small differences from chance; "
+            f"use {ENOUGH_SEEDS} or more for a claim."
+        )
+    alone = [gap.group for gap in gaps if gap.found is None and not gap.is_baseline and gap.group.by_seed(point)]
+    if alone:
+        named = "; ".join(show(group.values) for group in alone)
+        why = "the baseline has no run of the same seed in the same data setting"
+        why += ", or no client is honest in both" if _attacked(cells) else ""
+        notes.append(f"**Not compared**: {named}: {why}.")
+    notes += _guesses(groups)
+    notes += _mixed_versions(cells)
+    if any(group.diverged for group in groups):
+        notes.append(
+            "†: diverged: some logits were NaN or infinite, which count as wrong; try a smaller learning rate."
+        )
+    failed = [f"**Failed**: {show(cell.values)}: {cell.error}" for cell in cells if cell.summary is None]
+    return notes + [" ".join(note.split()) for note in failed]  # an empty line would begin another block
 
 
 def differences(cells: Sequence[Cell], baseline: Mapping[str, Any], point: str) -> list[dict[str, Any]]:

@@ -46,7 +46,6 @@ def alone(method: Method) -> Method:
         return Alone(server, _only(new))
 
     def init(key: Key[Array, ""], clients: int) -> tuple[tuple[()], Alone]:
-        del clients
         return (), Alone(*method.init(key, 1))
 
     def setup(now: Round, view: PyTree, client: Alone, data: ClientData) -> tuple[Alone, tuple[()]]:

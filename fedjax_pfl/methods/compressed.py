@@ -62,7 +62,6 @@ def top_k(share: float) -> Codec:
     """
 
     def encode(key: Key[Array, ""], array: Array) -> Sparse:
-        del key
         flat = array.reshape(-1)
         _, indices = lax.top_k(jnp.abs(flat), math.ceil(round(share * flat.size, 9)))
         return Sparse(flat[indices], indices, array.shape)

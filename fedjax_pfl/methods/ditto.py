@@ -49,7 +49,6 @@ def ditto(
 
     def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             ce = supervised(model, params, batch)
             return ce if is_off(lam) else ce + proximal(params, view, lam)
 
@@ -58,7 +57,6 @@ def ditto(
         return branch._replace(client=personal)
 
     def personal(view: Params, client: Params) -> Params:
-        del view
         return client
 
     return base._replace(init=init, local=local, personal=personal, headline="post")

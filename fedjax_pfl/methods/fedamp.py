@@ -109,7 +109,6 @@ def drawn_together(model: Model, train: Trainer, attention: Attention, pull: Sca
 
     def local(now: Round, view: tuple[()], client: Client, data: ClientData) -> Update:
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             ce = supervised(model, params, batch)
             return ce if is_off(pull) else ce + proximal(params, client.inbox, pull)
 

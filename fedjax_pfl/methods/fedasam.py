@@ -74,7 +74,6 @@ def asam_loss(model: Model, rho: Scalar = 0.7, eta: Scalar = 0.2, adaptive: bool
 
     e = rho s^2 g / ||s g||, with s = |w| + eta for weights and 1 for biases; in SAM s = 1 for all parameters.
     """
-    del model
     if is_off(rho):
         return BaseLoss()
 

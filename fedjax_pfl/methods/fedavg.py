@@ -22,11 +22,9 @@ def fedavg(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Me
     """
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Params, PyTree]:
-        del clients
         return model.init(key), ()
 
     def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-        del key
         return supervised(model, params, batch)
 
     def local(now: Round, view: Params, client: PyTree, data: ClientData) -> Update:
@@ -36,11 +34,9 @@ def fedavg(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Me
     def aggregate(
         now: Round, server: Params, clients: PyTree, uploads: Params, cohort: Cohort
     ) -> tuple[Params, PyTree]:
-        del now, server
         return combine(uploads, cohort.weight), clients
 
     def personal(view: Params, client: PyTree) -> Params:
-        del client
         return view
 
     return Method(init, local, aggregate, personal, model.apply, global_predict=model.apply)

@@ -63,7 +63,6 @@ def fedavgm(
     def aggregate(
         now: Round, server: Server, clients: PyTree, uploads: Params, cohort: Cohort
     ) -> tuple[Server, PyTree]:
-        del now
         mean = combine(uploads, cohort.weight)
         d = jax.tree.map(jnp.subtract, server.params, mean)
         velocity = jax.tree.map(lambda u, d: beta * u + d, server.velocity, d)

@@ -45,7 +45,6 @@ def fedbabu(
     """
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Params, Params]:
-        del clients
         params = model.init(key)
         return params, params["head"]
 
@@ -54,7 +53,6 @@ def fedbabu(
 
     def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
         def loss(extractor: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             return supervised(model, {"extractor": extractor, "head": client}, batch)
 
         extractor, info = train(now, loss, view, data)
@@ -63,7 +61,6 @@ def fedbabu(
     def aggregate(
         now: Round, server: Params, clients: Params, uploads: Params, cohort: Cohort
     ) -> tuple[Params, Params]:
-        del now
         return {**server, "extractor": combine(uploads, cohort.weight)}, clients
 
     def personal(view: Params, client: Params) -> Params:

@@ -38,11 +38,9 @@ def fedbn(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Met
         raise ValueError("it needs a model with normalisation layers, such as resnet18")
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Params, Params]:
-        del clients
         return _split(model.init(key))
 
     def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-        del key
         return supervised(model, params, batch)
 
     def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
@@ -53,7 +51,6 @@ def fedbn(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Met
     def aggregate(
         now: Round, server: Params, clients: Params, uploads: Params, cohort: Cohort
     ) -> tuple[Params, Params]:
-        del now, server
         return combine(uploads, cohort.weight), clients
 
     return Method(init, local, aggregate, _join, model.apply)

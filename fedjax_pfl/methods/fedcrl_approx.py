@@ -79,7 +79,6 @@ def fedcrl_approx(
             return total, (total, ce, contrast)
 
         def step(carry: tuple, batch: Batch, key: Key[Array, ""]) -> tuple:
-            del key
             params, opt_state, totals = carry
             (_, losses), gradient = jax.value_and_grad(loss, has_aux=True)(params, batch)
             updates, opt_state = optimizer.update(gradient, opt_state, params)
@@ -99,7 +98,6 @@ def fedcrl_approx(
         return Update(own, upload, info, post, {"global_share": own.share})
 
     def personalize(now: Round, view: Sent, client: Client, data: ClientData) -> tuple[Sent, Client]:
-        del now, data
         return view._replace(params=mixed(view, client)), client
 
     return base._replace(init=init, local=local, personalize=personalize, headline="post")

@@ -81,7 +81,6 @@ def feddc(
     """
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
-        del clients
         params = model.init(key)
         zeros = jax.tree.map(jnp.zeros_like, params)
         return Server(params, zeros, zeros), Client(zeros, zeros)
@@ -96,7 +95,6 @@ def feddc(
         anchor = jax.tree.map(jnp.subtract, view.params, client.drift)
 
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             ce = supervised(model, params, batch) + tilt(params, correction)
             return ce if is_off(alpha) else ce + proximal(params, anchor, alpha / size)
 
@@ -110,7 +108,6 @@ def feddc(
     def aggregate(
         now: Round, server: Server, clients: Client, uploads: Upload, cohort: Cohort
     ) -> tuple[Server, Client]:
-        del now
         present = (cohort.weight > 0).astype(jnp.float32)
         change, learned = combine(uploads, present)
         share = jnp.sum(present) / cohort.trainers
@@ -124,7 +121,6 @@ def feddc(
         return Server(params, mean_over_all(server.control, learned), drift), clients
 
     def personal(view: Shared, client: Client) -> Params:
-        del client
         return view.params
 
     def global_predict(server: Server, x: Samples) -> Logits:

@@ -74,7 +74,6 @@ def fedetf(
     projection = dense(dim, "torch", model.dim, "projection")
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Params, ETF]:
-        del clients
         projected = projection.init(phase_key(key, "projection"), jnp.zeros((1, model.dim)))
         etf = _simplex(phase_key(key, "etf"), dim, model.classes)
         extractor = model.init(key)["extractor"]
@@ -91,7 +90,6 @@ def fedetf(
 
     def trained(now: Round, view: Params, etf: ETF, data: ClientData, phase: str) -> Update:
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             z = model.features(params["extractor"], batch.x, batch.mask)
             logits = decide({**params, "etf": etf}, z)
             ce = balanced_cross_entropy(logits, batch.y, batch.mask, data.class_counts, strength=gamma)
@@ -104,7 +102,6 @@ def fedetf(
         return trained(now, view, client, data, "local")
 
     def aggregate(now: Round, server: Params, clients: ETF, uploads: Params, cohort: Cohort) -> tuple[Params, ETF]:
-        del now
         return {**server, **combine(uploads, cohort.weight)}, clients
 
     def personal(view: Params, client: ETF) -> Params:
@@ -120,7 +117,6 @@ def fedetf(
         fit_etf, fit_projection = (partial(fit, epochs=finetune_epochs, record=False) for fit in (plain, train))
 
         def loss(part: Params, batch: Batch, key: Key[Array, ""], *, others: Params) -> Float[Array, ""]:
-            del key
             return cross_entropy(decide({**others, **part}, batch.x), batch.y, batch.mask)
 
         def turn(number: Int[Array, ""], parts: tuple[Params, Params]) -> tuple[Params, Params]:

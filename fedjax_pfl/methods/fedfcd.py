@@ -99,7 +99,6 @@ def fedfcd(
         def loss(
             theta: Params, batch: Batch, key: Key[Array, ""], *, phi: Params, ce: float = 1.0, pull: Scalar = lam
         ) -> Float[Array, ""]:
-            del key
             z = model.features(theta, batch.x, batch.mask)
             total = ce * label_loss(model, z, decide(beside, phi, z), batch)
             if targets is not None and not is_off(pull):
@@ -108,7 +107,6 @@ def fedfcd(
 
         def fusion_loss(theta: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
             """What the shared head adds to the cross-entropy."""
-            del key
             z, phi = model.features(theta, batch.x, batch.mask), client["head"]
             own, both = (label_loss(model, z, decide(head, phi, z), batch) for head in (None, beside))
             return both - own

@@ -45,12 +45,10 @@ def fedgh(
     train_server = Trainer(epochs=server_epochs, batch_size=server_batch_size, lr=server_lr)
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Params, Params]:
-        del clients
         params = model.init(key)
         return params["head"], params["extractor"]
 
     def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-        del key
         return supervised(model, params, batch)
 
     def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:

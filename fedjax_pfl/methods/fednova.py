@@ -61,7 +61,6 @@ def fednova(model: Model, train: Trainer, combine: Combine = weighted_mean) -> M
     def aggregate(
         now: Round, server: Params, clients: PyTree, uploads: Upload, cohort: Cohort
     ) -> tuple[Params, PyTree]:
-        del now
         weight = jnp.where(uploads.steps > 0, cohort.weight, 0.0)
         change, steps = combine(uploads.change, weight), weighted_mean(steps_of(uploads.steps), weight)
 

@@ -51,7 +51,6 @@ def ntd_loss(model: Model, beta: Scalar = 1.0, temperature: Scalar = 1.0) -> Bas
         return BaseLoss()
 
     def term(received: Params, last: Params) -> Term:
-        del last
 
         def distilled(params: Params, z: Float[Array, "batch K"], logits: Logits, batch: Batch) -> Float[Array, ""]:
             teacher = model.apply(received, batch.x)

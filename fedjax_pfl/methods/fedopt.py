@@ -125,7 +125,6 @@ def _adaptive(
     def aggregate(
         now: Round, server: Server, clients: PyTree, uploads: Params, cohort: Cohort
     ) -> tuple[Server, PyTree]:
-        del now
         mean = combine(uploads, cohort.weight)
         delta = jax.tree.map(jnp.subtract, mean, server.params)
         m = jax.tree.map(lambda m, delta: beta1 * m + (1.0 - beta1) * delta, server.m, delta)

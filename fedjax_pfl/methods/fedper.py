@@ -24,12 +24,10 @@ def fedper(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Me
     """
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Params, Params]:
-        del clients
         params = model.init(key)
         return params["extractor"], params["head"]
 
     def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-        del key
         return supervised(model, params, batch)
 
     def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
@@ -39,7 +37,6 @@ def fedper(model: Model, train: Trainer, combine: Combine = weighted_mean) -> Me
     def aggregate(
         now: Round, server: Params, clients: Params, uploads: Params, cohort: Cohort
     ) -> tuple[Params, Params]:
-        del now, server
         return combine(uploads, cohort.weight), clients
 
     def personal(view: Params, client: Params) -> Params:

@@ -46,7 +46,6 @@ def fedper_pp_approx(
 
     def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             z = model.features(params["extractor"], batch.x, batch.mask)
             logits = model.classify(params["head"], z)
             ce = balanced_cross_entropy(logits, batch.y, batch.mask, data.class_counts, strength=gamma)

@@ -66,7 +66,6 @@ def fedproc(
     normalized = model._replace(features=lambda theta, x, mask=None: l2_normalize(model.features(theta, x, mask)))
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, PyTree]:
-        del clients
         return Server(model.init(key), Prototypes.none(model.classes, model.dim)), ()
 
     def broadcast(server: Server) -> Sent:
@@ -77,7 +76,6 @@ def fedproc(
         contrast_share = jnp.where(now.t > 0, jnp.maximum(1.0 - now.t.astype(jnp.float32) / anneal_rounds, 0.0), 0.0)
 
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             z = model.features(params["extractor"], batch.x, batch.mask)
             logits = model.classify(params["head"], z)
             # a CE + (1 - a) contrast as CE + (1 - a) (contrast - CE), of the samples that have a prototype.
@@ -89,12 +87,10 @@ def fedproc(
         return Update(client, Sent(params, sums_as_sent(normalized, params["extractor"], data)), info)
 
     def aggregate(now: Round, server: Server, clients: PyTree, uploads: Sent, cohort: Cohort) -> tuple[Server, PyTree]:
-        del now
         prototypes = pool_prototypes(server.prototypes, uploads.per_class)
         return Server(combine(uploads.params, cohort.weight), prototypes), clients
 
     def personal(view: Sent, client: PyTree) -> Params:
-        del client
         return view.params
 
     def global_predict(server: Server, x: Samples) -> Logits:

@@ -63,7 +63,6 @@ def fedproto(
         return local_alone(model, train)._replace(headline="pre")
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Prototypes, Params]:
-        del clients
         return Prototypes.none(model.classes, model.dim), model.init(key)
 
     def broadcast(server: Prototypes) -> PerClass:
@@ -73,7 +72,6 @@ def fedproto(
         prototypes = Prototypes.as_received(view)
 
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             z = model.features(params["extractor"], batch.x, batch.mask)
             ce = label_loss(model, z, model.classify(params["head"], z), batch)
             return ce if is_off(lam) else ce + lam * centre_loss(z, batch.y, batch.mask, prototypes)
@@ -84,7 +82,6 @@ def fedproto(
     def aggregate(
         now: Round, server: Prototypes, clients: Params, uploads: PerClass, cohort: Cohort
     ) -> tuple[Prototypes, Params]:
-        del now, cohort
         if weighting == "uniform":
             means, held = jax.vmap(class_means)(uploads.rows, uploads.held)
             uploads = PerClass(held.astype(jnp.float32), means)

@@ -39,15 +39,12 @@ def fedprox(
 
 def fedprox_loss(model: Model, mu: Scalar = 0.01) -> BaseLoss:
     """CE + (mu / 2) ||w - w^t||^2."""
-    del model
     if is_off(mu):
         return BaseLoss()
 
     def term(received: Params, last: Params) -> Term:
-        del last
 
         def near(params: Params, z: Float[Array, "batch K"], logits: Logits, batch: Batch) -> Float[Array, ""]:
-            del z, logits, batch
             return proximal(params, received, mu)
 
         return near

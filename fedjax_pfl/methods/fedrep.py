@@ -48,7 +48,6 @@ def fedrep(
         head = train_head(now, model, train, client, features, epochs=head_epochs)
 
         def loss(extractor: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             return supervised(model, {"extractor": extractor, "head": head}, batch)
 
         extractor, info = train(now, loss, view, data)

@@ -47,7 +47,6 @@ def fedrod(
 
     def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             z = model.features(params["extractor"], batch.x, batch.mask)
             generic = model.classify(params["head"], z)
             balanced = balanced_cross_entropy(generic, batch.y, batch.mask, data.class_counts, strength=strength)

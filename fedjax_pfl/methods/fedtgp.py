@@ -86,7 +86,6 @@ def fedtgp(
         margin = _margin(means, held, margin_cap)
 
         def loss(generator: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             distance = distances(batch.x, generate(generator))
             distance += margin * jax.nn.one_hot(batch.y, model.classes)  # only to the prototype of the own class
             return cross_entropy(jnp.where(known, -distance, -1e9), batch.y, batch.mask)

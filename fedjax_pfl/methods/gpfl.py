@@ -84,7 +84,6 @@ def gpfl(
         return turned
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Shared, Client]:
-        del clients
         params = model.init(key)
         embeddings = jax.random.normal(phase_key(key, "embeddings"), (model.classes, model.dim))
         valve_params = valve.init(phase_key(key, "valve"), embeddings, embeddings[0])["params"]
@@ -95,7 +94,6 @@ def gpfl(
         personal_input, global_input = _mean(received, shares), _mean(received, alike)
 
         def loss(trained: tuple[Shared, Params], batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             (theta, embeddings, v), phi = trained
             z = model.features(theta, batch.x, batch.mask)
             z_global = under(v, z, global_input)
@@ -115,7 +113,6 @@ def gpfl(
     def aggregate(
         now: Round, server: Shared, clients: Client, uploads: Shared, cohort: Cohort
     ) -> tuple[Shared, Client]:
-        del now, server
         return combine(uploads, cohort.weight), clients
 
     def personal(view: Shared, client: Client) -> Params:
@@ -127,7 +124,6 @@ def gpfl(
         return model.classify(params["head"], under(params["valve"], z, params["condition"]))
 
     def personalize(now: Round, view: Shared, client: Client, data: ClientData) -> tuple[Shared, Client]:
-        del now
         return view, client._replace(shares=_shares(data, client))
 
     return Method(init, local, aggregate, personal, predict, personalize=personalize)

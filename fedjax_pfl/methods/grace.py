@@ -57,7 +57,6 @@ def grace(
         rate = train.rate(now.t, lr=inner_lr)
 
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             outer, inner = deal(batch, 2)
             adapted = inner_step(lambda w: supervised(model, w, inner), params, rate, statistics=False)
             z = model.features(adapted["extractor"], outer.x, outer.mask)

@@ -49,12 +49,10 @@ def lg_fedavg(
     names = last_layers(model, shared_layers)
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Params, Params]:
-        del clients
         lower, upper = split_layers(model.init(key), names)
         return upper, lower
 
     def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-        del key
         return supervised(model, params, batch)
 
     def local(now: Round, view: Params, client: Params, data: ClientData) -> Update:
@@ -65,7 +63,6 @@ def lg_fedavg(
     def aggregate(
         now: Round, server: Params, clients: Params, uploads: Params, cohort: Cohort
     ) -> tuple[Params, Params]:
-        del now, server
         return combine(uploads, cohort.weight), clients
 
     def personal(view: Params, client: Params) -> Params:

@@ -22,26 +22,21 @@ def local(model: Model, train: Trainer) -> Method:
     """
 
     def init(key: Key[Array, ""], clients: int) -> tuple[PyTree, Params]:
-        del clients
         return (), model.init(key)
 
     def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-        del key
         return supervised(model, params, batch)
 
     def local(now: Round, view: PyTree, client: Params, data: ClientData) -> Update:
-        del view
         params, info = train(now, loss, client, data)
         return Update(params, (), info)
 
     def aggregate(
         now: Round, server: PyTree, clients: Params, uploads: PyTree, cohort: Cohort
     ) -> tuple[PyTree, Params]:
-        del now, uploads, cohort
         return server, clients
 
     def personal(view: PyTree, client: Params) -> Params:
-        del view
         return client
 
     return Method(init, local, aggregate, personal, model.apply, headline="post")

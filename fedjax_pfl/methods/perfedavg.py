@@ -77,7 +77,6 @@ def perfedavg(
         rate = train.rate(now.t, lr=inner_lr)
 
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             outer, inner, *rest = deal(batch, parts)
             here = params if version == "first_order" else lax.stop_gradient(params)
             adapted = inner_step(lambda w: supervised(model, w, inner), here, rate, statistics=False)

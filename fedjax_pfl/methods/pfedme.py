@@ -95,7 +95,6 @@ def pfedme(
         return interpolate(server, mean, beta), clients
 
     def personal(view: Params, client: Params) -> Params:
-        del view
         return client
 
     return base._replace(init=init, local=local, aggregate=aggregate, personal=personal, headline="post")

@@ -52,7 +52,6 @@ def scaffold(
     """
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Shared, Params]:
-        del clients
         params = model.init(key)
         zeros = jax.tree.map(jnp.zeros_like, params)
         return Shared(params, zeros), zeros
@@ -61,7 +60,6 @@ def scaffold(
         correction = jax.tree.map(jnp.subtract, view.control, client)
 
         def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             return supervised(model, params, batch) + tilt(params, correction)
 
         params, info = train(now, loss, view.params, data)
@@ -73,7 +71,6 @@ def scaffold(
     def aggregate(
         now: Round, server: Shared, clients: Params, uploads: Shared, cohort: Cohort
     ) -> tuple[Shared, Params]:
-        del now
         present = (cohort.weight > 0).astype(jnp.float32)
         change, learned = combine(uploads, present)
         share = jnp.sum(present) / cohort.trainers
@@ -85,7 +82,6 @@ def scaffold(
         return Shared(params, jax.tree.map(lambda c, change: c + share * change, server.control, learned)), clients
 
     def personal(view: Shared, client: Params) -> Params:
-        del client
         return view.params
 
     def global_predict(server: Shared, x: Samples) -> Logits:

@@ -24,7 +24,6 @@ class CharLSTM(nn.Module):
     @nn.compact
     def __call__(self, x: UInt8[Array, "batch length"], mask: Mask = None) -> tuple[Float[Array, "batch dim"], Maps]:
         """Returns features [batch, hidden] and no feature maps: there is no spatial layer."""
-        del mask
         cell: dict[str, Any] = {}  # Flax: recurrent kernels orthogonal, the others LeCun normal, biases zero
         table = nn.linear.default_embed_init
         if self.init_style == "torch":

@@ -51,7 +51,6 @@ class CNN(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "batch h w c"], mask: Mask = None) -> tuple[Float[Array, "batch dim"], Maps]:
         """Returns features [batch, dim] and the output of every block."""
-        del mask
         maps = []
         for layer, (channels, size, padding) in enumerate(self.blocks):
             x = ConvPool(channels, size, padding, self.activation, self.init_style, name=f"conv{layer + 1}")(x)

@@ -171,7 +171,6 @@ def _kernel_gradient_forward(
 def _kernel_gradient_backward(
     strides: tuple[int, int], pads: Pads, size: tuple[int, int], residuals: tuple, change: Kernel
 ) -> tuple[Images, Maps]:
-    del size
     x, dy = residuals
     return _input_gradient(dy, change, strides, pads, x.shape[1:3]), _conv(x, change, strides, pads)
 
@@ -193,7 +192,6 @@ def _input_gradient_forward(
 def _input_gradient_backward(
     strides: tuple[int, int], pads: Pads, pixels: tuple[int, int], residuals: tuple, change: Images
 ) -> tuple[Maps, Kernel]:
-    del pixels
     dy, kernel = residuals
     return _conv(change, kernel, strides, pads), _kernel_gradient(change, dy, strides, pads, kernel.shape[:2])
 
@@ -217,7 +215,6 @@ def _bias_gradients(pads: Pads) -> tuple[Callable[..., Maps], Callable[..., Maps
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _conv_before_bias(x: Images, kernel: Kernel, bias: Bias, pads: Pads) -> Maps:
     """The convolution alone, but with the gradient of the bias that is added to it later."""
-    del bias
     return _conv(x, kernel, (1, 1), pads)
 
 
@@ -247,7 +244,6 @@ def _both_gradients_forward(
 def _both_gradients_backward(
     pads: Pads, size: tuple[int, int], residuals: tuple, changes: tuple[Kernel, Bias]
 ) -> tuple[Images, Maps]:
-    del size
     x, dy = residuals
     kernel, bias = changes
     return _input_gradient(dy, kernel, (1, 1), pads, x.shape[1:3]), _conv(x, kernel, (1, 1), pads) + bias

@@ -83,7 +83,6 @@ class DeiT(nn.Module):
 
         There is a map between every two blocks, and none after the last, where only the class token is used.
         """
-        del mask
         shape = x.shape[0], x.shape[1] // self.patch, x.shape[2] // self.patch, self.width
         x = Embedding(self.patch, self.width, self.init_style, name="embedding")(x)
         maps: list[Array] = []

@@ -77,7 +77,6 @@ class LinenNetwork:
 
     def linear(self, name: str, layer: Any) -> "LinenNetwork | None":
         """A network of a single ``nn.Dense``; None for another layer."""
-        del name
         return LinenNetwork(layer.clone(parent=None, name=None)) if type(layer) is nn.Dense else None
 
     def _arguments(self, *, training: bool) -> dict[str, Any]:

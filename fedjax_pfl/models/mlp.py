@@ -18,7 +18,6 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "batch ..."], mask: Mask = None) -> tuple[Float[Array, "batch dim"], Maps]:
         """Returns features [batch, hidden] and no feature maps: there is no spatial layer."""
-        del mask
         x = x.reshape(x.shape[0], -1)
         return nn.relu(dense(self.hidden, self.init_style, x.shape[-1], "hidden_layer")(x)), ()
 

@@ -78,7 +78,6 @@ class NNXNetwork:
 
     def init(self, key: Key[Array, ""], x: Shaped[Array, "batch ..."]) -> Params:
         """The initial weights of the module."""
-        del x
         leaves = jax.tree.leaves(nnx.state(self._make(nnx.Rngs(key))))
         kept = [(*path_kind, leaf) for path_kind, leaf in zip(self._paths, leaves, strict=True)]
         return unflatten_dict(
@@ -164,7 +163,6 @@ def _hooked(layer: nnx.Module, call: Callable[..., Any], *, hook: Hook, name: st
 
 def _batch_norm(layer: nnx.BatchNorm, of_flax: Callable[..., Any], *, samples: Mask) -> Callable[..., Any]:
     """What stands in for the call of a batch normalisation."""
-    del of_flax
 
     def call(x: Array, use_running_average: bool | None = None, *, mask: Array | None = None) -> Array:
         if not {*np.ravel(layer.axis)} <= {-1, x.ndim - 1} or layer.axis_name is not None or mask is not None:

@@ -45,7 +45,6 @@ def finetune(
     model = model._replace(regularizer=None)
 
     def full_loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Array:
-        del key
         return supervised(model, params, batch)
 
     def extractor_loss(theta: Params, batch: Batch, key: Key[Array, ""]) -> Array:

@@ -34,7 +34,6 @@ def train_head(
     """
 
     def loss(phi: Params, batch: Batch, key: Key[Array, ""]) -> Array:
-        del key
         return cross_entropy(model.classify(phi, batch.x), batch.y, batch.mask)
 
     return train(now, loss, head, features, phase=phase, epochs=epochs, lr=lr, record=False)[0]

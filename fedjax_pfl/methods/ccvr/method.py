@@ -81,13 +81,11 @@ def calibrated(host: Method, model: Model, train_server: Trainer, *, samples_per
             raise ValueError("what it broadcasts is not an extractor with a head, which is what is calibrated")
 
     def local(now: Round, view: PyTree, client: PyTree, data: ClientData) -> PerClass:
-        del now, client
         mean, covariance, size = class_gaussians(model, _global_model(view)["extractor"], data)
         rows, columns = jnp.triu_indices(model.dim)
         return PerClass(size, Moments(mean, covariance[:, rows, columns]))
 
     def calibrate(now: Round, server: PyTree, uploads: PerClass, cohort: Cohort) -> PyTree:
-        del cohort
         params, gaussians = _global_model(server), pool(uploads.held, *uploads.rows)
         features = draw(phase_key(now.key, "features"), gaussians, samples_per_class)
         params = {**params, "head": train_head(now, model, train_server, params["head"], features)}

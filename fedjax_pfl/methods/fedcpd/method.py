@@ -90,7 +90,6 @@ def fedcpd(
         raise ValueError("its distillation (gamma > 0) needs a model with feature maps")
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
-        del clients
         params: Params = model.init(key)
         shared, head = (params, None) if base == "fedavg" else ({"extractor": params["extractor"]}, params["head"])
         prototypes = Prototypes.none(model.classes, model.dim) if on.keys() & {"alpha", "beta"} else None
@@ -115,7 +114,6 @@ def fedcpd(
         def loss(
             w: Params, batch: Batch, key: Key[Array, ""], *, psi: Params, ce: float = 1.0, on: dict[str, Scalar] = on
         ) -> Float[Array, ""]:
-            del key
             params, (x, distance) = whole(w, head), look(batch)
             z, maps = model.features_and_maps(params["extractor"], x, batch.mask)
             total = ce * label_loss(model, z, model.classify(params["head"], z), batch)
@@ -133,7 +131,6 @@ def fedcpd(
         return Update(client, View(params, per_class), info, diagnostics=said)
 
     def aggregate(now: Round, server: Server, clients: Client, uploads: View, cohort: Cohort) -> tuple[Server, Client]:
-        del now
         prototypes = server.prototypes
         if prototypes is not None and uploads.per_class is not None:
             prototypes = pool_prototypes(prototypes, uploads.per_class)

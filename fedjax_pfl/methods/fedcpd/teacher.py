@@ -61,7 +61,6 @@ def taught(
         return model.features_and_maps(extractor, x)[1]
 
     def in_a_row(x: Samples, positions: Int[Array, " batch"]) -> Float[Array, "batch values"]:
-        del positions
         return jnp.concatenate([level.reshape(len(x), -1) for level in maps(x)], axis=1)
 
     def distance_to(targets: Maps, mask: Float[Array, " batch"]) -> Distance:

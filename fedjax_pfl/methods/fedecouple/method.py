@@ -85,7 +85,6 @@ def fedecouple(
     teaching = Teaching(teacher, lam, tau, scale_by_temperature, head_epochs, head_lr)
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Params, Client]:
-        del clients
         params = model.init(key)
         return params, Client(params, jnp.array(first == "initial"))
 
@@ -137,7 +136,6 @@ def fedecouple(
     def aggregate(
         now: Round, server: Params, clients: Client, uploads: Params, cohort: Cohort
     ) -> tuple[Params, Client]:
-        del now, server
         mean = combine(uploads, cohort.weight)
         if aggregation == "size":
             return mean, clients

@@ -62,7 +62,6 @@ class Teaching(NamedTuple):
             return ce, self.lam * lesson, adapting
 
         def loss(heads: Heads, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             # No gradient of the distillation reaches the teacher, so that one sum serves Eq. 3 and Eq. 4.
             ce, lesson, adapting = parts(heads.personal, batch, heads.teacher)
             return ce + lesson + adapting

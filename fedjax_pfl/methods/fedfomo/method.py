@@ -105,7 +105,6 @@ def fedfomo(
         return mix(model, client.reference, client.params, others, data.validation)
 
     def loss(params: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-        del key
         return supervised(model, params, batch)
 
     def local(now: Round, view: tuple[()], client: Client, data: ClientData) -> Update:

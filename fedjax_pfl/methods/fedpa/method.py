@@ -81,7 +81,6 @@ def fedpa(
         return alpha * jnp.maximum(left, 4e-6), beta * jnp.maximum(left, 0.03)
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, PyTree]:
-        del clients
         generator = teach.init(phase_key(key, "generator"))
         return Server(model.init(key), Prototypes.none(classes, model.dim), generator), ()
 
@@ -140,7 +139,6 @@ def fedpa(
         return Server(combine(uploads.params, cohort.weight), prototypes, generator), clients
 
     def personal(view: View, client: PyTree) -> Params:
-        del client
         return view.params
 
     def global_predict(server: Server, x: Samples) -> Logits:

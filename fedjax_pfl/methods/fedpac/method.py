@@ -90,7 +90,6 @@ def fedpac(
     """
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
-        del clients
         params = model.init(key)
         prototypes = None if is_off(lam) else Prototypes.none(model.classes, model.dim)
         return Server(params["extractor"], prototypes), Client(params["head"])
@@ -111,7 +110,6 @@ def fedpac(
         strength = jnp.where(now.t == 0, 0.0, lam)
 
         def loss(extractor: Params, batch: Batch, key: Key[Array, ""]) -> Float[Array, ""]:
-            del key
             z = model.features(extractor, batch.x, batch.mask)
             ce = label_loss(model, z, model.classify(head, z), batch)
             return ce if targets is None else ce + strength * centre_loss(z, batch.y, batch.mask, targets)
@@ -124,7 +122,6 @@ def fedpac(
     def aggregate(
         now: Round, server: Server, clients: Client, uploads: Upload, cohort: Cohort
     ) -> tuple[Server, Client]:
-        del now
         (h, sums), prototypes = uploads.per_class.rows, server.prototypes
         if prototypes is not None:
             prototypes = pool_prototypes(prototypes, uploads.per_class._replace(rows=sums))

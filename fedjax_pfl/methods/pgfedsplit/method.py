@@ -120,7 +120,6 @@ def pgfedsplit(
     bounds = (interval_min, interval_max) if adaptive else (interval, interval)
 
     def init(key: Key[Array, ""], clients: int) -> tuple[Server, Client]:
-        del clients
         params: Params = model.init(key)
         zero, tau = jnp.zeros((), jnp.int32), jnp.array(interval, jnp.int32)
         gaussians = Gaussians.none(model.classes, model.dim, None if is_off(r) else covariance)
@@ -143,7 +142,6 @@ def pgfedsplit(
         trained = train_head(now, model, train, head, mixed)
 
         def loss(theta: Params, batch: Batch, key: Key[Array, ""], *, ce: float = 1.0, pull: Scalar = lam) -> Array:
-            del key
             z = model.features(theta, batch.x, batch.mask)
             total = ce * label_loss(model, z, model.classify(trained, z), batch)
             apart = 0.0 if is_off(pull) else centre_loss(z, batch.y, batch.mask, targets, reduction=reduction)
@@ -161,7 +159,6 @@ def pgfedsplit(
     def aggregate(
         now: Round, server: Server, clients: Client, uploads: Upload, cohort: Cohort
     ) -> tuple[Server, Client]:
-        del now
         present = (cohort.weight > 0).astype(jnp.float32)
         mean = jnp.where(server.head.sent, masked_mean(uploads.alpha.value, present), server.alpha)
         interval = next_interval(server.interval, mean - server.alpha, bounds)

@@ -59,7 +59,6 @@ def add_synthetic(
         return jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.maximum(positions - real, 0))
 
     def label(z: Array, positions: Int[Array, " batch"]) -> Int[Array, " batch"]:
-        del z
         drawn = jax.vmap(lambda key: jax.random.categorical(key, jnp.log(drawable)))(keys(key_class, positions))
         return jnp.where(positions < real, longer.labels[positions], drawn)
 
