@@ -35,9 +35,9 @@ def apfl(
 ) -> Method:
     """APFL: participants train w_i as FedAvg does, and v_i on the loss of the mix alpha v_i + (1 - alpha) w_i.
 
-    Shared: w. Personal: v_i, and alpha_i if adaptive. Headline: PRE, the mix with the newest w. POST, which the
-    authors' FedTorch and PFLlib score, is the mix with w_i. (In PFLlib v_i trains on its own loss, and the mix replaces
-    it after each round.)
+    Shared: w, averaged by n_i (the paper's clients count alike). Personal: v_i, and alpha_i if adaptive. Headline: PRE,
+    the mix with the newest w. POST, which the authors' FedTorch and PFLlib score, is the mix with w_i. (In PFLlib v_i
+    trains on its own loss, and the mix replaces it after each round.)
 
     Both models take their step on the same batch, and both gradients are taken before either step. The parameters are
     mixed, as in the paper. The authors' later FedTorch mixes logits; it also approximates the gradient of alpha_i and

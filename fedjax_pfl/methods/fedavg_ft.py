@@ -35,7 +35,7 @@ def fedavg_ft(
       train: the local trainer.
       combine: the server's rule for averaging models.
       finetune_epochs: E_ft; 0 gives FedAvg's PRE exactly.
-      finetune_lr: eta_ft; the local learning rate unless given.
+      finetune_lr: eta_ft; the local learning rate unless given. It decays as that does.
       finetune_scope: ``"full"``, ``"head"`` (only the last layer, on cached features) or ``"extractor"``.
 
     Reference:

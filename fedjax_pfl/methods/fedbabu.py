@@ -36,7 +36,7 @@ def fedbabu(
       train: the local trainer.
       combine: the server's rule for averaging extractors.
       finetune_epochs: E_ft; the paper has 5.
-      finetune_lr: eta_ft; the local learning rate unless given.
+      finetune_lr: eta_ft; the local learning rate unless given. It decays as that does.
       finetune_scope: ``"full"``, ``"head"`` or ``"extractor"``.
 
     Reference:

@@ -34,7 +34,7 @@ def fedprox_ft(
       combine: the server's rule for averaging models.
       mu: strength of the proximal term in the rounds.
       finetune_epochs: E_ft.
-      finetune_lr: eta_ft; the local learning rate unless given.
+      finetune_lr: eta_ft; the local learning rate unless given. It decays as that does.
       finetune_scope: ``"full"``, ``"head"`` or ``"extractor"``.
 
     Reference:

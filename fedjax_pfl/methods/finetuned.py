@@ -27,7 +27,7 @@ def finetuned(method: Method, model: Model, train: Trainer, *, epochs: int, lr: 
       model: the model of the method.
       train: the local trainer.
       epochs: E_ft; with 0 nothing changes.
-      lr: eta_ft; None for the rate of local training.
+      lr: eta_ft, which decays as the rate of local training does; None for that.
       scope: what is trained: ``"full"``, ``"head"`` or ``"extractor"``.
 
     Raises:

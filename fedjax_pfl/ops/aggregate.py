@@ -46,7 +46,8 @@ def interpolate(
 ) -> PyTree[Float[Array, "..."]]:
     """(1 - share) old + share new for parameters; running statistics are taken from ``new``.
 
-    A share of 0 gives the old parameters, and a share of 1 the new ones, bit for bit. It may be larger than 1.
+    A share of 0 gives the old parameters, and a share of 1 the new ones, bit for bit, if both are finite. It may be
+    larger than 1.
     """
 
     def leaf(path: tuple, old: Array, new: Array) -> Array:

@@ -34,7 +34,7 @@ def finetune(
       params: the model to start from.
       data: the client's training samples.
       epochs: E_ft.
-      lr: eta_ft; None for the rate of local training.
+      lr: eta_ft, which decays as the rate of local training does; None for that.
       scope: ``"full"`` trains everything, ``"extractor"`` all but the last layer, ``"head"`` only the last layer, on
         cached features.
 

@@ -63,7 +63,8 @@ def fedpa(
       generated: B_g, features generated in each local step; their loss counts B_g / B times. None for B.
       hidden: width of the generator.
       noise: d_e, width of its noise.
-      generator_lr: of Adam; 3e-4 on MNIST in the public code.
+      generator_lr: of Adam in round 0; times 0.98 in each round, with weight decay 0.01, as in the public code (3e-4 on
+        MNIST there).
       generator_steps: of Adam in each round.
       generator_batch_size: features in each of these.
 

@@ -15,7 +15,7 @@ class Clusters(NamedTuple):
     Attributes:
       centres: the mean of each group, [C, J, d]; nothing may be read where ``size`` is 0.
       member: the group of each sample, c J + j; C J for padding, [samples].
-      size: samples in each group; 0 where a class has fewer different samples than groups, [C, J].
+      size: samples in each group, [C, J]; 0 for a group too many for the different samples, or one that lost its last.
     """
 
     centres: Float[Array, "C J d"]
