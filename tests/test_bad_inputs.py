@@ -149,6 +149,18 @@ CASES = {
         "run config.toml data.source.path=a.npz",
         "override = 'data.source.path=a.npz' is not usable: source is a value, not a table",
     ),
+    "run into two directories": (
+        "run config.toml run.out=a --out b",
+        "override = 'run.out=a' is not usable: leave it out: the run goes to b",
+    ),
+    "run into a directory without a name": (
+        "run config.toml --out ''",
+        "run.out = '' is not usable: string should have at least 1 character",
+    ),
+    "compare into a folder without a name": (
+        "compare config.toml --out ''",
+        "--out = '' is not usable: a folder, or leave it out",
+    ),
     "compare an unknown method": (
         "compare config.toml --methods fedavg,fedsgd",
         f"methods = 'fedsgd' is not usable: allowed: {METHOD_NAMES}",

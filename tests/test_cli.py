@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -15,6 +16,7 @@ from fedjax_pfl.cli import printing
 from fedjax_pfl.cli.commands import app, main
 from fedjax_pfl.data.partition import PARTITIONS
 from fedjax_pfl.data.sources import SOURCES
+from fedjax_pfl.experiment.build import attackers
 from fedjax_pfl.experiment.markdown_table import markdown_table
 from fedjax_pfl.experiment.saved import Listed
 from fedjax_pfl.models import MODELS
@@ -447,6 +449,16 @@ def test_quiet_prints_nothing_and_a_lost_partition_file_can_be_written_again(qui
     remedy, config = re.search("`fedjax-pfl (.*) (.*) --out FOLDER` writes the same", damaged).groups()
     assert invoke(remedy, config, "--out", tmp_path / "again").exit_code == 0
     assert (tmp_path / "again" / "partition.json").read_bytes() == whole
+
+
+def test_a_partition_has_the_attackers_that_a_run_has(quick, tmp_path):
+    attack = "attack.kind=label_flip", "attack.share=0.5"
+    assert invoke("partition", quick, *attack, "--out", tmp_path / "out").exit_code == 0
+    given = load_config(quick, attack)
+    written = json.loads((tmp_path / "out" / "partition.json").read_text())
+    assert written["attackers"] == np.flatnonzero(attackers(given)).tolist()
+    refused = invoke("partition", quick, attack[0], "attack.share=0.01")
+    assert str(refused.exception).startswith("attack.share = 0.01 is not usable: 0, or a share that is some of the ")
 
 
 def test_partition_shows_and_writes_who_holds_what_without_training(quick, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_pfl import Config, ConfigError, compare, simulate, sweep
+from fedjax_pfl import Config, ConfigError, EarlyStopping, compare, simulate, sweep
 from fedjax_pfl.data.rows import Holdings, Split
 from fedjax_pfl.experiment.build import DataShape
 from fedjax_pfl.experiment.callbacks import Running
@@ -168,6 +168,29 @@ def test_only_runs_are_replaced(there, lost, tmp_path):
     with pytest.raises(ConfigError, match=message):
         simulate(config(out=str(tmp_path), tensorboard=False), overwrite=True)
     assert all((tmp_path / name).read_text() == "mine" for name in there)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need rights on Windows")
+def test_a_link_to_checkpoints_stays_and_what_it_leads_to_goes(tmp_path):
+    scratch, out = tmp_path / "scratch", tmp_path / "run"
+    for folder in (scratch / "8", out):
+        folder.mkdir(parents=True)
+    (scratch / "notes.txt").write_text("old")
+    for name in ("config.toml", "partition.json"):
+        (out / name).write_text("old")
+    (out / "checkpoints").symlink_to(scratch)
+    RunDirectory(out, overwrite=True).begin("", {}, NOTHING)
+    assert (out / "checkpoints").is_symlink()
+    assert not list(scratch.iterdir())
+
+
+def test_folders_that_a_refused_run_has_made_go_again(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for out, left in (("new/run", ["mine"]), ("mine", ["mine"])):
+        with pytest.raises(ConfigError, match="typo"):
+            simulate(config(out=str(tmp_path / out), tensorboard=False), callbacks=[EarlyStopping("typo")])
+        assert [entry.name for entry in tmp_path.iterdir()] == left
+    assert not list((tmp_path / "mine").iterdir())
 
 
 def test_a_directory_that_is_being_replaced_can_be_used_whenever_that_is_cut_short(tmp_path, monkeypatch):

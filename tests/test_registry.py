@@ -32,7 +32,7 @@ from fedjax_pfl import (
 from fedjax_pfl.cli.describing import described
 from fedjax_pfl.data.dealing import Partition
 from fedjax_pfl.data.sources import SOURCES, load
-from fedjax_pfl.engine.metrics import METRICS
+from fedjax_pfl.engine.metrics import METRICS, check_metrics
 from fedjax_pfl.experiment import programs, registry
 from fedjax_pfl.experiment.build import divide, make_engine, shape_of
 from fedjax_pfl.experiment.parts import with_parts
@@ -535,7 +535,7 @@ MISTAKES = {
     ),
     "a value for each": (
         lambda: simulate(config(), metrics={"mine_m": lambda logits, labels, mask: mask}),
-        r"run\.metrics = 'mine_m' .* with 3 arguments it must return one number, not \(7,\)",
+        r"run\.metrics = 'mine_m' .* with 3 arguments it must return one number, not \(17,\)",
     ),
     "fails": (
         lambda: simulate(config(), metrics={"mine_m": lambda logits, labels: logits @ labels}),
@@ -555,6 +555,12 @@ def test_a_mistake_is_one_line_before_anything_compiles(mistake, message, monkey
     with pytest.raises(ConfigError, match=message) as caught:
         mistake()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("classes", [7, 10])
+def test_a_metric_of_a_value_per_class_is_refused_whatever_their_number(classes):
+    with pytest.raises(ConfigError, match=rf"one number for each sample, \[n\], not \({classes},\)"):
+        check_metrics({"mine_m": lambda logits, labels: jnp.mean(logits, axis=0)}, classes)
 
 
 def test_features_of_a_model_without_one_extractor_are_refused_before_anything_is_written(tmp_path):

@@ -752,6 +752,15 @@ def test_neither_options_of_other_parts_nor_how_a_run_is_carried_out_are_differe
     ]
 
 
+def test_a_field_of_the_data_differs_between_sources_too(tmp_path):
+    write(tmp_path / "a", config().replace("data.samples_per_client", 50))
+    write(tmp_path / "b", config().replace({"data.source": "npz:other.npz", "data.samples_per_client": 40}))
+    assert differing_values(gather([tmp_path])) == [
+        {"data.source": "digits", "data.samples_per_client": 50},
+        {"data.source": "npz:other.npz", "data.samples_per_client": 40},
+    ]
+
+
 def test_runs_that_are_alike_are_told_apart_by_their_folders_and_none_counts_twice(tmp_path):
     paths = [write(tmp_path / name, config()) for name in "ab"]
     assert differing_values(gather([*paths, tmp_path])) == [{"run.out": str(path)} for path in paths]

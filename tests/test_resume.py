@@ -127,6 +127,18 @@ def test_a_signal_leaves_a_checkpoint_and_ends_the_run(number, whole, tmp_path):
     assert_same(simulate(without, resume=out), whole[0], out, whole[1])
 
 
+def test_a_signal_whose_handler_is_not_pythons_is_left_alone(monkeypatch):
+    """A host in which Python is embedded; `signal.getsignal` gives None for its handlers."""
+    mine = signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGTERM else mine(number))
+    before = mine(signal.SIGTERM), mine(signal.SIGINT)
+    with stop_on_signals() as stop:
+        assert mine(signal.SIGTERM) is before[0]
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal == signal.SIGINT
+    assert (mine(signal.SIGTERM), mine(signal.SIGINT)) == before
+
+
 def test_a_second_signal_acts_at_once(capfd):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with stop_on_signals() as stop:

@@ -355,6 +355,28 @@ def test_a_baseline_is_one_of_the_combinations():
         sweep(config(), {"training.lr": [0.1]}, baseline=0.1)
 
 
+def test_a_baseline_may_have_numpys_numbers(tmp_path):
+    rates = np.array([0.1, 0.2])
+    found = sweep(config(), {"training.lr": rates}, baseline={"training.lr": rates[1]}, out=tmp_path)
+    assert found.baseline == Sweep.load(tmp_path).baseline == {"training.lr": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"progress": "auto"}, r"progress = 'auto' is not usable: None or a function of a line of text"),
+        ({"out": ""}, r"out = '' is not usable: a folder; \. is the working directory"),
+    ],
+)
+def test_what_reports_can_be_called_and_a_folder_has_a_name(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        sweep(config(), {"training.lr": [0.1]}, **given)
+    with pytest.raises(ConfigError, match=message):
+        compare(config(), ["local"], **given)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
 def test_another_process_at_work_in_the_folder_is_left_in_peace(tmp_path):
     there = "import fcntl, sys; fcntl.lockf(file := open(sys.argv[1], 'a'), fcntl.LOCK_EX); print(flush=True); input()"

@@ -312,6 +312,21 @@ def test_a_trial_that_has_ended_is_in_no_mean_that_is_reported(monkeypatch):
     assert losses[0] == "nan" != losses[-1]
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"progress": "auto"}, "progress = 'auto' is not usable: None or a function of a line of text"),
+        ({"pruner": NopPruner}, r"pruner = <class '.*NopPruner'> is not usable: None or one of Optuna's, such as"),
+        ({"sampler": "random"}, "sampler = 'random' is not usable: None or one of Optuna's, such as"),
+    ],
+)
+def test_what_cannot_prune_sample_or_report_is_refused_before_a_trial_is_stored(given, message):
+    storage = InMemoryStorage()
+    with pytest.raises(ConfigError, match=message):
+        search(storage=storage, **given)
+    assert storage.get_all_studies() == []
+
+
 def test_a_trial_that_diverges_is_pruned_and_never_the_best():
     storage = InMemoryStorage()
     chosen = optuna.create_study(storage=storage, study_name="tune", direction="maximize")

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
@@ -357,7 +358,7 @@ def _check_options(attack: str, optimiser: str, steps: int, lr: float, tv: float
     for field, number, least in (("steps", steps, 1), ("restarts", restarts, 1), ("seed", seed, 0)):
         if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < least:
             raise ConfigError(field, number, f"a whole number, {least} or more")
-    if not (isinstance(lr, int | float) and 0 < lr < np.inf):
+    if not (isinstance(lr, Real) and 0 < lr < np.inf):
         raise ConfigError("lr", lr, "a number above 0")
-    if not (isinstance(tv, int | float) and 0 <= tv < np.inf):
+    if not (isinstance(tv, Real) and 0 <= tv < np.inf):
         raise ConfigError("tv", tv, "a number, 0 or more")

@@ -107,6 +107,8 @@ def run(
         config, out = config or resume / "config.toml", str(resume)
     if config is None:
         raise ConfigError("CONFIG.toml", "(missing)", "a config file, or --resume with a run directory")
+    if out is not None:
+        check_in_use(overrides, {"run.out": f"leave it out: the run goes to {out}"})
     loaded = read_config(config, overrides, out)
     from fedjax_pfl.cli.printing import print_summary
     from fedjax_pfl.experiment.distributed import is_first, start

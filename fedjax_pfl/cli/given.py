@@ -22,7 +22,7 @@ def read_config(path: Path, overrides: list[str] | None, out: str | None) -> "Co
     from fedjax_pfl.experiment.reading import load_config
 
     loaded = load_config(path, overrides or [])
-    return loaded.replace({"run.out": out}) if out else loaded
+    return loaded if out is None else loaded.replace({"run.out": out})
 
 
 @contextmanager
@@ -40,6 +40,8 @@ def folder_for(given: str | None, name: str, field: str = "--out") -> Iterator[s
     from fedjax_pfl.experiment.distributed import is_first
     from fedjax_pfl.experiment.folders import check_folder, writable
 
+    if given == "":
+        raise ConfigError(field, given, "a folder, or leave it out")
     if given is not None:
         given = os.path.expanduser(given)  # which a shell leaves as it is in --out=~/a
         check_folder(Path(given), field)

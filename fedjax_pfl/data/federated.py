@@ -195,7 +195,7 @@ class ClientData(NamedTuple):
         Returns:
           The result for each position, [capacity, ...]; arbitrary but finite at the padding.
         """
-        width = min(batch_size if self.most is None else batch_size // 2, self.capacity)
+        width = min(batch_size if self.most is None else max(batch_size // 2, 1), self.capacity)
 
         def block(number: Int[Array, ""]) -> Array:
             positions = number * width + jnp.arange(width)

@@ -50,7 +50,7 @@ def check_metrics(metrics: Mapping[str, Metric], classes: int) -> None:
       ConfigError: field ``run.metrics``: a metric fails, or returns another shape than its form requires.
     """
     for name, metric in metrics.items():
-        n = 7  # a number that none of the usual axes has
+        n = classes + 7  # a number that no other axis has
         shapes = [
             jax.ShapeDtypeStruct((n, classes), jnp.float32),
             jax.ShapeDtypeStruct((n,), jnp.int32),

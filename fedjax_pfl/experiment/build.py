@@ -93,11 +93,17 @@ def divide(config: Config, dataset: Dataset) -> tuple[Federation, dict[str, Any]
 def deal(config: Config, dataset: Dataset) -> tuple[Holdings, dict[str, Any]]:
     """Decides which client holds which rows, as the data section says; returns holdings and manifest.
 
-    The manifest has the entries of `manifest` and ``data``, the `fingerprint` of the samples.
+    The manifest has the entries of `manifest`; ``data``, the `fingerprint` of the samples; and ``attackers``, the
+    malicious clients, if there are any.
+
+    Raises:
+      ConfigError: the data section does not fit the data, or `attackers` refuses the attack.
     """
     fields = config.data.model_dump(exclude={"source", "seed", "mean", "std", "evaluate_on"})
     holdings, manifest = division.deal(dataset, **fields, seed=config.partition_seed)
-    return holdings, manifest | {"data": fingerprint(dataset)}
+    malicious = attackers(config)
+    of_attack = {} if malicious is None else {"attackers": np.flatnonzero(malicious).tolist()}
+    return holdings, manifest | {"data": fingerprint(dataset)} | of_attack
 
 
 def federate(config: Config, dataset: Dataset, holdings: Holdings) -> Federation:

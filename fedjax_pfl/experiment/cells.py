@@ -150,6 +150,16 @@ def check_point(point: str) -> str:
     return point
 
 
+def check_lines(progress: Any) -> None:
+    """Checks what is to report the progress of several runs.
+
+    Raises:
+      ConfigError: it cannot be called.
+    """
+    if progress is not None and not callable(progress):
+        raise ConfigError("progress", progress, "None or a function of a line of text, such as print")
+
+
 def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Executor) -> Path | None:
     """The folder of a sweep's or comparison's runs, with the checks that are possible before any run.
 
@@ -159,6 +169,8 @@ def folder_of(config: Config, out: str | os.PathLike[str] | None, executor: Exec
     """
     check_config(config)
     out = None if out is None else os.path.expanduser(out)
+    if out == "":
+        raise ConfigError("out", out, "a folder; . is the working directory")
     check_executor(executor, out)
     if out is None and config.run.out is not None:
         raise ConfigError("run.out", config.run.out, 'leave it out, and give out="...", a folder for all runs')

@@ -215,14 +215,15 @@ def stop_on_signals() -> Iterator[Stop]:
     """Turns the first SIGINT or SIGTERM into a request, so that there is time to save; a second one acts at once.
 
     Where a `Stop` handles SIGTERM already, it is that one, and handlers stay as they are. Signals reach the main thread
-    only: elsewhere, nothing is caught.
+    only: elsewhere, nothing is caught. Nor is a signal whose handler is not Python's, which could not be put back.
     """
     asked = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     stop = asked if isinstance(asked, Stop) else Stop()
     if stop is asked or threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in handlers.items() if handler is not None}
 
     def restore() -> None:
         for number, handler in before.items():

@@ -13,7 +13,7 @@ from fedjax_pfl.data.dealing import counted
 from fedjax_pfl.data.sources import load
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.build import make_engine, of_data, shape_of
-from fedjax_pfl.experiment.cells import check_point, folder_of, run_cells
+from fedjax_pfl.experiment.cells import check_lines, check_point, folder_of, run_cells
 from fedjax_pfl.experiment.config import Config, plain
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor
@@ -238,6 +238,7 @@ def compare(
         and processes of submitit's ``cluster = "local"`` are killed, and go on from their newest checkpoints in the
         next call; jobs of SLURM stay in the queue.
     """
+    check_lines(progress)
     folder = folder_of(config, out, executor)
     check_point(point)
     config = of_data(config, data)

@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,20 +29,20 @@ def alone_in(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    new = not folder.exists()
     give_back = take_folder(folder, "out")
     try:
         yield
     finally:
         give_back()
-        if new:
-            with suppress(OSError):  # it holds something
-                folder.rmdir()
 
 
 def take_folder(folder: Path, field: str) -> Callable[[], None]:
-    """Takes a folder until the returned function is called (once), or this process ends."""
+    """Takes a folder until the returned function is called (once), or this process ends.
+
+    The folder and those above it are created; if they are still empty when it is given back, they go again.
+    """
     path, me = os.path.realpath(folder), object()
+    new = [at for at in (Path(path), *Path(path).parents) if not at.exists()]
     if _taken.setdefault(path, me) is not me:
         allowed = "another directory, or wait: another run of this process goes on in this one"
         raise ConfigError(field, str(folder), allowed)
@@ -51,14 +51,17 @@ def take_folder(folder: Path, field: str) -> Callable[[], None]:
     except BaseException:
         del _taken[path]
         raise
-    return functools.partial(_give_back, path, lock)
+    return functools.partial(_give_back, path, lock, new)
 
 
-def _give_back(path: str, lock: int | None) -> None:
+def _give_back(path: str, lock: int | None, new: Sequence[Path]) -> None:
     if lock is not None:
         with suppress(OSError):
             os.unlink(os.path.join(path, LOCK))
         os.close(lock)
+    with suppress(OSError):  # it holds something
+        for folder in new:
+            folder.rmdir()
     del _taken[path]
 
 

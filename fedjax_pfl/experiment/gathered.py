@@ -256,8 +256,8 @@ def _options_of(name: str) -> str:
 
 def _differs(field: str, tables: Sequence[dict[str, Any]]) -> bool:
     """Whether the runs have several values of a field; for an option, only runs of the same part are compared."""
-    parts = {_options_of(name): name for name in SELECTORS} | {_SAMPLES: "data.source"}
-    name = next((name for part, name in parts.items() if field != name and field.startswith(part)), None)
+    of_part = (name for name in SELECTORS if field != name and field.startswith(_options_of(name)))
+    name = "data.source" if field == _SAMPLES else next(of_part, None)
     first: dict[Any, Any] = {}
     held = [table for table in tables if field in table]
     return any(first.setdefault(table.get(name) if name else None, table[field]) != table[field] for table in held)

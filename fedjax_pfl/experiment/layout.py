@@ -113,8 +113,6 @@ def _divisions(configs: Sequence[Config], dataset: Dataset) -> list[tuple[Federa
         if config.partition_seed not in made:
             holdings, manifest = deal(config, dataset)
             federation = federate(config, dataset, holdings)
-            if (malicious := attackers(config)) is not None:
-                manifest["attackers"] = np.flatnonzero(malicious).tolist()
             first = next(iter(made.values()))[0] if made else federation
             made[config.partition_seed] = federation._replace(x=first.x, y=first.y), manifest, holdings
     return [made[config.partition_seed] for config in configs]

@@ -137,8 +137,8 @@ class RunDirectory:
         with writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / _BEGINNING).touch()
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
-            shutil.rmtree(self.events, ignore_errors=True)
+            _remove(self.checkpoints)
+            _remove(self.events)
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
             write_atomically(self.path / "config.toml", config)
@@ -168,7 +168,7 @@ class RunDirectory:
                 write_atomically(self.path / _CLIENT_HISTORY, history)
             else:
                 (self.path / _CLIENT_HISTORY).unlink(missing_ok=True)
-            shutil.rmtree(self.events, ignore_errors=True)
+            _remove(self.events)
 
     def append(self, metrics: Line, clients: dict[str, np.ndarray]) -> None:
         """Adds a line to ``metrics.jsonl`` and rows to ``client_history.csv``, at once.
@@ -231,6 +231,20 @@ class RunDirectory:
             write_state(self.path / STATE, kept)
         write_atomically(self.path / "summary.json", json.dumps(without_nan(summary), indent=2) + "\n")
         self.leave()
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder, if it is there. A link stays, and the folder that it leads to is emptied."""
+    if not folder.exists():
+        return
+    if not folder.is_symlink():
+        shutil.rmtree(folder)
+        return
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _is_left_over(entry: Path) -> bool:

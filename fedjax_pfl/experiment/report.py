@@ -212,7 +212,8 @@ def _value(value: Any) -> str:
 
 def _percent(run: Begun, point: str) -> str:
     """The accuracy after the newest evaluated round."""
-    return f"{100 * run.history[f'{point}.accuracy'][-1]:.2f}" if run.history else NONE
+    accuracy = run.history[f"{point}.accuracy"][-1] if run.history else math.nan
+    return NONE if math.isnan(accuracy) else f"{100 * accuracy:.2f}"
 
 
 def _state(run: Begun) -> str:

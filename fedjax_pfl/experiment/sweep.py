@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import of_data
-from fedjax_pfl.experiment.cells import check_point, folder_of, run_cells
+from fedjax_pfl.experiment.cells import check_lines, check_point, folder_of, run_cells
 from fedjax_pfl.experiment.config import Config, plain
 from fedjax_pfl.experiment.distributed import is_first
 from fedjax_pfl.experiment.executors import Executor
@@ -268,6 +268,7 @@ def sweep(
         and processes of submitit's ``cluster = "local"`` are killed, and go on from their newest checkpoints in the
         next call; jobs of SLURM stay in the queue.
     """
+    check_lines(progress)
     out = folder_of(config, out, executor)
     config = of_data(config, data)
     cells = [Cell(values, configured(config, values, out)) for values in combinations(config, plain(grid))]
@@ -292,7 +293,7 @@ def sweep(
 
 def _baseline(cells: Sequence[Cell], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
     """The values of the baseline, checked; those of the first run unless given."""
-    named = without_seed(cells[0].values) if baseline is None else baseline
+    named = without_seed(cells[0].values) if baseline is None else plain(baseline)
     if not isinstance(named, Mapping) or all(without_seed(cell.values) != named for cell in cells):
         given, one = show(named) if isinstance(named, Mapping) else named, without_seed(cells[0].values)
         raise ConfigError("baseline", given, f"one of the combinations, without the seed, such as {one}")

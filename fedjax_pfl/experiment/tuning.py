@@ -18,7 +18,7 @@ from fedjax_pfl.data.dataset import Dataset, fingerprint
 from fedjax_pfl.errors import ConfigError, first_line
 from fedjax_pfl.experiment.build import dataset_of, of_data
 from fedjax_pfl.experiment.callbacks import Callback, Running
-from fedjax_pfl.experiment.cells import check_point
+from fedjax_pfl.experiment.cells import check_lines, check_point
 from fedjax_pfl.experiment.config import Config, check_config
 from fedjax_pfl.experiment.driver import drive
 from fedjax_pfl.experiment.layout import lay_out
@@ -114,7 +114,9 @@ def tune(
         are refused only together are met when they are drawn: the trials of that batch that have not ended have failed.
     """
     check_config(config)
+    check_lines(progress)
     distributions = distributions_of(space)
+    _check_parts(pruner, sampler)
     if metric not in _DIRECTIONS:
         raise ConfigError("metric", metric, f"one of {', '.join(_DIRECTIONS)}")
     if point is not None:
@@ -289,6 +291,18 @@ def _check(
     tried = [config.replace(dict(point)) for point in (*ends, *points)]
     for own in {alike(own): own for own in tried}.values():
         lay_out([own], dataset)
+
+
+def _check_parts(pruner: Any, sampler: Any) -> None:
+    """Checks what Optuna itself would only miss when it is used."""
+    import optuna
+
+    for name, part, kind, such in (
+        ("pruner", pruner, optuna.pruners.BasePruner, "optuna.pruners.NopPruner()"),
+        ("sampler", sampler, optuna.samplers.BaseSampler, "optuna.samplers.RandomSampler()"),
+    ):
+        if part is not None and not isinstance(part, kind):
+            raise ConfigError(name, part, f"None or one of Optuna's, such as {such}")
 
 
 def _study(

@@ -1,5 +1,6 @@
 """Flax Linen modules as networks that can be cut."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ class LinenNetwork:
             call: Callable[..., Any], args: tuple, kwargs: dict, context: nn.module.InterceptorContext
         ) -> Any:
             module = context.module
-            if isinstance(module, nn.BatchNorm) and context.method_name == "__call__":
+            if isinstance(module, nn.BatchNorm) and _is_of_flax(context):
                 call = _batch_norm(module, mask)
             if hook is None or len(module.path) != 1 or context.method_name == "setup" or not (args or kwargs):
                 return call(*args, **kwargs)
@@ -81,6 +82,14 @@ class LinenNetwork:
 
     def _arguments(self, *, training: bool) -> dict[str, Any]:
         return {name: training == FLAGS[name] for name in self._flags}
+
+
+def _is_of_flax(context: nn.module.InterceptorContext) -> bool:
+    """Whether this is the call of ``nn.BatchNorm`` itself, which a subclass may make from within its own."""
+    if context.method_name != "__call__":
+        return False
+    own, called = type(context.module).__call__, getattr(context.orig_method, "func", context.orig_method)
+    return own is nn.BatchNorm.__call__ or inspect.unwrap(called) is inspect.unwrap(nn.BatchNorm.__call__)
 
 
 def _batch_norm(module: nn.BatchNorm, samples: Mask) -> Callable[..., Any]:

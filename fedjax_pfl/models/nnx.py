@@ -23,6 +23,18 @@ Path = tuple[Any, ...]  # attributes and keys (str), and places in lists (int)
 _GROUP = (nnx.List, nnx.Dict)
 
 
+def orders(module: nnx.Module) -> dict[Path, list[str]]:
+    """The order of the entries of each ``nnx.Dict`` of a module, which a copy or `nnx.merge` sorts by name."""
+    return {path: list(group) for path, group in nnx.iter_modules(module) if isinstance(group, nnx.Dict)}
+
+
+def put_in_order(module: nnx.Module, known: dict[Path, list[str]]) -> None:
+    """Gives each ``nnx.Dict`` of a module the order that it had."""
+    for path, group in nnx.iter_modules(module):
+        for entry in known.get(path, ()):
+            vars(group)[entry] = vars(group).pop(entry)
+
+
 class NNXNetwork:
     """A `Network` from an NNX module; a layer in an ``nnx.List`` or ``nnx.Dict``, ``self.layers[0]``, is ``layers_0``.
 
@@ -52,14 +64,22 @@ class NNXNetwork:
             self._flags = flags(name, call, besides=["rngs"])
             self._takes_rngs = "rngs" in inspect.signature(call).parameters
             modules = dict(nnx.iter_modules(module))
+            self._orders = orders(module)
             self._groups = {path[0] for path, group in modules.items() if len(path) == 1 and isinstance(group, _GROUP)}
             self._graph, state = nnx.split(module)
-            self._paths: list[tuple[Path, type]] = [(path, type(kept)) for path, kept in nnx.to_flat_state(state)]
+            self._kept: list[tuple[Path, type, tuple[int, ...]]] = [
+                (path, type(kept), jnp.shape(kept[...])) for path, kept in nnx.to_flat_state(state)
+            ]
+            for path, layer in modules.items():
+                if isinstance(layer, nnx.BatchNorm) and type(layer).__call__ is not nnx.BatchNorm.__call__:
+                    of = f"{'.'.join(map(str, path))} ({type(layer).__name__})"
+                    allowed = f"nnx.BatchNorm as it is, called by a module of yours: {of} has its own __call__"
+                    raise ConfigError("model", name, allowed)
             for path in modules:
                 if path and path[:-1] not in modules:
                     where = ".".join(map(str, path[:-1]))
                     raise ConfigError("model", name, f"nnx.List or nnx.Dict for the layers that {where} holds")
-            for path, kind in self._paths:
+            for path, kind, _ in self._kept:
                 of_norm = issubclass(kind, nnx.BatchStat) and isinstance(modules.get(path[:-1]), nnx.BatchNorm)
                 if not (of_norm or issubclass(kind, nnx.Param | nnx.RngState)):
                     where = ".".join(map(str, path))
@@ -67,7 +87,7 @@ class NNXNetwork:
                     allowed = f"it keeps {where} {what}: only nnx.Param and nnx.BatchNorm's statistics can be kept"
                     raise ConfigError("model", name, allowed)
             known: dict[tuple[str, ...], Path] = {}
-            for path, kind in self._paths:
+            for path, kind, _ in self._kept:
                 if (other := known.setdefault(self._named(path, kind), path)) != path:
                     both = " and ".join(".".join(map(str, of)) for of in (other, path))
                     raise ConfigError("model", name, f"other attributes: {both} would have one name among the layers")
@@ -79,7 +99,7 @@ class NNXNetwork:
     def init(self, key: Key[Array, ""], x: Shaped[Array, "batch ..."]) -> Params:
         """The initial weights of the module."""
         leaves = jax.tree.leaves(nnx.state(self._make(nnx.Rngs(key))))
-        kept = [(*path_kind, leaf) for path_kind, leaf in zip(self._paths, leaves, strict=True)]
+        kept = [(path, kind, leaf) for (path, kind, _), leaf in zip(self._kept, leaves, strict=True)]
         return unflatten_dict(
             {self._named(path, kind): leaf for path, kind, leaf in kept if not issubclass(kind, nnx.RngState)}
         )
@@ -96,13 +116,15 @@ class NNXNetwork:
         flat = flatten_dict(params)
         key = jax.random.key(0) if key is None else key
 
-        def leaf(number: int, path: Path, kind: type) -> Array:
+        def leaf(number: int, path: Path, kind: type, shape: tuple[int, ...]) -> Array:
             if issubclass(kind, nnx.RngKey):
-                return jax.random.fold_in(key, number)
-            return jnp.zeros((), jnp.uint32) if issubclass(kind, nnx.RngState) else flat[self._named(path, kind)]
+                own = jax.random.fold_in(key, number)
+                return jax.random.split(own, shape) if shape else own  # layers that `nnx.vmap` has stacked
+            return jnp.zeros(shape, jnp.uint32) if issubclass(kind, nnx.RngState) else flat[self._named(path, kind)]
 
-        leaves = [leaf(number, *kept) for number, kept in enumerate(self._paths)]
+        leaves = [leaf(number, *kept) for number, kept in enumerate(self._kept)]
         module = nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+        put_in_order(module, self._orders)
         module.eval() if mask is None else module.train()
         for path, layer in list(nnx.iter_modules(module)):
             wraps: list[_Wrap] = []
@@ -115,7 +137,7 @@ class NNXNetwork:
                 layer.__class__ = _wrapped(type(layer))
         how: dict[str, Any] = {name: (mask is not None) == FLAGS[name] for name in self._flags}
         if self._takes_rngs:  # from a number that no leaf has
-            how["rngs"] = nnx.Rngs(jax.random.fold_in(key, len(self._paths)))
+            how["rngs"] = nnx.Rngs(jax.random.fold_in(key, len(self._kept)))
         return module(x, **how)
 
     def linear(self, name: str, layer: Any) -> "NNXNetwork | None":

@@ -1,6 +1,9 @@
 """A user's own models: how a Flax module becomes an extractor and a head."""
 
+import dataclasses
+import dis
 import functools
+import hashlib
 import inspect
 import sys
 import types
@@ -12,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from fedjax_pfl.errors import ConfigError, first_line
@@ -69,7 +73,8 @@ class Own(NamedTuple):
         halves, dim, draws = _halves(self, shape, "uint8" if text else "float32", classes)
 
         def features(theta: Params, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch dim"]:
-            key = step_key() if draws and mask is not None else None
+            # A training pass has a key also where nothing is drawn: Linen modules ask for one to know that they train.
+            key = None if mask is None else step_key() if draws else jax.random.key(0)
             with model_pass(training=mask is not None):
                 if draws:
                     differs()
@@ -147,11 +152,12 @@ def _factory(given: Any, features: str | None) -> Callable[..., Any]:
 _factory_of = functools.lru_cache(maxsize=256)(_factory)
 
 
-def values_read_by(part: Any) -> list[tuple[str, bool | int | float | str]]:
-    """The numbers, strings and flags that a function of the user reads from its module or from functions around it.
+def values_read_by(part: Any) -> list[tuple[str, Any]]:
+    """The plain values that a function of the user reads from its module or from functions around it, by name.
 
-    A program is compiled with their values. In a notebook they may be set anew in another cell than the function's, and
-    then the program has to be compiled again. Functions defined in it count, those it calls do not.
+    Plain are numbers, strings, flags, arrays (of which this gives a hash) and collections of these. A program is
+    compiled with their values. In a notebook they may be set anew in another cell than the function's, and then the
+    program has to be compiled again. Functions defined in it count, those it calls do not.
     """
     function = inspect.unwrap(behind(part))
     if not isinstance(function, types.FunctionType):
@@ -163,9 +169,37 @@ def values_read_by(part: Any) -> list[tuple[str, bool | int | float | str]]:
     names, codes = set[str](), [function.__code__]
     while codes:
         code = codes.pop()
-        names.update(code.co_names, code.co_freevars)
+        names.update(step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        names.update(code.co_freevars)
         codes += [within for within in code.co_consts if isinstance(within, types.CodeType)]
-    return [(name, around[name]) for name in sorted(names) if isinstance(around.get(name), bool | int | float | str)]
+    read = sorted(names & around.keys())
+    return [(name, _shown(around[name])) for name in read if _is_plain(around[name])]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list | set | frozenset):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(part) for pair in value.items() for part in pair)
+    if isinstance(value, jax.Array):
+        return value.is_fully_addressable and not value.is_deleted()
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | np.ndarray)
+
+
+def _shown(value: Any) -> Any:
+    """A plain value in a form whose ``repr`` is another one for another value."""
+    if isinstance(value, tuple | list):
+        return [_shown(part) for part in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, dict):
+        return [(_shown(key), _shown(part)) for key, part in value.items()]
+    if isinstance(value, np.ndarray | jax.Array):
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(value) if is_key else value)
+        content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+        return str(value.dtype), array.shape, hashlib.sha256(content).hexdigest()
+    return value
 
 
 def _own(made: Any, features: str | None) -> Own | nn.Module:
@@ -192,9 +226,10 @@ def _network(module: Any) -> Network:
         return LinenNetwork(module)
     from flax import nnx
 
-    from fedjax_pfl.models.nnx import NNXNetwork
+    from fedjax_pfl.models.nnx import NNXNetwork, orders, put_in_order
 
     as_it_is = nnx.clone(module)
+    put_in_order(as_it_is, orders(module))
     return NNXNetwork(_name(module), lambda rngs: as_it_is)
 
 
@@ -225,9 +260,14 @@ def _options(given: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
         raise _unknown(given)
     # NNX hides the arguments behind those of a metaclass; a Linen class has its hints as a dataclass.
     source = getattr(of, "__init__") if of_nnx else of  # noqa: B009  # of a class, which mypy does not know
+    made: dict[str, Any] = {}
+    if of_class and not of_nnx:  # a dataclass, whose signature has no value for a default that is made anew each time
+        for field in dataclasses.fields(of):
+            if callable(field.default_factory):
+                made[field.name] = field.default_factory()
     try:
         parameters = {
-            argument: p.replace(default=by_name.get(argument, p.default))
+            argument: p.replace(default=by_name.get(argument, made.get(argument, p.default)))
             for argument, p in inspect.signature(source).parameters.items()
         }
         hints = typing.get_type_hints(source, include_extras=True)

@@ -41,6 +41,11 @@ def test_validation_samples_are_of_the_same_client():
     assert (int(data.id), int(data.validation.id), int(data.validation.count)) == (7, 7, COUNTS[3])
 
 
+def test_blocks_of_one_sample_can_be_mapped_side_by_side():
+    data = data_of(2)._replace(most=jnp.int32(13))
+    np.testing.assert_array_equal(data.map(lambda x, positions: positions, batch_size=1)[: COUNTS[2]], range(COUNTS[2]))
+
+
 @functools.partial(jax.jit, static_argnames="batch_size")
 def mapped(i, batch_size):
     def rows_and_place(x, positions):

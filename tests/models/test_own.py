@@ -3,6 +3,8 @@
 Held against NumPy, Flax's own ``apply``, and the package's `mlp` under the same initial weights.
 """
 
+import copy
+import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -439,6 +441,122 @@ def test_a_linen_module_without_a_flag_may_ask_whether_it_is_trained():
     kept = found != 0
     assert 0 < kept.mean() < 1
     np.testing.assert_allclose(found[kept], normalised_by_batch[kept] / (1 - RATE), rtol=1e-3, atol=1e-3)
+
+
+class Asking(nn.Module):
+    """Takes ``has_rng`` for the answer to whether it is trained, also where it draws nothing."""
+
+    @nn.compact
+    def __call__(self, x):
+        train = self.has_rng("dropout")
+        x = nn.BatchNorm(use_running_average=not train, name="norm")(x.reshape(len(x), -1))
+        return nn.Dense(CLASSES)(nn.Dropout(0.0, deterministic=not train)(x))
+
+
+class ReluNorm(nn.BatchNorm):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.relu(super().__call__(x, use_running_average=not train))
+
+
+class WithReluNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(CLASSES)(ReluNorm(name="norm")(x.reshape(len(x), -1), train))
+
+
+NORM = {"running_mean": np.zeros(16), "running_var": np.ones(16), "scale": np.ones(16), "bias": np.zeros(16)}
+
+
+@pytest.mark.parametrize(("given", "after"), [(Asking, lambda x: x), (WithReluNorm, lambda x: np.maximum(x, 0))])
+def test_a_normalisation_is_trained_where_nothing_is_drawn_and_keeps_what_a_subclass_adds(given, after):
+    model = fitted(given())
+    theta = {"norm": {name: leaf.astype(np.float32) for name, leaf in NORM.items()}}
+    np.testing.assert_allclose(
+        computed(model.features, theta, X), after(PIXELS / np.sqrt(1 + 1e-5)), rtol=1e-4, atol=1e-5
+    )
+
+    def trained(theta):
+        return model.features(theta, X, jnp.ones(6))
+
+    normalised_by_batch = (PIXELS - PIXELS.mean(axis=0)) / np.sqrt(PIXELS.var(axis=0) + 1e-5)
+    np.testing.assert_allclose(computed(trained, theta), after(normalised_by_batch), rtol=1e-3, atol=1e-3)
+    moved = jax.grad(lambda theta: jnp.sum(trained(theta)))(theta)["norm"]["running_mean"]
+    np.testing.assert_allclose(moved, -0.01 * PIXELS.mean(axis=0), rtol=1e-4, atol=1e-6)
+
+
+class NNXReluNorm(nnx.BatchNorm):
+    def __call__(self, x):
+        return nnx.relu(super().__call__(x))
+
+
+class NNXWithReluNorm(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.out = NNXReluNorm(16, rngs=rngs), nnx.Linear(16, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.norm(x.reshape(len(x), -1)))
+
+
+def test_an_nnx_normalisation_with_a_call_of_its_own_is_refused():
+    message = r"^model = 'NNXWithReluNorm' is not usable: .*: norm \(NNXReluNorm\) has its own __call__"
+    with pytest.raises(ConfigError, match=message):
+        fitted(NNXWithReluNorm)
+
+
+class InOrder(nnx.Module):
+    """Goes through its layers in the order in which they were given, which is not that of the alphabet."""
+
+    def __init__(self, rngs):
+        stem, body = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+        self.layers, self.out = nnx.Dict(stem=stem, body=body), nnx.Linear(16, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        x = x.reshape(len(x), -1)
+        for layer in self.layers.values():
+            x = nnx.relu(layer(x))
+        return self.out(x)
+
+
+class Stacked(nnx.Module):
+    """Three layers with dropout, stacked and run by a scan."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def blocks(rngs):
+            return nnx.Sequential(nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(RATE, rngs=rngs))
+
+        self.blocks, self.out = blocks(rngs), nnx.Linear(16, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def through(x, block):
+            return nnx.relu(block(x))
+
+        return self.out(through(x.reshape(len(x), -1), self.blocks))
+
+
+@pytest.mark.parametrize("given", [InOrder, Stacked])
+@pytest.mark.parametrize("made", [True, False], ids=["instance", "class"])
+def test_layers_of_nnx_run_in_their_order_also_stacked_ones(given, made):
+    module = given(nnx.Rngs(0))
+    model = fitted(module if made else given)
+    params = started(model)
+    if not made:  # whose weights are drawn from the run's key
+        params = started(fitted(module))
+    module.eval()
+    expected = module(jnp.asarray(PIXELS, jnp.float32))
+    np.testing.assert_allclose(computed(model.apply, params, X), expected, rtol=1e-4, atol=1e-5)
+    if given is Stacked:
+
+        def trained(params, key):
+            with within_step(lambda: key):
+                return model.apply(params, X, jnp.ones(6))
+
+        one, again, other = (computed(trained, params, jax.random.key(seed)) for seed in (0, 0, 1))
+        np.testing.assert_array_equal(one, again)
+        assert (one != other).any()
 
 
 class NNXGiven(nnx.Module):
@@ -1115,6 +1233,22 @@ def test_options_are_the_fields_of_plain_types_and_the_arguments_by_name_alone()
     assert options["depth"].annotation == of_function["hidden"].annotation == Annotated[int, Ge(1)]
 
 
+def test_a_field_whose_default_is_made_anew_is_an_option():
+    class Wide(nn.Module):
+        widths: list[int] = dataclasses.field(default_factory=lambda: [4, 5])
+
+        @nn.compact
+        def __call__(self, x):
+            x = x.reshape(len(x), -1)
+            for width in self.widths:
+                x = nn.relu(nn.Dense(width)(x))
+            return nn.Dense(CLASSES)(x)
+
+    factory = own_model(Wide)
+    assert inspect.signature(factory).parameters["widths"].default == [4, 5]
+    assert [fitted(Wide, **given).dim for given in ({}, {"widths": [3]})] == [5, 3]
+
+
 def test_the_same_model_is_the_same_program():
     """A program is known by its factory: by another one for the same model it would be compiled again."""
     assert own_model(Three(hidden=4)) is own_model(Three(hidden=4))
@@ -1127,15 +1261,44 @@ def test_the_values_that_a_function_reads():
 
     def part(rate=0.5):
         def within(x):
-            return x * depth * CLASSES * rate + len(listed) + later
+            return x.SIZES * depth * CLASSES * rate + len(listed) + later
 
         return within
 
-    assert values_read_by(part) == [("CLASSES", CLASSES), ("depth", 2)]
+    assert values_read_by(part) == [("CLASSES", CLASSES), ("depth", 2), ("listed", [1.0])]
     later = True
-    assert values_read_by(part) == [("CLASSES", CLASSES), ("depth", 2), ("later", True)]
+    assert values_read_by(part) == [("CLASSES", CLASSES), ("depth", 2), ("later", True), ("listed", [1.0])]
     assert values_read_by(own_model(part)) == values_read_by(part)
     assert values_read_by(Three) == values_read_by(CLASSES) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (np.int64(1), np.int64(2)),
+        (np.float32(0.1), np.float32(0.2)),
+        ((4, 8), (4, 9)),
+        ({"width": [4], "rate": None}, {"width": [5], "rate": None}),
+        ({1, 2}, {1, 3}),
+        (np.arange(2000), np.arange(2000) * (np.arange(2000) != 1000)),
+        (np.arange(2), np.arange(2.0)),
+        (jnp.arange(3), jnp.arange(3) + 1),
+        (jax.random.key(0), jax.random.key(1)),
+        ([np.zeros(2)], [np.ones(2)]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_plain_value_that_a_function_reads_is_told_from_another(before, after):
+    def shown(value):
+        return repr(values_read_by(lambda: value))
+
+    assert shown(before) == shown(copy.deepcopy(before)) != shown(after)
+    assert values_read_by(lambda: print([before])) == values_read_by(lambda: before)
+
+
+def test_what_is_no_plain_value_is_not_read():
+    model, mixed = Three(), [1, print]
+    assert values_read_by(lambda: (model, mixed, print)) == []
 
 
 # ---- what cannot be used
