@@ -184,6 +184,12 @@ def test_a_link_to_checkpoints_stays_and_what_it_leads_to_goes(tmp_path):
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc")
+def test_a_folder_that_cannot_be_made_is_named():
+    with pytest.raises(ConfigError, match=r"run\.out = '/proc/nothing' is not usable: name a directory that can be wr"):
+        RunDirectory("/proc/nothing").take()
+
+
 def test_folders_that_a_refused_run_has_made_go_again(tmp_path):
     (tmp_path / "mine").mkdir()
     for out, left in (("new/run", ["mine"]), ("mine", ["mine"])):

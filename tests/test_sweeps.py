@@ -698,8 +698,8 @@ def test_columns_of_several_types_are_written_as_json_and_none_fails_a_sweep(tmp
     with pytest.warns(UserWarning, match=r"sweep\.parquet is not written: "):
         _write_parquet(tmp_path / "sweep.parquet", [{"nothing": {}}])  # which the format does not have
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"sweep.parquet": before}
-    with pytest.warns(UserWarning, match=r"sweep\.parquet is not written: "):
-        _write_parquet(tmp_path / "none" / "sweep.parquet", rows)
+    with pytest.warns(UserWarning, match=r"inside\.parquet is not written: "):
+        _write_parquet(tmp_path / "sweep.parquet" / "inside.parquet", rows)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -72,12 +72,19 @@ def _lock(folder: Path, field: str) -> int | None:
     import fcntl
 
     lock = None
-    for _ in range(_ATTEMPTS):  # not for ever: on some file systems the open file and the path never compare equal
+    # Not for ever: on some file systems the open file and the path never compare equal.
+    for attempt in range(1, _ATTEMPTS + 1):
         if lock is not None:
             os.close(lock)
+            lock = None
         with writable(folder, field):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder / LOCK, os.O_WRONLY | os.O_CREAT)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = os.open(folder / LOCK, os.O_WRONLY | os.O_CREAT)
+            except FileNotFoundError:  # the last holder has just removed the folder, which was empty
+                if attempt == _ATTEMPTS:
+                    raise
+                continue
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
