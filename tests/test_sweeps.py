@@ -356,9 +356,9 @@ def test_a_baseline_is_one_of_the_combinations():
 
 
 def test_a_baseline_may_have_numpys_numbers(tmp_path):
-    rates = np.array([0.1, 0.2])
-    found = sweep(config(), {"training.lr": rates}, baseline={"training.lr": rates[1]}, out=tmp_path)
-    assert found.baseline == Sweep.load(tmp_path).baseline == {"training.lr": 0.2}
+    sizes = np.array([8, 16])
+    found = sweep(config(), {"training.batch_size": sizes}, baseline={"training.batch_size": sizes[1]}, out=tmp_path)
+    assert found.baseline == Sweep.load(tmp_path).baseline == {"training.batch_size": 16}
 
 
 @pytest.mark.parametrize(
