@@ -100,7 +100,7 @@ class Cohorts:
         return update_of(self.method.local(*self._at_client(shared, row)))
 
     def _at_client(self, shared: tuple, row: tuple) -> tuple[Round, PyTree, PyTree, ClientData]:
-        """What a method's functions get at one client: round, view, state, samples; ``shared`` and ``row`` as in `local`."""
+        """What a method's functions get at one client: round, view, state and samples; arguments as of `local`."""
         (key, t, view, x, y), (client_id, client, train, validation) = shared, row
         key = jax.random.fold_in(key, client_id)
         return Round(key, t), view, client, self._training_data(key, client_id, x, y, train, validation)
