@@ -681,7 +681,7 @@ def test_the_command_draws_runs_on_disk(folder, command):
     call, figures = command
     table, out = folder / "table", folder / "fig.pdf"
     said = call(table, "-o", out)
-    assert said == f"left out, for it has not ended: {table / 'fedavg-1'}\nwritten to {out}\n"
+    assert said == f"left out, because it has not ended: {table / 'fedavg-1'}\nwritten to {out}\n"
     (ax,) = figures[0].axes
     drawn = {line.get_label(): list(line.get_ydata()) for line in ax.get_lines()}
     assert drawn == {"fedavg": pytest.approx([10, 30]), "local": pytest.approx([30, 60])}
