@@ -79,6 +79,21 @@ def _leave(code: int) -> None:
     sys.exit(code)
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(importlib.metadata.version("fedjax_pfl"))
+        raise typer.Exit
+
+
+@app.callback(help="Simulate personalized federated learning.")
+def before_any_command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Reads the options that stand before a command."""
+
+
 @app.command()
 def run(
     config: Annotated[Path | None, typer.Argument(help="A TOML config.", metavar="CONFIG.toml")] = None,
@@ -91,7 +106,10 @@ def run(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
-    """Run an experiment and write its run directory, or go on with one (CONFIG.toml is then that of the directory)."""
+    """Run an experiment and write its folder, or go on with one.
+
+    With --resume, CONFIG.toml is by default the one in the run directory.
+    """
     if resume is not None:
         from fedjax_pfl.experiment.saved import config_in
 
@@ -167,9 +185,9 @@ def compare(
     job: JobOptions = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the table and errors.")] = False,
 ) -> None:
-    """Run methods side by side, all else equal, and print the table that papers print.
+    """Run methods side by side and print the table of a paper.
 
-    A call with the same --out goes on where the last one stopped.
+    All else is equal. A call with the same --out goes on where the last one stopped.
     """
     check_in_use(overrides, {"run.seed": "--seeds instead", "run.out": "--out instead"})
     loaded = read_config(config, overrides, None)
@@ -215,9 +233,9 @@ def sweep(
     job: JobOptions = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the table and errors.")] = False,
 ) -> None:
-    """Run every combination of the values in a grid, as few programs as possible.
+    """Run every combination of the values in a grid.
 
-    A call with the same --out goes on where the last one stopped.
+    What can run side by side does. A call with the same --out goes on where the last one stopped.
     """
     from fedjax_pfl.experiment.grid import load_sweep
     from fedjax_pfl.experiment.sweep import sweep
@@ -251,7 +269,10 @@ def tune(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the outcome and errors.")] = False,
 ) -> None:
-    """Search for hyperparameters that fare well on validation samples; test samples are never looked at."""
+    """Search for hyperparameters, judged on validation samples.
+
+    Test samples are never looked at.
+    """
     from fedjax_pfl.experiment.space import load_tune
     from fedjax_pfl.experiment.tuning import in_short, tune
 
@@ -339,7 +360,10 @@ def plot(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
-    """Draw runs: a line per method or combination, the mean over seeds and a standard deviation around it."""
+    """Draw runs: curves, how clients fare, or who holds what.
+
+    Curves have a line per method or combination: the mean over seeds, and a standard deviation around it.
+    """
     if kind == "partition" and metric is not None:
         raise ConfigError("--metric", metric, "leave it out for --kind partition: no metric is drawn")
     if kind in ("clients", "partition") and x is not None:
@@ -350,6 +374,24 @@ def plot(
     drawn = {"kind": kind, "metric": metric or "pre.accuracy", "x": x or "round"}
     for left_out in write_plot([Path(os.path.expanduser(run)) for run in runs], out, **drawn, overwrite=overwrite):
         print(f"left out, because it has not ended: {left_out}")
+    print(f"written to {out}")
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run directories, or folders of comparisons and sweeps.", metavar="RUN")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file.")] = Path("report.html"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a report of runs, as one HTML file.
+
+    Also of runs that go on. The file opens in any browser without a network.
+    """
+    from fedjax_pfl.experiment.report import report
+
+    report(runs, out, overwrite=overwrite)
     print(f"written to {out}")
 
 
@@ -399,7 +441,10 @@ def datasets() -> None:
 
 @app.command()
 def describe(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
-    """Show all about a method, model, partition, data source, protocol, or a section or field of a config."""
+    """Show all about a method, model, field of a config ...
+
+    NAME is that of a method, model, partition, data source, protocol, or of a section or field of a config.
+    """
     from fedjax_pfl.cli.describing import described
 
     print(described(name))
@@ -411,7 +456,10 @@ def list_runs(
         Path, typer.Argument(help="Where to look; by default runs.", metavar="FOLDER", show_default=False)
     ] = Path("runs"),
 ) -> None:
-    """List the runs in a folder, and in those below it: how far they are and what they came to."""
+    """List the runs in a folder, and in those below it.
+
+    Each with how far it is, and what it came to.
+    """
     from fedjax_pfl.cli.printing import print_runs
     from fedjax_pfl.experiment.saved import runs_in
 
@@ -425,7 +473,10 @@ def init(
         Path, typer.Argument(help="The new file; by default config.toml.", metavar="FILE", show_default=False)
     ] = Path("config.toml"),
 ) -> None:
-    """Write a config with every field, its description and, in a comment, its default."""
+    """Write a config with every field and its description.
+
+    Where a field has a default, it stands in a comment.
+    """
     from fedjax_pfl.cli.describing import template
 
     file = Path(os.path.expanduser(file))
@@ -436,36 +487,6 @@ def init(
     except OSError as error:
         raise ConfigError("FILE", str(file), f"a file that can be written ({error.strerror})") from None
     print(f"written to {file}; fedjax-pfl run {shlex.quote(str(file))}")
-
-
-def _say_version(asked: bool) -> None:
-    if asked:
-        print(importlib.metadata.version("fedjax_pfl"))
-        raise typer.Exit
-
-
-@app.callback(help="Simulate personalized federated learning.")
-def before_any_command(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", callback=_say_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Reads the options that stand before a command."""
-
-
-@app.command()
-def report(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Run directories, or folders of comparisons and sweeps.", metavar="RUN")
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file.")] = Path("report.html"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
-) -> None:
-    """Write a report of runs, also of those that go on: one HTML file, which opens in any browser without a network."""
-    from fedjax_pfl.experiment.report import report
-
-    report(runs, out, overwrite=overwrite)
-    print(f"written to {out}")
 
 
 @app.command()

@@ -24,7 +24,7 @@ class Data(Section):
 
     Attributes:
       source: such as ``digits`` or ``npz:PATH`` (``fedjax-pfl datasets`` lists all); ``arrays`` for data from Python.
-      clients: N.
+      clients: N, how many there are.
       partition: {kind, ...}: how the samples are divided among the clients.
       split: ``merge`` (training and test part are merged, then split per client) or ``official`` (the training part is
         divided among the clients; each draws test samples from the test part in its own label proportions or, with the
@@ -265,7 +265,7 @@ class Attack(Section):
       kind: ``none``; ``label_flip``, training on labels C - 1 - y; or how each array of the update is falsified (an
         update is the array sent minus the array received of the same name and shape, or the whole array if none was
         received): ``sign_flip``, its negative; ``scaled``, a multiple; ``gaussian``, the array plus noise.
-      share: of the clients that train, drawn by the seed of the partition; 0.2 unless given.
+      share: the share of the training clients that attack, drawn by the seed of the partition; 0.2 unless given.
       scale: for ``scaled`` the factor, 10 unless given; for ``gaussian`` the standard deviation of the noise, as a
         multiple of the root mean square of the update in that array, 1 unless given.
     """
