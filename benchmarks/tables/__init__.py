@@ -12,7 +12,8 @@ of a row), and a cell in it is run again only if its resolved config has changed
 calls, one after the other or, with other rows, side by side. With ``--work FOLDER``, runs leave checkpoints there, and
 an interrupted call continues in the middle of its runs, to the bit. A change of the code is not noticed; use another
 ``--name`` after one. ``results/<name>.md`` shows all cells so far. ``--plan`` writes it anew, and shows what a call
-would run, and why, but runs nothing.
+would run, and why, but runs nothing. It builds no program, either: it also lists rows that the model does not allow,
+and its page lacks the reasons for these.
 """
 
 from .command import main

@@ -60,7 +60,7 @@ def parser(paper: Path) -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=f"Runs a table of {paper.name} and compares it with the paper's.")
     listed: dict[str, Any] = {"type": lambda text: text.split(",")}
-    numbers: dict[str, Any] = {"type": lambda text: [int(number) for number in text.split(",")], "default": [0]}
+    numbers: dict[str, Any] = {"type": whole_numbers, "default": [0]}
     parser.add_argument("table", metavar="TABLE", help="e.g. table2")
     parser.add_argument("--settings", **listed, metavar="A,B", help="all of the table's unless given")
     parser.add_argument("--methods", **listed, metavar="X,Y", help="rows, by key; all of the table's unless given")
@@ -84,6 +84,14 @@ def parser(paper: Path) -> argparse.ArgumentParser:
     changes: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "SECTION.KEY=VALUE"}
     parser.add_argument("--set", **changes, help="wins over all overrides")
     return parser
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Whole numbers, separated by commas."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not usable: whole numbers, separated by commas") from None
 
 
 def at_least_one(text: str) -> int:
