@@ -69,10 +69,10 @@ def summarize(scores: Scores, samples: Int[np.ndarray, " N"]) -> dict[str, float
 
     Returns:
       ``accuracy`` (unweighted mean over clients), ``weighted`` (weighted by samples: PFLlib's number), ``std_clients``
-      (population standard deviation), ``worst_10_percent`` (mean over the worst tenth of the clients, at least one),
-      ``macro_f1`` (over the classes that a client holds), ``macro_f1_union`` (and the predicted classes) and ``loss``
-      (unweighted means), ``i_local`` (unweighted mean of the harmonic mean of accuracy and macro-F1, pFedCSPC's measure
-      of a personal model). Accuracies lie in [0, 1]. All are NaN if no client has samples.
+      (population standard deviation), ``worst_10_percent`` (mean over the worst tenth of the clients, rounded down, at
+      least one), ``macro_f1`` (over the classes that a client holds), ``macro_f1_union`` (and the predicted classes)
+      and ``loss`` (unweighted means), ``i_local`` (unweighted mean of the harmonic mean of accuracy and macro-F1,
+      pFedCSPC's measure of a personal model). Accuracies lie in [0, 1]. All are NaN if no client has samples.
     """
     scored = samples > 0
     if not scored.any():
