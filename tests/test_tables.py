@@ -844,6 +844,7 @@ def test_a_table_of_nothing_but_missing_cells_is_still_written(paper):
         ("table2 --methods local", "--methods = 'local' is not usable: allowed: mild"),
         ("table1 --reference best", "--reference = 'best' is not usable: allowed: local, fedavg, fedprox"),
         ("table1 --seeds 0-2", "argument --seeds: '0-2' is not usable: whole numbers, separated by commas"),
+        ("table1 --set run.seed=5", "override = 'run.seed=5' is not usable: --seeds instead"),
         (
             "table1 --set training.rounds=0",
             "training.rounds = 0 is not usable: input should be greater than or equal to 1",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pfl import ConfigError
+from fedjax_pfl.cli.given import check_in_use
 from fedjax_pfl.experiment.folders import write_atomically
 
 from .fill import fill, stem
@@ -30,6 +31,7 @@ def main(paper: Path, arguments: Sequence[str] | None = None) -> None:
         allow("--reference", [reference], table.rows)
         allow("--settings", options.settings or (), table.settings)
         allow("--methods", options.methods or (), table.rows)
+        check_in_use(options.set, {"run.seed": "--seeds instead"})
         path = results_file(stem(options, table))
         cells = load_cells(path, table)
     except ConfigError as error:
