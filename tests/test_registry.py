@@ -639,6 +639,16 @@ def branching(model, train, *, mu: float = 0.5):
     return fedprox(model, train, mu=mu) if mu > 0 else fedavg(model, train)
 
 
+def looking_up(rates):
+    def factory(model, train):
+        def local(now, view, client, data):
+            train(now, None, view, data, lr=rates[data.id])
+
+        return fedavg(model, train)._replace(local=local)
+
+    return factory
+
+
 def with_field(**fields):
     def factory(model, train):
         return fedavg(model, train)._replace(**fields)
@@ -657,6 +667,8 @@ def with_field(**fields):
             r"^method\.name = 'branching' .*: one whose code does not need the value of a traced number \("
             r"test_registry\.py, line \d+: return fedprox\(.* else fedavg\(model, train\)\); .* Annotated\[float",
         ),
+        (looking_up(np.full(10, 0.1)), r"test_registry\.py, line \d+: .*rates\[data\.id\].* jnp\.asarray"),
+        (looking_up([0.1] * 10), r"test_registry\.py, line \d+: .*rates\[data\.id\].* jnp\.asarray"),
     ],
 )
 def test_a_factory_that_cannot_be_used_writes_nothing(method, message, tmp_path):

@@ -27,6 +27,7 @@ from fedjax_pfl.engine.round import UPDATE_COSINE, Engine
 from fedjax_pfl.engine.traffic import Exchange
 from fedjax_pfl.errors import ConfigError
 from fedjax_pfl.experiment.build import (
+    NEEDS_VALUE,
     DataShape,
     attackers,
     branches_on_traced,
@@ -199,7 +200,7 @@ def _survey(
     if key not in _surveys:
         try:
             _surveys[key] = survey(engine, federation, backend, precision=precision, on_host=on_host)
-        except jax.errors.ConcretizationTypeError as error:
+        except NEEDS_VALUE as error:
             raise branches_on_traced(config.method["name"], error) from error
         while len(_surveys) > _KEPT:
             _surveys.popitem(last=False)
