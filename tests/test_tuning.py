@@ -501,6 +501,10 @@ def test_a_file_says_what_is_drawn_from_what(file):
         ("", "tune file = .*; it has nothing"),
         ('config = "base.toml"\n[space]\ntraining.lr = 0.1', "space.training.lr = 0.1 .* a list of values, or"),
         (
+            'config = "base.toml"\n[space]\ntraining.lr = {log_uniform = [0.01, 0.5]}',
+            "space.training.lr = {'log_uniform': [0.01, 0.5]} .* a list of values, or {low",
+        ),
+        (
             'config = "base.toml"\n[space]\ntraining.lr = {low = 0.1}',
             "space.training.lr = {'low': 0.1} .* low and high",
         ),

@@ -144,7 +144,7 @@ def _fields(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         field = prefix + key
         if isinstance(given, list):
             yield field, Choice(given)
-        elif not isinstance(given, Mapping):
+        elif not isinstance(given, Mapping) or ("." in field and not {"low", "high"} & given.keys()):
             raise ConfigError(f"space.{field}", given, "a list of values, or {low = ..., high = ...}")
         elif "low" not in given and "high" not in given:
             yield from _fields(given, f"{field}.")
