@@ -326,9 +326,9 @@ class Privacy(Section):
 
     Attributes:
       clip: the largest 2-norm of a client's update; longer updates are scaled down to it. No privacy unless given.
-      noise: standard deviation of the Gaussian noise on the sum of updates, as a multiple of ``clip``; 0 for none, and
-        then no epsilon. The sum is divided by the expected number of participants. The noise follows from ``run.seed``:
-        runs with the same seed have the same.
+      noise: standard deviation of the Gaussian noise on the sum of updates, as a multiple of ``clip``, with which it
+        must be given; 0 for none, and then no epsilon. The sum is divided by the expected number of participants. The
+        noise follows from ``run.seed``: runs with the same seed have the same.
       delta: the delta at which the summary gives epsilon; 1e-5 unless given.
     """
 
@@ -374,8 +374,8 @@ class Run(Section):
       diagnostics: record how strong the loss terms of FedProx, MOON, FedNTD, FedeCouple, FedFCD, PGFedSplit, FedCPD and
         pFedCSPC are compared with the cross-entropy, as ratios of gradient norms (``diagnostics.gradient_ratio_...``),
         mostly from one mini-batch per client and round; and the mean cosine of two clients' updates
-        (``diagnostics.update_cosine``) for methods that send back what they got. Costs compilation time, and may change
-        the last bits of the numbers.
+        (``diagnostics.update_cosine``) for methods that send back what they got, uncompressed. Costs compilation time,
+        and may change the last bits of the numbers.
       export: what to save to ``export.npz`` and ``Result.exported``: ``features``, the input of the last layer, and
         ``predictions``, with the logits; of the models that PRE scores after the last round, for every sample that
         they are scored on.
