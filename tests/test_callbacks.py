@@ -197,7 +197,7 @@ def test_early_stopping_by_default_looks_at_validation_samples():
     still = config().replace({"training.lr": 1e-12})
     result = simulate(still, callbacks=[stopping])
     assert result.summary["rounds"] == 4
-    assert result.summary["stopped"] == "no better accuracy on validation samples in 1 evaluations"
+    assert result.summary["stopped"] == "no better accuracy on validation samples in 1 evaluation"
 
 
 @pytest.mark.parametrize("headline", ["pre", "post"])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from fedjax_pfl.data.dealing import counted
 from fedjax_pfl.errors import ConfigError, one_of
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.summary import Line, flat
@@ -147,7 +148,7 @@ class EarlyStopping(Callback):
             if self.sign * value > best + self.min_delta:
                 best, since = self.sign * value, 0
         if since >= self.patience:
-            run.stop(f"no better {self.metric or 'accuracy on validation samples'} in {since} evaluations")
+            run.stop(f"no better {self.metric or 'accuracy on validation samples'} in {counted(since, 'evaluation')}")
 
 
 class BestModel(Callback):
