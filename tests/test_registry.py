@@ -444,6 +444,11 @@ def required_rule(model, train, combine, *, mu: float = 0.1):
     return fedprox(model, train, combine, mu=mu)
 
 
+class Server:
+    def __init__(self, model, train, *, mu: float = 0.1):
+        self.method = fedprox(model, train, mu=mu)
+
+
 def positional_option(model, train, beta: float = 0.5):
     return fedprox(model, train, mu=beta)
 
@@ -504,6 +509,10 @@ MISTAKES = {
     "partition without a name": (lambda: register_partition(mine), r'as in @register_partition\("mine"\)$'),
     "metric without a name": (lambda: register_metric(mine), r'as in @register_metric\("mine"\)$'),
     "no function": (lambda: register_method("mine4")(3), r"register_method = 3 is not usable: a function: def mine\("),
+    "a class": (
+        lambda: register_method("mine4")(Server),
+        r"register_method = <class .*Server'> .*: a function: def mine",
+    ),
     "arguments": (lambda: register_method("mine4")(bad_factory), r"other arguments than def mine\(model, train"),
     "rule without its default": (
         lambda: register_method("mine4")(required_rule),
@@ -639,16 +648,6 @@ def branching(model, train, *, mu: float = 0.5):
     return fedprox(model, train, mu=mu) if mu > 0 else fedavg(model, train)
 
 
-def looking_up(rates):
-    def factory(model, train):
-        def local(now, view, client, data):
-            train(now, None, view, data, lr=rates[data.id])
-
-        return fedavg(model, train)._replace(local=local)
-
-    return factory
-
-
 def with_field(**fields):
     def factory(model, train):
         return fedavg(model, train)._replace(**fields)
@@ -667,8 +666,6 @@ def with_field(**fields):
             r"^method\.name = 'branching' .*: one whose code does not need the value of a traced number \("
             r"test_registry\.py, line \d+: return fedprox\(.* else fedavg\(model, train\)\); .* Annotated\[float",
         ),
-        (looking_up(np.full(10, 0.1)), r"test_registry\.py, line \d+: .*rates\[data\.id\].* jnp\.asarray"),
-        (looking_up([0.1] * 10), r"test_registry\.py, line \d+: .*rates\[data\.id\].* jnp\.asarray"),
     ],
 )
 def test_a_factory_that_cannot_be_used_writes_nothing(method, message, tmp_path):
@@ -738,6 +735,21 @@ def warming_up(function):
             return getattr(method, function)(now, *arguments)
 
         return method._replace(**{function: later})
+
+    return factory
+
+
+def with_lookup(values, of=lambda now, data: data.id):
+    """FedAvg whose clients look up a number of their own."""
+
+    def factory(model, train):
+        method = fedavg(model, train)
+
+        def local(now, view, client, data):
+            update = method.local(now, view, client, data)
+            return update._replace(diagnostics={"mine": jnp.sum(values[of(now, data)])})
+
+        return method._replace(local=local)
 
     return factory
 
@@ -815,6 +827,19 @@ def rows():
         (branching_in_local, r"^method\.name = 'branching_in_local' .*: one whose code .* if mu > 0 else None\); "),
         (warming_up("local"), r"one whose code .*\(test_registry\.py, line \d+: if now\.t < 1:\); .*now\.t.*lax\.cond"),
         (warming_up("aggregate"), r"one whose code .*\(test_registry\.py, line \d+: if now\.t < 1:\)"),
+        (
+            with_lookup([0.1] * 10),
+            r"one whose code .*values\[of\(now, data\)\].*data\.id.*jnp\.asarray\(values\)\[data\.id\]",
+        ),
+        (with_lookup(np.ones(10)), r"one whose code .*values\[of\(now, data\)\].*jnp\.asarray\(values\)\[data\.id\]"),
+        (
+            with_lookup(jnp.ones(10), lambda now, data: data.class_counts > 0),
+            r"one whose code .*\(values\[of\(now, data\)\]\).* jnp\.where",
+        ),
+        (
+            with_other(personal=lambda made: made["head"]["bias"][made["head"]["bias"] > 0]),
+            r"one whose code .*jnp\.where",
+        ),
         (
             with_other(init=lambda made: ({"mine": jax.random.key(0), "w": made[0]}, made[1])),
             r"the method's init: \.server\['mine'\] = 'key<fry>\[\]' is not usable: numbers: jax\.random\.key_data",

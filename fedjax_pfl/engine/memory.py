@@ -233,6 +233,8 @@ def _of_scoring(engine: Engine, server: PyTree, trained: tuple[PyTree, PyTree], 
                 allowed = '"predictions": the method\'s model is more than an extractor with a head'
                 raise ConfigError("run.export", "features", allowed)
             return tallied("predict", method.predict, params, x, y, test)
+        except jax.errors.NonConcreteBooleanIndexError:  # an IndexError, too, but not of the parameters
+            raise
         except (AttributeError, IndexError, KeyError) as error:
             made = "what personal makes of Update.post, or of (upload, client) if post is not given"
             raise ConfigError(

@@ -207,22 +207,23 @@ def make_engine(
     )
 
 
-# What JAX raises where Python code needs the value of a traced number: to branch, or to index a NumPy array or a list.
 NEEDS_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
+    jax.errors.ConcretizationTypeError,  # if, float(), item()
+    jax.errors.TracerIntegerConversionError,  # an entry of a list, range()
+    jax.errors.TracerArrayConversionError,  # an entry of a NumPy array, a function of NumPy
+    jax.errors.NonConcreteBooleanIndexError,  # x[mask]
 )
+"""JAX's errors for Python code that needs the value of a traced number."""
 
 
-def branches_on_traced(name: str, error: Exception) -> ConfigError:
+def needs_value(name: str, error: Exception) -> ConfigError:
     """The error for a method of this name whose Python code needs the value of a traced number, as JAX's says."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _OF_JAX not in frame.filename]
     at = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line}"
-    allowed = f"one whose code does not need the value of a traced number ({at}); float options, now.t, data.id,"
-    instead = "counts and samples are traced: use jnp.where or lax.cond, jnp.asarray(values)[data.id] to look up,"
-    known = "is_off(option) for an option that may be 0, or mark an option that it must know Annotated[float, Static]"
-    return ConfigError("method.name", name, f"{allowed} {instead} {known}")
+    allowed = f"one whose code does not need the value of a traced number ({at}); float options, now.t, data.id, counts"
+    instead = "and samples are traced: use jnp.where or lax.cond, jnp instead of np, jnp.asarray(values)[data.id] for a"
+    options = "list or NumPy array, is_off(option) for an option that may be 0, or mark an option that it must know"
+    return ConfigError("method.name", name, f"{allowed} {instead} {options} Annotated[float, Static]")
 
 
 def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any]) -> Method:
@@ -239,7 +240,7 @@ def _method(config: Config, model: Model, train: Trainer, options: dict[str, Any
     except ValueError as error:
         raise ConfigError("method.name", name, f"it does not work like this: {error}") from None
     except NEEDS_VALUE as error:
-        raise branches_on_traced(name, error) from error
+        raise needs_value(name, error) from error
     if not isinstance(method, Method):
         raise ConfigError("method.name", name, f"a factory that returns a Method; it returns {type(method).__name__}")
     for field in ("headline", "copies"):

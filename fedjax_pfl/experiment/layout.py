@@ -30,10 +30,10 @@ from fedjax_pfl.experiment.build import (
     NEEDS_VALUE,
     DataShape,
     attackers,
-    branches_on_traced,
     deal,
     federate,
     make_engine,
+    needs_value,
     program_inputs,
     shape_of,
 )
@@ -201,7 +201,7 @@ def _survey(
         try:
             _surveys[key] = survey(engine, federation, backend, precision=precision, on_host=on_host)
         except NEEDS_VALUE as error:
-            raise branches_on_traced(config.method["name"], error) from error
+            raise needs_value(config.method["name"], error) from error
         while len(_surveys) > _KEPT:
             _surveys.popitem(last=False)
     _surveys.move_to_end(key)

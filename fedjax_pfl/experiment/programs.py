@@ -31,7 +31,7 @@ from fedjax_pfl.engine.round import Engine
 from fedjax_pfl.engine.run import Run
 from fedjax_pfl.engine.scoring import Evaluation, Outputs
 from fedjax_pfl.engine.traffic import Exchange
-from fedjax_pfl.experiment.build import NEEDS_VALUE, DataShape, branches_on_traced, make_engine, program_inputs
+from fedjax_pfl.experiment.build import NEEDS_VALUE, DataShape, make_engine, needs_value, program_inputs
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.distributed import to_host
 from fedjax_pfl.experiment.export import export_of
@@ -418,7 +418,7 @@ def _compile(program: Program) -> _Compiled | Offloaded:
                 for part, (jitted, arguments) in traced(program).items()
             }
         except NEEDS_VALUE as error:  # with plain numbers for the options, `survey` met none
-            raise branches_on_traced(config.method["name"], error) from error
+            raise needs_value(config.method["name"], error) from error
     compiled = {part: future.result() for part, future in found.items()}
     if program.offloaded:
         _store[key] = Offloaded(OffloadedFunctions(**compiled), program.engine)

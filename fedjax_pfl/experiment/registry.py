@@ -297,7 +297,8 @@ def _spelled_out(part: Any) -> Any:
 def _check(kind: str, name: str, part: Any) -> None:
     """Checks the signature of a part."""
     field, example, given = f"register_{kind}", _KINDS[kind].example, _KINDS[kind].given
-    if not callable(part):
+    may_be_class = kind in ("model", "dataset")  # whose instance is what is wanted
+    if not callable(part) or (isinstance(part, type) and not may_be_class):
         raise ConfigError(field, part, f"a function: {example}")
     try:
         parameters = inspect.signature(part).parameters.values()
