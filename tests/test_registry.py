@@ -804,11 +804,11 @@ def rows():
         (with_inbox(3), r"the method's clients after a round = 'PyTreeDef.*: the same tuples.*outside the factory"),
         (
             with_setup(lambda now, view, client, data: (data.class_counts, view)),
-            r"the method's state of a client after setup = 'float32\[10\]' .*: nothing, as before it",
+            r"the method's state of a client after setup = 'float32\[10\]' .*: no array, as from init",
         ),
         (
             with_setup(lambda now, view, client, data: (client, view["head"])),
-            r"the upload of the method's setup\['bias'\] = .*: nothing, as in that of local",
+            r"the upload of the method's setup\['bias'\] = .*: no array, as in that of local",
         ),
         (
             with_update(upload=lambda update: {"w": update.upload, "loss": update.info.loss}),
@@ -882,8 +882,8 @@ def rows():
         (with_other(aggregate=lambda made: made[0]), r"aggregate returns = 'dict' .*: a pair \(server, clients\)"),
         (with_other(aggregate=lambda made: (*made, 1)), r"aggregate returns = 'tuple of 3' .*: a pair"),
         (with_setup(lambda now, view, client, data: view), r"setup returns = 'dict' .*: a pair \(client, upload\)"),
-        (other_server, r"the method's server\['head'\]\S* after a round = .* is not usable: .*, as before it"),
-        (other_clients, r"the method's clients after a round = 'float32\[\d\]' is not usable: nothing, as before it"),
+        (other_server, r"the method's server\['head'\]\S* after a round = .* is not usable: .*, as from init"),
+        (other_clients, r"the method's clients after a round = 'float32\[\d\]' is not usable: no array, as from init"),
     ],
 )
 def test_a_method_that_returns_something_else_is_told_what_it_should(method, message):

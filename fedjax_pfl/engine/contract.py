@@ -57,7 +57,7 @@ def upload_of_setup(returned: Any, client: PyTree, upload: PyTree) -> PyTree:
       ConfigError: it is not a pair, or a part of it has another form than ``client`` or ``upload``.
     """
     ready, sent = pair_of("setup", returned, "client", "upload")
-    check_form("the method's state of a client", ready, client, "as before it", when=" after setup")
+    check_form("the method's state of a client", ready, client, "as from init", when=" after setup")
     check_form("the upload of the method's setup", sent, upload, "as in that of local: one aggregate has both")
     return sent
 
@@ -137,7 +137,7 @@ def check_form(what: str, found: PyTree, wanted: PyTree, why: str, *, when: str 
 
     given, known = arrays(found), arrays(wanted)
     for name in given | known:
-        if (form := given.get(name, "(missing)")) != (allowed := known.get(name, "nothing")):
+        if (form := given.get(name, "(missing)")) != (allowed := known.get(name, "no array")):
             raise ConfigError(f"{what}{name}{when}", form, f"{allowed}, {why}")
     containers: Any = jax.tree.structure(found)
     if containers != jax.tree.structure(wanted):
@@ -152,7 +152,7 @@ def check_unchanged(what: str, after: PyTree, before: PyTree) -> None:
     Raises:
       ConfigError: see `check_form`.
     """
-    check_form(f"the method's {what}", after, before, "as before it", when=" after a round")
+    check_form(f"the method's {what}", after, before, "as from init", when=" after a round")
 
 
 def _check_numbers(what: str, named: Any) -> None:
