@@ -78,10 +78,10 @@ def simulate(
         removed after compilation, before any callback is called.
       resume: the run directory of an interrupted run, which is continued from its newest checkpoint. On the same
         machine, with the same packages and placement, the result is the same, bit for bit, as without the interruption.
-        The config must be the same, except that clients may be placed differently, ``training.rounds`` may be larger,
-        and these fields of ``run``, which decide what is written, may change: ``checkpoint_every``, ``tensorboard``,
-        ``compilation_cache``, ``export``, ``export_clients``, ``client_history`` and ``keep`` (but it cannot become
-        ``"best"``). Output goes to this directory.
+        The config must be the same, except that clients may be placed differently, ``training.rounds`` may be any
+        number that is no smaller than the rounds done, and these fields of ``run``, which decide what is written, may
+        change: ``checkpoint_every``, ``tensorboard``, ``compilation_cache``, ``export``, ``export_clients``,
+        ``client_history`` and ``keep`` (but it cannot become ``"best"``). Output goes to this directory.
       progress: called before and after compilation, and after each block of rounds, with the rounds done so far;
         ``"auto"`` shows a bar on a terminal and a line in a notebook; None shows nothing.
       interrupt: what the first SIGINT does. ``"return"`` evaluates the next round at the latest, ends the run there and
