@@ -1,4 +1,4 @@
-"""Reads what a command is given: config, overrides, options, and the folder that it writes to.
+"""What commands are given: config, overrides, options, and the folder that they write to.
 
 Heavy modules are imported inside the functions, so that ``--help`` answers at once.
 """
@@ -9,12 +9,19 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from fedjax_pfl.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedjax_pfl.experiment.config import Config
+
+ConfigFile = Annotated[Path, typer.Argument(help="A TOML config.", metavar="CONFIG.toml", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Fields to change, e.g. training.lr=0.01", metavar="SECTION.KEY=VALUE")
+]
 
 
 def read_config(path: Path, overrides: list[str] | None, out: str | None) -> "Config":
