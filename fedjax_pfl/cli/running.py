@@ -58,18 +58,11 @@ def run(
     With --resume, CONFIG.toml is by default the one in the run directory.
     """
     if resume is not None:
-        from fedjax_pfl.experiment.saved import config_in
-
         resume = Path(os.path.expanduser(resume))  # which a shell leaves as it is in --resume=~/a
         if out is not None:
             raise ConfigError("--out", out, f"leave it out: the run in {resume} goes on there")
-        if config is not None and "=" in str(config) and not os.path.exists(config):  # no config, but an override
-            config, overrides = None, [str(config), *(overrides or [])]
-        if config is None and not (resume / "config.toml").exists():
-            raise ConfigError("--resume", str(resume), "a run directory: it holds config.toml and checkpoints")
-        if config is None:
-            config_in(resume)  # where a part of it is not registered here, this error says what to do
-        config, out = config or resume / "config.toml", str(resume)
+        config, overrides = _to_resume(resume, config, overrides)
+        out = str(resume)
     if config is None:
         raise ConfigError("CONFIG.toml", "(missing)", "a config file, or --resume with a run directory")
     if out is not None:
@@ -83,23 +76,11 @@ def run(
     if distributed:
         start(loaded.run)
         quiet = quiet or not is_first()
-    with folder_for(loaded.run.out, f"{config.stem}-{loaded.method['name']}", "run.out") as folder:
-        config_file, summary = Path(folder, "config.toml"), Path(folder, "summary.json")
-        earlier = _written(config_file), _written(summary)  # of a run that is replaced
-
-        def how_to_go_on() -> str:
-            if _written(summary) not in (None, earlier[1]):
-                return f"the run is complete: written to {folder}"
-            # Before this run's own config is written, the checkpoints are those of the run that it replaces.
-            begun = not overwrite or _written(config_file) != earlier[0]
-            if begun and any(Path(folder, "checkpoints").glob("*")):
-                return f"goes on with fedjax-pfl run --resume {shlex.quote(folder)}"
-            return "there is no checkpoint to go on from"
-
-        with _interruptible(how_to_go_on):
-            loaded = loaded.replace({"run.out": folder})
-            progress: Any = None if quiet else "auto" if sys.stdout.isatty() else lines(loaded)
-            result = simulate(loaded, overwrite=overwrite, resume=resume, progress=progress)
+    name = f"{config.stem}-{loaded.method['name']}"
+    with folder_for(loaded.run.out, name, "run.out") as folder, _interruptible(_after(folder, overwrite)):
+        loaded = loaded.replace({"run.out": folder})
+        progress: Any = None if quiet else "auto" if sys.stdout.isatty() else lines(loaded)
+        result = simulate(loaded, overwrite=overwrite, resume=resume, progress=progress)
     if not quiet:
         print_summary(result.summary)
         print(f"written to {folder}")
@@ -237,6 +218,41 @@ def tune(
             progress=None if quiet else _say,
         )
     print(f"{metric} on validation samples: {in_short(study)}")
+
+
+def _to_resume(folder: Path, config: Path | None, overrides: list[str] | None) -> tuple[Path, list[str] | None]:
+    """The config and the overrides with which a run goes on; the config is by default that in its directory.
+
+    Raises:
+      ConfigError: the directory has none, or this process does not know a part that it names.
+    """
+    from fedjax_pfl.experiment.saved import config_in
+
+    if config is not None and "=" in str(config) and not os.path.exists(config):  # no config, but an override
+        config, overrides = None, [str(config), *(overrides or [])]
+    if config is not None:
+        return config, overrides
+    if not (folder / "config.toml").exists():
+        raise ConfigError("--resume", str(folder), "a run directory: it holds config.toml and checkpoints")
+    config_in(folder)  # where a part of it is not registered here, this error says what to do
+    return folder / "config.toml", overrides
+
+
+def _after(folder: str, overwrite: bool) -> Callable[[], str]:
+    """How to go on after an interruption of a run that is about to begin in this folder."""
+    config, summary = Path(folder, "config.toml"), Path(folder, "summary.json")
+    earlier = _written(config), _written(summary)  # of a run that is replaced
+
+    def how_to_go_on() -> str:
+        if _written(summary) not in (None, earlier[1]):
+            return f"the run is complete: written to {folder}"
+        # Before this run's own config is written, the checkpoints are those of the run that it replaces.
+        begun = not overwrite or _written(config) != earlier[0]
+        if begun and any(Path(folder, "checkpoints").glob("*")):
+            return f"goes on with fedjax-pfl run --resume {shlex.quote(folder)}"
+        return "there is no checkpoint to go on from"
+
+    return how_to_go_on
 
 
 def _written(file: Path) -> int | None:
