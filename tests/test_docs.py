@@ -71,6 +71,21 @@ def test_what_belongs_to_a_list_item_is_in_it_on_the_site_too():
     assert found == []
 
 
+def test_every_row_of_a_table_is_one_line_with_the_cells_of_its_head():
+    seen, broken = 0, []
+    for page in PAGES:
+        columns = 0  # of the table in which the line stands
+        for line in re.sub(r"\\\||<!--.*?-->", "", without_code(page)).splitlines():
+            columns = columns or (line.count("|") if line.lstrip().startswith("|") else 0)
+            if columns and line.strip():
+                seen += 1
+                broken += [f"{page.relative_to(HOME)}: {line}"] if line.count("|") != columns else []
+            else:
+                columns = 0
+    assert seen > 1000
+    assert broken == []
+
+
 def test_a_page_of_the_navigation_is_there_and_every_page_is_in_it():
     nav = text_of(HOME / "mkdocs.yml").partition("\nnav:\n")[2]
     listed = re.findall(r"(\S+\.md)$", nav, re.M)
