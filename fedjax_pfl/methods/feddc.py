@@ -71,7 +71,7 @@ def feddc(
       model: extractor and head.
       train: the local trainer; the paper has no momentum.
       combine: the server's rule for averaging the changes of the participants.
-      alpha: strength of the penalty on the drift; 0.01 on CIFAR and 0.1 on MNIST, the paper's grid is 0.005, 0.01, 0.1.
+      alpha: strength of the penalty on the drift; official: 0.01 on CIFAR, 0.1 on MNIST; try 0.005, 0.01 and 0.1.
       mean_size: the mean of n_i over the clients, to weight as the official code does if sizes differ: with u_i = n_i /
         mean_size, alpha / u_i and c / u_i are used locally, and u_i times the change of c_i in c. None for u_i = 1.
 

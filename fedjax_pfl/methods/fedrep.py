@@ -34,7 +34,7 @@ def fedrep(
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging extractors.
-      head_epochs: E_h; the paper's grid is 1, 5, 10.
+      head_epochs: E_h; official: 10; try 1, 5 and 10.
       final_head_epochs: head epochs under the aggregated extractor before each PRE evaluation. The paper's protocol is
         max(10, E_h) after the last round (with ``run.eval_every = training.rounds``).
 

@@ -43,7 +43,7 @@ def grace(
       model: extractor and head.
       train: the local trainer; b is its rate.
       combine: the server's rule for averaging models.
-      lam: weight of the alignment; public code: 0.1, from 0.01, 0.1, 1.
+      lam: weight of the alignment; public code: 0.1; try 0.01, 0.1 and 1.
       inner_lr: a, the rate of the inner step, which decays as the local rate; equal to the local rate unless given.
       server_lr: eta_s, the server's step along the weighted mean of the updates.
 

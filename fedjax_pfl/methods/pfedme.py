@@ -45,7 +45,7 @@ def pfedme(
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging models.
-      lam: lambda, strength of the tie between theta_i and w_i; official: 15, from 1, 15, 30.
+      lam: lambda, strength of the tie between theta_i and w_i; official: 15, 20 or 30, by data and model.
       inner_steps: K, steps of theta_i on each mini-batch.
       personal_lr: eta_p, the rate of theta_i, which decays as the local one; official: 0.09, and 0.1 for a linear
         model.

@@ -78,7 +78,7 @@ def fedpac(
       model: extractor and head.
       train: the local trainer.
       combine: the server's rule for averaging extractors; heads are combined by the weights above.
-      lam: strength of the pull, mean over features; off in round 0. The paper's grid is 0.1, 1, 10. With 0, P is
+      lam: strength of the pull, mean over features; off in round 0. Official: 1; try 0.1, 1 and 10. With 0, P is
         not exchanged.
       head_lr: eta_h of the head phase, which decays as the local rate, where the official code has a constant; None
         for the local learning rate.
