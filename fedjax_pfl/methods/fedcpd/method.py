@@ -71,7 +71,7 @@ def fedcpd(
       combine: how the server averages theta, and phi where it is shared.
       alpha: weight of the alignment, the distance to the prototype of the own class.
       beta: weight of the contrast, the own class's prototype against all others.
-      gamma: weight of the distillation from the client's last extractor; without effect up to 1, diverged at 100.
+      gamma: weight of the distillation from the client's last extractor; in 8 rounds no effect up to 1, 100 diverges.
       tau: temperature of the contrast.
       head_epochs: epochs of the head phase, before the extractor's; the paper's text alternates in each iteration.
       base: the method that the terms are added to; ``"fedavg"`` shares the head and trains the model as one (Fig. 2).
@@ -82,7 +82,8 @@ def fedcpd(
 
     Reference:
       K. Jin et al. FedCPD: Personalized Federated Learning with Prototype-Enhanced Representation and Memory
-      Distillation. IJCAI 2025. Its alpha, beta and tau are not stated: ours by validation (benchmarks/accuracy.md).
+      Distillation. IJCAI 2025. It states no alpha, beta, gamma or tau: ours are chosen by validation
+      (benchmarks/accuracy.md), except gamma, which is a guess.
     """
     weights: dict[str, Scalar] = {"alpha": alpha, "beta": beta, "gamma": gamma}
     on = {name: weight for name, weight in weights.items() if not is_off(weight)}
