@@ -83,7 +83,7 @@ def fedcpd(
     Reference:
       K. Jin et al. FedCPD: Personalized Federated Learning with Prototype-Enhanced Representation and Memory
       Distillation. IJCAI 2025. It states no alpha, beta, gamma or tau: ours are chosen by validation
-      (benchmarks/accuracy.md), except gamma, which is a guess.
+      (benchmarks/accuracy.md), which does not tell gamma = 0.1 from 0.
     """
     weights: dict[str, Scalar] = {"alpha": alpha, "beta": beta, "gamma": gamma}
     on = {name: weight for name, weight in weights.items() if not is_off(weight)}
