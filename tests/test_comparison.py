@@ -422,6 +422,25 @@ def test_runs_on_other_samples_are_not_mixed_into_a_table(tmp_path):
         simulate(longer, (x + 1, y), resume=tmp_path / "local-seed0")
 
 
+def test_runs_on_other_rows_of_the_same_file_are_not_mixed_into_a_table(tmp_path):
+    file, out = tmp_path / "rows.npz", tmp_path / "out"
+
+    def write(first):
+        np.savez(file, **{str(client): np.arange(first, first + 20) + 20 * client for client in range(5)})
+
+    def methods(*names):
+        changes = {"data.partition": {"kind": "indices", "file": str(file)}, "data.samples_per_client": None}
+        return compare(config(training={"rounds": 1}).replace(changes), names, out=out)
+
+    write(0)
+    assert not methods("local").failed
+    write(100)
+    with pytest.raises(ConfigError, match=r"data.partition.file = .*rows.npz' .* of the run in .*local-seed0"):
+        methods("local", "fedavg")
+    write(0)
+    assert not methods("local", "fedavg").failed
+
+
 def test_the_same_samples_of_other_users_or_with_another_test_part_are_other_data():
     x, y = np.zeros((30, 4), np.float32), np.arange(30) % 3
     users, others = np.arange(30) % 5, np.arange(30) % 6

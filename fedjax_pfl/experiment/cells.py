@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_pfl.data.dataset import fingerprint
+from fedjax_pfl.data.dataset import Dataset, fingerprint
 from fedjax_pfl.data.dealing import counted
 from fedjax_pfl.errors import ConfigError
-from fedjax_pfl.experiment.build import dataset_of
+from fedjax_pfl.experiment.build import dataset_of, deal
 from fedjax_pfl.experiment.config import Config, check_config
 from fedjax_pfl.experiment.executors import Executor, check_executor, name_and_options, run_programs
 from fedjax_pfl.experiment.layout import lay_out
@@ -17,7 +17,7 @@ from fedjax_pfl.experiment.process import prepare
 from fedjax_pfl.experiment.programs import alike
 from fedjax_pfl.experiment.record import RunDirectory
 from fedjax_pfl.experiment.resume import RunPlace
-from fedjax_pfl.experiment.saved import check_same_data, complete_run
+from fedjax_pfl.experiment.saved import check_same_data, check_same_rows, complete_run
 from fedjax_pfl.experiment.summary import POINTS
 from fedjax_pfl.experiment.tables import Cell
 from fedjax_pfl.experiment.worker import Outcome
@@ -70,12 +70,17 @@ def run_cells(
 
 
 def _check_done_have_this_data(configs: Sequence[Config], data: Any) -> None:
-    """Checks that the complete runs had the same samples as the other runs would have."""
-    known: dict[str, str] = {}
+    """Checks that the complete runs had the same samples, and rows of a file, as the other runs would have."""
+    known: dict[str, tuple[Dataset, str]] = {}
     for config in configs:
         if (source := config.data.source) not in known:
-            known[source] = fingerprint(dataset_of(config, data))
-        check_same_data(Path(str(config.run.out)), known[source], "out")
+            dataset = dataset_of(config, data)
+            known[source] = dataset, fingerprint(dataset)
+        dataset, samples = known[source]
+        folder = Path(str(config.run.out))
+        check_same_data(folder, samples, "out")
+        if config.data.partition["kind"] == "indices":
+            check_same_rows(folder, deal(config, dataset)[1]["hash"], config.data.partition["file"])
 
 
 def _check_not_all_are_refused(configs: Sequence[Config], data: Any) -> None:

@@ -96,6 +96,17 @@ def check_same_data(path: Path, data: str, field: str) -> None:
         raise ConfigError(field, str(path), "a directory for other samples: the run in this one had others than these")
 
 
+def check_same_rows(path: Path, hash: str, file: str) -> None:
+    """Checks that a run directory's run had the rows that the file of its partition now lists, by their hash.
+
+    Raises:
+      ConfigError: it had others, or ``partition.json`` is damaged.
+    """
+    if _partition_in(path).get("hash", hash) != hash:
+        allowed = f"the rows of the run in {path}: the file has changed since. Give the old one, or another folder"
+        raise ConfigError("data.partition.file", file, allowed)
+
+
 def read_run(folder: Path) -> tuple[Config, dict[str, Any]]:
     """Config of a complete run, and what else its directory holds but for the state, by the fields of a `Result`.
 
