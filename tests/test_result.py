@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pickle
 import shutil
 from typing import NamedTuple
@@ -284,6 +285,17 @@ def test_every_kind_of_array_survives(tmp_path):
     for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
         assert (leaf.dtype, leaf.shape) == (expected.dtype, expected.shape)
         np.testing.assert_array_equal(leaf, expected)
+
+
+def test_who_may_read_the_other_files_may_read_the_state(tmp_path):
+    path, other = tmp_path / "state.safetensors", tmp_path / "summary.json"
+    before = os.umask(0o027)
+    try:
+        write_state(path, Kept(1, DataShape("x", (2, 3), 4, None), State({"bias": np.arange(3)}, ())))
+        other.touch()
+    finally:
+        os.umask(before)
+    assert oct(path.stat().st_mode) == oct(other.stat().st_mode)
 
 
 def test_a_state_that_cannot_be_written_to_its_end_leaves_the_one_before(tmp_path, monkeypatch):

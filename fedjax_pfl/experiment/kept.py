@@ -92,7 +92,10 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], about: dict[str, str] | 
     # The format writes the memory of an array as it is, so it must be in C order.
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     with replacing(path) as partial:
+        partial.touch()
+        usual = partial.stat().st_mode
         save_file(ordered, partial, about)
+        partial.chmod(usual)  # safetensors gives its files to their owner alone
 
 
 def _names(tree: PyTree) -> list[str]:
