@@ -1,21 +1,25 @@
 """Event files for TensorBoard hold what ``metrics.jsonl`` holds; no file is ever half of one."""
 
+import errno
 import importlib.util
 import json
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from fedjax_pfl import Config, ConfigError, EarlyStopping, compare, simulate, sweep
 from fedjax_pfl.data.rows import Holdings, Split
 from fedjax_pfl.experiment.build import DataShape
 from fedjax_pfl.experiment.callbacks import Running
+from fedjax_pfl.experiment.checkpoint import Checkpoints, Saved
 from fedjax_pfl.experiment.folders import write_atomically
-from fedjax_pfl.experiment.kept import Kept
+from fedjax_pfl.experiment.kept import Kept, write_state
 from fedjax_pfl.experiment.loggers import TensorBoard
 from fedjax_pfl.experiment.record import _FILES, RunDirectory
 from fedjax_pfl.experiment.saved import _not_kept
@@ -247,15 +251,33 @@ def test_a_run_that_goes_on_leaves_nothing_of_what_its_end_had_written(tmp_path)
 
 def test_a_run_is_not_complete_before_all_of_it_is_written(tmp_path, monkeypatch):
     def full(*_, **__):
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     directory, column = RunDirectory(tmp_path), {"client": np.arange(2)}
     for where, exported in (("numpy.savez_compressed", column), ("fedjax_pfl.experiment.record.write_state", {})):
         with monkeypatch.context() as patched:
             patched.setattr(where, full)
-            with pytest.raises(OSError, match="no space left"):
+            with pytest.raises(ConfigError, match=r"run.out = .* \(No space left on device\)"):
                 directory.finish(column, column, exported, {"rounds": 1}, Kept(1, DataShape("", (), 2, None), ()))
         assert not directory.complete
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_full_disk_names_the_run_directory(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"run.out = .* \(No space left on device\)"):
+        RunDirectory(tmp_path, resume=True).append({"round": 1}, {})
+
+    def refuse(*_, **__):
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr("fedjax_pfl.experiment.kept.save_file", refuse)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_state(tmp_path / "state.safetensors", Kept(1, DataShape("", (), 2, None), ()))
+    (tmp_path / "checkpoints").write_text("no folder")
+    saved = Saved(1, [], 0.0, 0.0, {}, "", {})
+    with pytest.raises(ConfigError, match=r"run.out = .* checkpoints can be written \(.*checkpoints"):
+        Checkpoints(tmp_path / "checkpoints").save({"state": np.zeros(2)}, saved)
 
 
 @pytest.mark.parametrize(

@@ -71,16 +71,20 @@ def run_cells(
 
 def _check_done_have_this_data(configs: Sequence[Config], data: Any) -> None:
     """Checks that the complete runs had the same samples, and rows of a file, as the other runs would have."""
-    known: dict[str, tuple[Dataset, str]] = {}
+    loaded: dict[str, tuple[Dataset, str]] = {}
+    dealt: dict[str, str] = {}
     for config in configs:
-        if (source := config.data.source) not in known:
+        source, partition, folder = config.data.source, config.data.partition, Path(str(config.run.out))
+        if source not in loaded:
             dataset = dataset_of(config, data)
-            known[source] = dataset, fingerprint(dataset)
-        dataset, samples = known[source]
-        folder = Path(str(config.run.out))
+            loaded[source] = dataset, fingerprint(dataset)
+        dataset, samples = loaded[source]
         check_same_data(folder, samples, "out")
-        if config.data.partition["kind"] == "indices":
-            check_same_rows(folder, deal(config, dataset)[1]["hash"], config.data.partition["file"])
+        if partition["kind"] == "indices":
+            asked = str((config.data, config.partition_seed))
+            if asked not in dealt:
+                dealt[asked] = deal(config, dataset)[1]["hash"]
+            check_same_rows(folder, dealt[asked], partition["file"])
 
 
 def _check_not_all_are_refused(configs: Sequence[Config], data: Any) -> None:

@@ -71,13 +71,22 @@ class Checkpoints:
         self._manager: Any = None
 
     def save(self, run: Run, saved: Saved, best: Best | None = None) -> None:
-        """Writes a checkpoint; the one before the last goes once this one is complete."""
+        """Writes a checkpoint; the one before the last goes once this one is complete.
+
+        Raises:
+          ConfigError: it cannot be written, such as on a full disk.
+        """
         import orbax.checkpoint as ocp
 
         parts = {"run": ocp.args.StandardSave(jax.device_get(run)), "progress": ocp.args.JsonSave(saved._asdict())}
         if best is not None:
             parts["best"] = ocp.args.StandardSave(best)
-        self._open().save(saved.round, args=ocp.args.Composite(**parts), force=True)
+        try:
+            self._open().save(saved.round, args=ocp.args.Composite(**parts), force=True)
+        except Exception as error:  # orbax raises whatever its storage layers do
+            why = first_line(error).partition(" [")[0]  # in brackets: the layers' own settings
+            allowed = f"a directory in which checkpoints can be written ({why})"
+            raise ConfigError("run.out", str(self._path.parent), allowed) from error
 
     def rounds(self) -> list[int]:
         """The rounds after which there is a complete checkpoint, in rising order."""

@@ -97,7 +97,8 @@ def simulate(
       ConfigError: config, data and method do not fit together; the run directory is not empty, holds no run that
         `overwrite` could replace, or is that of a run that goes on elsewhere; there is no matching checkpoint to resume
         from, or the run there is complete after as many rounds or more; or `overwrite` and `resume` are both given.
-        Raised before anything is compiled or written.
+        Raised before anything is compiled or written. Later only if the run directory can no longer be written, such as
+        on a full disk.
       KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after the checkpoint is written.
     """
     began = time.perf_counter()

@@ -1,5 +1,6 @@
 """The state after a run, and its file ``state.safetensors``, which has arrays named by their path in the tree."""
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.errors import ConfigError, first_line
 from fedjax_pfl.experiment.build import DataShape
 from fedjax_pfl.experiment.folders import replacing
 from fedjax_pfl.method import State
@@ -88,13 +89,19 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], about: dict[str, str] | 
       path: the file; its folder is created.
       arrays: name -> array.
       about: metadata.
+
+    Raises:
+      OSError: the file cannot be written.
     """
     # The format writes the memory of an array as it is, so it must be in C order.
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     with replacing(path) as partial:
         partial.touch()
         usual = partial.stat().st_mode
-        save_file(ordered, partial, about)
+        try:
+            save_file(ordered, partial, about)
+        except SafetensorError as error:  # also on a full disk
+            raise OSError(errno.EIO, first_line(error)) from None
         partial.chmod(usual)  # safetensors gives its files to their owner alone
 
 

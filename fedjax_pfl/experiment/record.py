@@ -176,15 +176,19 @@ class RunDirectory:
         Args:
           metrics: the line.
           clients: column -> array [N], the round's rows; none without ``run.client_history``.
+
+        Raises:
+          ConfigError: the directory cannot be written.
         """
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(without_nan(metrics)) + "\n")
-        if clients:
-            path = self.path / _CLIENT_HISTORY
-            heading = [] if path.exists() else [list(clients)]
-            with path.open("a", encoding="utf-8") as file:
-                rows = zip(*(column.tolist() for column in clients.values()), strict=True)
-                csv.writer(file, lineterminator="\n").writerows([*heading, *rows])
+        with writable(self.path):
+            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(without_nan(metrics)) + "\n")
+            if clients:
+                path = self.path / _CLIENT_HISTORY
+                heading = [] if path.exists() else [list(clients)]
+                with path.open("a", encoding="utf-8") as file:
+                    rows = zip(*(column.tolist() for column in clients.values()), strict=True)
+                    csv.writer(file, lineterminator="\n").writerows([*heading, *rows])
 
     def client_history(self, until: int) -> dict[str, np.ndarray]:
         """The rows of ``client_history.csv`` up to a round, column -> array; nothing where none are kept.
@@ -219,17 +223,22 @@ class RunDirectory:
         summary: dict[str, Any],
         kept: Kept | None,
     ) -> None:
-        """Writes tables, exports, the state and, last of all, the summary: a directory with one is complete."""
-        for name, table in (("clients.csv", clients), ("labels.csv", labels)):
-            with (self.path / name).open("w", encoding="utf-8", newline="") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(table)
-                writer.writerows(zip(*(column.tolist() for column in table.values()), strict=True))
-        if exported:
-            np.savez_compressed(self.path / "export.npz", **exported)  # type: ignore[arg-type]  # its allow_pickle
-        if kept is not None:
-            write_state(self.path / STATE, kept)
-        write_atomically(self.path / "summary.json", json.dumps(without_nan(summary), indent=2) + "\n")
+        """Writes tables, exports, the state and, last of all, the summary: a directory with one is complete.
+
+        Raises:
+          ConfigError: the directory cannot be written.
+        """
+        with writable(self.path):
+            for name, table in (("clients.csv", clients), ("labels.csv", labels)):
+                with (self.path / name).open("w", encoding="utf-8", newline="") as file:
+                    writer = csv.writer(file, lineterminator="\n")
+                    writer.writerow(table)
+                    writer.writerows(zip(*(column.tolist() for column in table.values()), strict=True))
+            if exported:
+                np.savez_compressed(self.path / "export.npz", **exported)  # type: ignore[arg-type]  # its allow_pickle
+            if kept is not None:
+                write_state(self.path / STATE, kept)
+            write_atomically(self.path / "summary.json", json.dumps(without_nan(summary), indent=2) + "\n")
         self.leave()
 
 
