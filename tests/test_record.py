@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -274,10 +275,17 @@ def test_a_full_disk_names_the_run_directory(tmp_path, monkeypatch):
     monkeypatch.setattr("fedjax_pfl.experiment.kept.save_file", refuse)
     with pytest.raises(OSError, match="No space left on device"):
         write_state(tmp_path / "state.safetensors", Kept(1, DataShape("", (), 2, None), ()))
-    (tmp_path / "checkpoints").write_text("no folder")
-    saved = Saved(1, [], 0.0, 0.0, {}, "", {})
-    with pytest.raises(ConfigError, match=r"run.out = .* checkpoints can be written \(.*checkpoints"):
-        Checkpoints(tmp_path / "checkpoints").save({"state": np.zeros(2)}, saved)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_error(tmp_path, caplog):
+    state, usual = np.random.default_rng(0).normal(size=100_000), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, usual[1]))  # bytes of a file, as though the disk were full
+    try:
+        with pytest.raises(ConfigError, match=r"run.out = .* checkpoints can be written \(.*checkpoints"):
+            Checkpoints(tmp_path / "checkpoints").save({"state": state}, Saved(1, [], 0.0, 0.0, {}, "", {}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

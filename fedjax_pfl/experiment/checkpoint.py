@@ -82,7 +82,8 @@ class Checkpoints:
         if best is not None:
             parts["best"] = ocp.args.StandardSave(best)
         try:
-            self._open().save(saved.round, args=ocp.args.Composite(**parts), force=True)
+            with self._one_error():
+                self._open().save(saved.round, args=ocp.args.Composite(**parts), force=True)
         except Exception as error:  # orbax raises whatever its storage layers do
             why = first_line(error).partition(" [")[0]  # in brackets: the layers' own settings
             allowed = f"a directory in which checkpoints can be written ({why})"
@@ -165,23 +166,30 @@ class Checkpoints:
     def _restore(self, step: int, **arguments: Any) -> Any:
         import orbax.checkpoint as ocp
 
+        try:
+            with self._one_error():
+                return self._open().restore(step, args=ocp.args.Composite(**arguments))
+        except Exception as error:  # orbax raises whatever its storage layers do
+            raise self._unreadable(step, f"{type(error).__name__}: {first_line(error)[:200]}") from error
+
+    @contextmanager
+    def _one_error(self) -> Iterator[None]:
+        """Of an error, lets orbax only raise it: its threads do not also print theirs of these checkpoints."""
         hook = sys.unraisablehook
         sys.unraisablehook = lambda late: None if str(late.exc_value) == "Event loop is closed" else hook(late)
-        asyncio_log, here = logging.getLogger("asyncio"), str(self._path)
+        logs, here = [logging.getLogger("absl"), logging.getLogger("asyncio")], str(self._path)
 
-        def is_elsewhere(record: logging.LogRecord) -> bool:
-            return here not in record.getMessage()
+        def is_news(record: logging.LogRecord) -> bool:
+            return record.levelno < logging.ERROR or here not in record.getMessage()
 
-        asyncio_log.addFilter(is_elsewhere)
-        try:
-            restored = self._open().restore(step, args=ocp.args.Composite(**arguments))
-        except Exception as error:  # orbax raises whatever its storage layers do
-            # Hook and filter stay: reads that are still under way fail later, some on the event loop that orbax has
-            # closed by then, others when Python collects them.
-            raise self._unreadable(step, f"{type(error).__name__}: {first_line(error)[:200]}") from error
-        asyncio_log.removeFilter(is_elsewhere)
+        for log in logs:
+            log.addFilter(is_news)
+        yield
+        # After an error, hook and filters stay: what is still under way fails later, some on the event loop that orbax
+        # has closed by then, others when Python collects them.
+        for log in logs:
+            log.removeFilter(is_news)
         sys.unraisablehook = hook
-        return restored
 
     def _arrays(self, round: int, part: str, like: PyTree) -> Any:
         """The arrays of a part of a checkpoint."""
