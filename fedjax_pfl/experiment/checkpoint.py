@@ -85,7 +85,8 @@ class Checkpoints:
             with self._one_error():
                 self._open().save(saved.round, args=ocp.args.Composite(**parts), force=True)
         except Exception as error:  # orbax raises whatever its storage layers do
-            why = first_line(error).partition(" [")[0]  # in brackets: the layers' own settings
+            # Of the layers' line, the last of its reasons, without their settings in brackets.
+            why = getattr(error, "strerror", None) or first_line(error).partition(" [")[0].rpartition(": ")[2]
             allowed = f"a directory in which checkpoints can be written ({why})"
             raise ConfigError("run.out", str(self._path.parent), allowed) from error
 
@@ -180,7 +181,8 @@ class Checkpoints:
         logs, here = [logging.getLogger("absl"), logging.getLogger("asyncio")], str(self._path)
 
         def is_news(record: logging.LogRecord) -> bool:
-            return record.levelno < logging.ERROR or here not in record.getMessage()
+            said = record.getMessage()
+            return record.levelno < logging.ERROR or not (here in said or "_SignalingThread" in said)
 
         for log in logs:
             log.addFilter(is_news)
