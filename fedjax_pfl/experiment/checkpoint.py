@@ -175,7 +175,7 @@ class Checkpoints:
 
     @contextmanager
     def _one_error(self) -> Iterator[None]:
-        """Of an error, lets orbax only raise it: its threads do not also print theirs of these checkpoints."""
+        """Drops what orbax's threads print of an error with these checkpoints, which orbax raises as well."""
         hook = sys.unraisablehook
         sys.unraisablehook = lambda late: None if str(late.exc_value) == "Event loop is closed" else hook(late)
         logs, here = [logging.getLogger("absl"), logging.getLogger("asyncio")], str(self._path)
