@@ -19,7 +19,7 @@ from fedjax_pfl.experiment.comparison import Comparison, refusals
 from fedjax_pfl.experiment.course import Course
 from fedjax_pfl.experiment.statistics import holm
 from fedjax_pfl.experiment.sweep import Sweep
-from fedjax_pfl.experiment.tables import Cell
+from fedjax_pfl.experiment.tables import Cell, decimals
 from fedjax_pfl.methods import METHODS as EVERY
 
 METHODS = ("local", "fedprox", "fedcpd")  # the last one asks for feature maps, which an MLP has not: it fails
@@ -257,6 +257,7 @@ def test_the_table_by_hand():
     assert [named["ditto"][name] for name in columns] == [f"{x}.00 ± 0.00" for x in (73, 74, 10, 52)]
     assert (named["local"]["global"], named["fedavg"]["global"]) == ("—", "40.00 ± 0.00")
     assert (named["local"]["MB"], named["local"]["s per round"]) == ("2.0", "0.500")
+    assert [f"{sent:.{decimals(sent)}f}" for sent in (0, 0.0187, 0.4, 12.34)] == ["0.0", "0.019", "0.40", "12.3"]
     test = stats.ttest_1samp(fedavg - 0.5, 0.0)
     low, high = test.confidence_interval(0.95)
     assert named["fedavg"]["difference"] == f"{mean - 50:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]"

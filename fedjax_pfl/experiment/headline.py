@@ -5,7 +5,7 @@ from typing import Any
 
 from fedjax_pfl.data.dealing import counted
 from fedjax_pfl.experiment.summary import POINTS
-from fedjax_pfl.experiment.tables import NONE, Cell, grouped, show
+from fedjax_pfl.experiment.tables import NONE, Cell, decimals, grouped, show
 
 _COLUMNS = {
     "last": "last",
@@ -65,10 +65,10 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
             f"diverged: from round {summary['diverged_round']} on, logits are NaN or infinite, which count as wrong; "
             "try a smaller training.lr"
         )
-    timing, traffic = summary["timing"], summary["traffic"]
+    timing, sent = summary["timing"], summary["traffic"]["megabytes_total"]
     said.append(
         f"{timing['seconds_per_round']:.3f} s per round, {timing['compile_seconds']:.1f} s compilation, "
-        f"{timing['total_seconds']:.1f} s in all; {traffic['megabytes_total']:.1f} MB exchanged"
+        f"{timing['total_seconds']:.1f} s in all; {sent:.{decimals(sent)}f} MB exchanged"
     )
     return said
 

@@ -40,7 +40,7 @@ from fedjax_pfl.experiment.options import SELECTORS
 from fedjax_pfl.experiment.plots.style import quantity
 from fedjax_pfl.experiment.saved import Begun
 from fedjax_pfl.experiment.summary import POINTS, flat, without_nan
-from fedjax_pfl.experiment.tables import NONE, markdown, mean_and_spread, show, without_seed
+from fedjax_pfl.experiment.tables import NONE, decimals, markdown, mean_and_spread, show, without_seed
 
 # The metrics for the horizontal axis, which measure progress and cost, not quality.
 _ACROSS = {"round": "round", "seconds": "seconds", "megabytes": "megabytes"}
@@ -323,7 +323,10 @@ def _costs(runs: _Runs) -> str:
     for combination in runs.of:
         begun = [run for run in (runs.begun[at] for at in combination.runs) if run.history]
         found = [[value for run in begun if (value := measure(run)) is not None] for measure in of.values()]
-        texts = [_mean(values, digits.get(name, 1)) for name, values in zip(of, found, strict=True)]
+        texts = [
+            _mean(values, decimals(min(values, default=1)) if name.startswith("MB") else digits.get(name, 1))
+            for name, values in zip(of, found, strict=True)
+        ]
         rows.append(cells_html(map(escape, [combination.name, *texts])))
     said = "All clients, up and down. Seeds that were rows of one program share its time evenly."
     return table_html(["run", *of], rows) + notes_html([said])

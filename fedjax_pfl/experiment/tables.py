@@ -380,9 +380,15 @@ def _row(gap: _Gap, point: str, heading: str, *, bold: bool) -> dict[str, str]:
                 row["difference"] += f" ({counted(found.seeds, 'seed')})"
             row["over clients"] = NONE if over_clients is None else _interval(*over_clients)
             row["p"] = NONE if math.isnan(p) else f"{p:.3g}"
-    row["MB"] = _fixed(group.mean("megabytes"), 1)
+    traffic = group.mean("megabytes")
+    row["MB"] = _fixed(traffic, decimals(traffic))
     row["s per round"] = _fixed(group.mean("seconds_per_round"), 3)
     return row
+
+
+def decimals(megabytes: float) -> int:
+    """The number of decimals with which traffic is shown: 1, or as many as give two digits of a value below 1."""
+    return 1 - math.floor(math.log10(megabytes)) if 0 < megabytes < 1 else 1
 
 
 def _fixed(value: float, digits: int) -> str:
