@@ -83,6 +83,15 @@ def test_runs_of_one_program_go_one_by_one():
         ),
         pytest.param(
             {
+                "data": {"new_clients": 0.2},
+                "model": {"name": "mlp_proj"},
+                "method": {"name": "pfedcspc"},
+                "run": {"eval_every": 3, "export": ["predictions"]},
+            },
+            id="scored with what no round sends",
+        ),
+        pytest.param(
+            {
                 "participation": {"ratio": 1.0},
                 "method": {"name": "fedrep", "final_head_epochs": 1},
                 "training": {"lr_decay": 0.5},

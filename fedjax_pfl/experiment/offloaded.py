@@ -134,29 +134,34 @@ def traced_offloaded(
     of_group = shared, row, run.state.server, group
     layout = layout_of(engine)
     held = None if layout is None else layout._replace(state=everywhere)
-    found: dict[str, tuple[Any, tuple]] = {
-        "round": (
-            jax.jit(parts.round, out_shardings=None if held is None else (held, split), donate_argnums=(2, 3)),
-            (shared, row, run, group.clients, group.ids, number),
-        ),
-        "pre": (jax.jit(parts.pre, out_shardings=everywhere), of_group),
-        "start": (jax.jit(parts.start, out_shardings=held), (shared, row)),
-        "select": (jax.jit(parts.select, out_shardings=everywhere), (shared, row)),
-        "of_server": (jax.jit(parts.of_server, out_shardings=everywhere), (shared, row, run)),
-    }
-    for name in ("initial", "post", "upload"):
-        if (part := getattr(parts, name)) is not None:
-            found[name] = jax.jit(part, out_shardings=everywhere), of_group
+    scored, calibration = run.state.server, None
     if parts.calibrate is not None:
         groups = -(-engine.trainers // rows)
         ids, uploads = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((groups * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=split),
             (group.ids, jax.eval_shape(parts.upload, *of_group)),
         )
-        found["calibrate"] = (
-            jax.jit(parts.calibrate, out_shardings=everywhere),
-            (shared, row, run.state.server, ids, uploads),
-        )
+        calibrate, arguments = jax.jit(parts.calibrate, out_shardings=everywhere), (shared, row, scored, ids, uploads)
+        calibration = calibrate, arguments
+        scored = laid(jax.eval_shape(calibrate, *arguments), everywhere)  # may have parts that a round's has not
+    found: dict[str, tuple[Any, tuple]] = {
+        "round": (
+            jax.jit(parts.round, out_shardings=None if held is None else (held, split), donate_argnums=(2, 3)),
+            (shared, row, run, group.clients, group.ids, number),
+        ),
+        "pre": (jax.jit(parts.pre, out_shardings=everywhere), (shared, row, scored, group)),
+        "start": (jax.jit(parts.start, out_shardings=held), (shared, row)),
+        "select": (jax.jit(parts.select, out_shardings=everywhere), (shared, row)),
+        "of_server": (
+            jax.jit(parts.of_server, out_shardings=everywhere),
+            (shared, row, run._replace(state=State(scored, None))),
+        ),
+    }
+    for name in ("initial", "post", "upload"):
+        if (part := getattr(parts, name)) is not None:
+            found[name] = jax.jit(part, out_shardings=everywhere), of_group
+    if calibration is not None:
+        found["calibrate"] = calibration
     return found
 
 
