@@ -1,6 +1,7 @@
 """Searches: trials as rows of one program are the runs of `simulate`, and none is judged by what it is tested on."""
 
 import builtins
+import itertools
 import math
 import re
 
@@ -8,13 +9,14 @@ import jax
 import numpy as np
 import optuna
 import pytest
-from optuna.pruners import BasePruner, NopPruner
+from optuna.pruners import BasePruner, MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, BruteForceSampler, GridSampler, RandomSampler
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 from typer.testing import CliRunner
 
 from fedjax_pfl import (
+    Callback,
     Choice,
     Config,
     ConfigError,
@@ -188,18 +190,40 @@ def test_trials_write_nothing_whatever_a_run_of_the_config_would(tmp_path):
     assert not out.exists()
 
 
-def test_an_interrupted_batch_has_failed(tmp_path, monkeypatch):
-    storage = f"sqlite:///{tmp_path / 'study.db'}"
+def test_a_killed_batch_is_run_to_its_end(tmp_path, monkeypatch):
+    """The sampler learns from ten trials on, the pruner from two; a batch has one program per batch size."""
+    space = {"training.lr": SPACE["training.lr"], "training.batch_size": Choice([8, 20])}
+    options = {"space": space, "pruner": MedianPruner(n_startup_trials=2, n_warmup_steps=0)}
+    drive, calls = tuning.drive, itertools.count()
 
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
+    class Killed(Callback):
+        def on_evaluate(self, run, line):
+            if line["round"] == 2:
+                raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        patched.setattr(tuning, "drive", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            search(storage=storage)
-    left = optuna.load_study(study_name="tune", storage=storage)
-    assert [trial.state for trial in left.trials] == [TrialState.FAIL] * TRIALS
+    def killed(*arguments, callbacks, **options):
+        call = next(calls)
+        if call % 3 == 1:  # between two programs
+            raise KeyboardInterrupt
+        if call % 3 == 2:  # between two rounds, after the first of the runs has been reported
+            callbacks = [*callbacks, Killed()]
+        return drive(*arguments, callbacks=callbacks, **options)
+
+    def trials(study):
+        return [(trial.params, trial.intermediate_values, trial.state, trial.value) for trial in study.trials]
+
+    whole = trials(search(3 * TRIALS, **options))
+    assert {state for _, _, state, _ in whole} == {TrialState.COMPLETE, TrialState.PRUNED}
+    monkeypatch.setattr(tuning, "drive", killed)
+    interruptions = 0
+    while True:
+        try:
+            found = search(3 * TRIALS, **options, storage=f"sqlite:///{tmp_path / 'study.db'}")
+            break
+        except KeyboardInterrupt:
+            interruptions += 1
+    assert interruptions >= 6
+    assert trials(found) == whole
 
 
 def test_points_of_a_grid_that_have_failed_are_tried_again(tmp_path, monkeypatch):

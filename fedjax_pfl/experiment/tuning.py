@@ -50,8 +50,8 @@ _NOT_RECORDED: dict[str, Any] = {
     "run.export_clients": None,
     "run.client_history": False,
 }
-# The user attribute of a study that describes its search.
-_SEARCH = "search"
+# The user attributes of a study that describe its search, and that have the numbers of the trials of its last batch.
+_SEARCH, _BATCH_OF = "search", "batch"
 
 
 def tune(
@@ -96,8 +96,10 @@ def tune(
         not have.
       point: ``pre`` or ``post``, the evaluation point at which trials are judged; the method's headline unless given.
       storage: where the study is kept, such as ``sqlite:///study.db``, or an Optuna storage; in memory unless given.
-        A second call continues the study until it has ``n_trials``. A trial that was running when its process was
-        killed has failed and does not count, so only one process may work on a study at a time.
+        A second call continues the study until it has ``n_trials``. Trials that were running when their process was
+        killed or interrupted run again first, under the same numbers, so that the study becomes the same as without the
+        interruption, unless a ``sampler`` or ``pruner`` of yours keeps a state of its own. So only one process may work
+        on a study at a time.
       study_name: name of the study in the storage.
       pruner: decides after each evaluation (``run.eval_every``) which trials to stop; Optuna's ``MedianPruner`` unless
         given; ``NopPruner()`` stops none.
@@ -142,7 +144,7 @@ def tune(
             study.enqueue_trial(params)
     devices = jax.local_device_count()
     left = n_trials - _finished(study)
-    batch = min(batch or math.ceil(_BATCH / devices) * devices, max(left, 1))
+    batch = min(batch or math.ceil(_BATCH / devices) * devices, n_trials)  # the same program, however many are left
     with _stoppable(study) as stopped:
         while left > 0 and not stopped:
             if sampler is None:
@@ -181,20 +183,23 @@ class _Watch(Callback):
     def __init__(self, trials: Sequence["optuna.Trial"], metric: str, point: str | None):
         self._trials, self._metric, self._point = trials, metric, point
         self._of: dict[Running, optuna.Trial] = {}
+        self._reported: dict[Running, int] = {}  # up to which round, by a process that was killed
 
     def on_start(self, run: Running) -> None:
         """Runs come in the order of their trials."""
-        self._of[run] = self._trials[len(self._of)]
+        trial = self._of[run] = self._trials[len(self._of)]
+        self._reported[run] = trial.study.get_trials(deepcopy=False)[trial.number].last_step or 0
 
     def on_evaluate(self, run: Running, line: Line) -> None:
-        """Reports the value."""
+        """Reports the value and asks the pruner; not again where a killed process has done both."""
         trial, scores = self._of[run], line[self._table(run)]
         if not math.isfinite(scores["loss"]):
             trial.set_user_attr("diverged_round", line["round"])
             run.stop("it diverged")
             return
-        trial.report(scores[self._metric], line["round"])
-        if line["round"] < run.config.training.rounds and trial.should_prune():
+        if line["round"] > self._reported[run]:
+            trial.report(scores[self._metric], line["round"])
+        if self._reported[run] <= line["round"] < run.config.training.rounds and trial.should_prune():
             run.stop("it was pruned")
 
     def tell(self, study: "optuna.Study") -> None:
@@ -231,19 +236,32 @@ def _stoppable(study: "optuna.Study") -> Iterator[list[bool]]:
 def _asked(
     study: "optuna.Study", distributions: Mapping[str, "BaseDistribution"], number: int
 ) -> Iterator[list["optuna.Trial"]]:
-    """New trials; trials whose result is not reported to the study count as failed."""
+    """The trials of a batch that a process has left, else new ones. If they end in an error, they have failed."""
     from optuna.trial import TrialState
 
-    trials: list[optuna.Trial] = []
+    trials = _left(study)[:number]
     try:
-        for _ in range(number):
-            trials.append(study.ask(dict(distributions)))
+        if not trials:
+            for _ in range(number):
+                trials.append(study.ask(dict(distributions)))
+            study.set_user_attr(_BATCH_OF, [trial.number for trial in trials])
         yield trials
-    finally:
+    except Exception:
         states = {trial.number: trial.state for trial in study.get_trials(deepcopy=False)}
         for trial in trials:
             if states[trial.number] == TrialState.RUNNING:
                 study.tell(trial, state=TrialState.FAIL)
+        raise
+
+
+def _left(study: "optuna.Study") -> list["optuna.Trial"]:
+    """The trials of the last batch that have not ended, since their process was killed or interrupted."""
+    import optuna
+    from optuna.trial import TrialState
+
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    of_batch = study.user_attrs.get(_BATCH_OF, [])
+    return [optuna.Trial(study, trial._trial_id) for trial in running if trial.number in of_batch]
 
 
 def _groups(config: Config, trials: Sequence["optuna.Trial"]) -> list[list[tuple[Config, "optuna.Trial"]]]:
@@ -331,7 +349,9 @@ def _go_on(
     judged_by: list[str | None],
     samples: str,
 ) -> None:
-    """Checks that a study belongs to this search; a new study records the search. Trials of a dead process fail.
+    """Checks that a study belongs to this search; a new study records the search.
+
+    Running trials that belong to no batch fail: their process was killed while it was drawing one.
 
     Raises:
       ConfigError: the study belongs to another search; all differences are named.
@@ -358,8 +378,10 @@ def _go_on(
         given, wanted = (", ".join(f"{name}={found.get(name)}" for name in differing) for found in (of, known))
         allowed = f"what the study in the storage was begun with: {wanted}; or another study_name"
         raise ConfigError(f"study {study.study_name}", given, allowed)
+    of_batch = {trial.number for trial in _left(study)}
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        study.tell(trial.number, state=TrialState.FAIL)
+        if trial.number not in of_batch:
+            study.tell(trial.number, state=TrialState.FAIL)
 
 
 def _finished(study: "optuna.Study") -> int:
@@ -373,7 +395,7 @@ def _tried(study: "optuna.Study") -> list[dict[str, Any]]:
     """The points of its trials that have ended well, or are still to come; those that failed are to be tried again."""
     from optuna.trial import TrialState
 
-    states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.WAITING)
+    states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.WAITING)
     trials = study.get_trials(deepcopy=False, states=states)
     return [trial.system_attrs.get("fixed_params", trial.params) for trial in trials]
 
