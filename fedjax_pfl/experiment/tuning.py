@@ -246,7 +246,7 @@ def _asked(
                 trials.append(study.ask(dict(distributions)))
             study.set_user_attr(_BATCH_OF, [trial.number for trial in trials])
         yield trials
-    except Exception:
+    except Exception:  # not an interruption, after which they run again
         states = {trial.number: trial.state for trial in study.get_trials(deepcopy=False)}
         for trial in trials:
             if states[trial.number] == TrialState.RUNNING:
@@ -378,7 +378,7 @@ def _go_on(
         given, wanted = (", ".join(f"{name}={found.get(name)}" for name in differing) for found in (of, known))
         allowed = f"what the study in the storage was begun with: {wanted}; or another study_name"
         raise ConfigError(f"study {study.study_name}", given, allowed)
-    of_batch = {trial.number for trial in _left(study)}
+    of_batch = study.user_attrs.get(_BATCH_OF, [])
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if trial.number not in of_batch:
             study.tell(trial.number, state=TrialState.FAIL)
