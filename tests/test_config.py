@@ -65,6 +65,8 @@ def test_overrides_are_toml_values_or_else_strings(tmp_path):
         path,
         [
             "training.lr=0.5",
+            "training.weight_decay=.01",
+            "training.clip_norm=1.",
             "method.mu=1",
             "data.partition.kind=iid",
             "participation.ratio=[0.1, 1]",
@@ -72,6 +74,7 @@ def test_overrides_are_toml_values_or_else_strings(tmp_path):
         ],
     )
     assert config.training.lr == 0.5
+    assert (config.training.weight_decay, config.training.clip_norm) == (0.01, 1.0)
     assert config.method["mu"] == 1.0
     assert config.data.partition == {"kind": "iid"}
     assert config.participation.ratio == (0.1, 1.0)

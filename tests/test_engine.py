@@ -430,6 +430,27 @@ def test_updates_are_compared_whether_the_method_sends_them_or_what_became_of_th
     assert 0.2 < cosine < 0.8
 
 
+class Sent(NamedTuple):
+    params: jax.Array
+    control: jax.Array
+
+
+def test_of_what_is_sent_besides_parameters_nothing_is_compared(federation):
+    """As SCAFFOLD's variates, which are far longer than its parameters' changes."""
+    sizes = np.array(TRAIN_SIZES)
+    cosine = np.mean([(sizes[i] + sizes[j]) % 2 == 0 for i in range(7) for j in range(i)])
+
+    def local(now, view, client, data):
+        return Update((), Sent(jax.nn.one_hot(data.count % 2, 2), jnp.full(2, 1e3)), NOTHING, post=(view, ()))
+
+    still = standing_still(local, sends_change=True)
+    method = still._replace(init=lambda key, clients: (Sent(jnp.full(2, 50.0), jnp.zeros(2)), ()))
+    engine = Engine(method, 7, diagnostics=(UPDATE_COSINE,))
+    run = jax.jit(engine.init)(KEY, federation)
+    run = jax.jit(engine.round)(KEY, at(0), run, jnp.array(False), federation)
+    assert float(run.diagnostics[UPDATE_COSINE]) == pytest.approx(cosine, abs=1e-5)
+
+
 def test_updates_of_the_present_alone_are_compared(federation):
     """What stands in the row of an absent client would be as far from the view as zeros are."""
     sizes = np.array(TRAIN_SIZES)

@@ -189,7 +189,8 @@ class Engine(Evaluator):
         diagnostics = {name: mean(of_clients[name], trained) for name in self.diagnostics if name in of_clients}
         if UPDATE_COSINE in self.diagnostics:
             updates = uploads if method.sends_change else jax.tree.map(jnp.subtract, uploads, view)
-            diagnostics[UPDATE_COSINE] = mean_cosine(updates, present)
+            # Not of what else is sent: SCAFFOLD's variates are as long as gradients, and hide the change of w.
+            diagnostics[UPDATE_COSINE] = mean_cosine(getattr(updates, "params", updates), present)
         diagnostics = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), diagnostics, run.diagnostics)
         sent = traffic_of(selected, view, count, uploads)
         state, traffic = run.state._replace(server=server), jax.tree.map(jnp.add, run.traffic, sent)

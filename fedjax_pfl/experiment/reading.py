@@ -63,11 +63,11 @@ def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The value of a text as TOML; the text itself if it is a date or not TOML."""
+    """The value of a text as TOML, or of a number like .1 and 1., which TOML has not; else the text itself."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text
+        return float(text) if re.fullmatch(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", text.strip(), re.IGNORECASE) else text
     return text if isinstance(value, date | time) else value
 
 

@@ -373,9 +373,9 @@ class Run(Section):
       out: the run directory; nothing is written unless it is given.
       diagnostics: record how strong the loss terms of FedProx, MOON, FedNTD, FedeCouple, FedFCD, PGFedSplit, FedCPD and
         pFedCSPC are compared with the cross-entropy, as ratios of gradient norms (``diagnostics.gradient_ratio_...``),
-        mostly from one mini-batch per client and round; and the mean cosine of two clients' updates
-        (``diagnostics.update_cosine``) for methods that send back what they got, uncompressed. Costs compilation time,
-        and may change the last bits of the numbers.
+        mostly from one mini-batch per client and round; and the mean cosine of two clients' updates of what they share
+        (``diagnostics.update_cosine``; SCAFFOLD's of the parameters alone) for methods that send back what they got,
+        uncompressed. Costs compilation time, and may change the last bits of the numbers.
       export: what to save to ``export.npz`` and ``Result.exported``: ``features``, the input of the last layer, and
         ``predictions``, with the logits; of the models that PRE scores after the last round, for every sample that
         they are scored on.

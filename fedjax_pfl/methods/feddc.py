@@ -89,7 +89,8 @@ def feddc(
         return Shared(server.params, server.control)
 
     def local(now: Round, view: Shared, client: Client, data: ClientData) -> Update:
-        size = 1.0 if mean_size is None else jnp.maximum(data.count, 1).astype(jnp.float32) / mean_size
+        held = data if data.original is None else data.original  # copies are no further samples
+        size = 1.0 if mean_size is None else jnp.maximum(held.count, 1).astype(jnp.float32) / mean_size
         control = jax.tree.map(lambda c: c / size, view.control)
         correction = jax.tree.map(jnp.subtract, control, client.control)
         anchor = jax.tree.map(jnp.subtract, view.params, client.drift)

@@ -11,6 +11,7 @@ from flax.errors import InvalidRngError
 from jaxtyping import Array, Float, Key, PyTree, Shaped
 
 from fedjax_pfl.errors import ConfigError
+from fedjax_pfl.models.apart import check_apart
 from fedjax_pfl.models.passes import model_pass
 
 Params: TypeAlias = PyTree[Float[Array, "..."]]
@@ -170,6 +171,9 @@ def build(
     def apply(params: Any, x: Shaped[Array, "batch ..."], mask: Mask = None) -> Float[Array, "batch classes"]:
         return classify(params["head"], features(params["extractor"], x, mask))
 
+    if not of_package:
+        two = jax.ShapeDtypeStruct((2, *shape), example.dtype)
+        check_apart(type(extractor).__name__, jax.eval_shape(init_params, jax.random.key(0)), apply, two)
     projection = _projection(extractor, example, normalise) if hasattr(extractor, "project") else None
     shapes = tuple(leaf.shape[1:] for leaf in maps)
     return Model(init_params, features, features_and_maps, classify, apply, dim, classes, shapes, layers, projection)
@@ -197,7 +201,8 @@ def _traced(extractor: nn.Module, example: jax.ShapeDtypeStruct) -> tuple[Any, A
     out = jax.eval_shape(lambda x, mask: trace(jax.random.key(0), x, mask), example, mask)
     match out:
         case (z, tuple() | list() as maps) if [leaf.ndim for leaf in (z, *maps)] == [2] + [4] * len(maps):
-            return z, maps, tuple(layers)
+            if all(leaf.shape[0] == example.shape[0] for leaf in (z, *maps)):
+                return z, maps, tuple(layers)
     raise refused(f"returns the shapes {jax.tree.map(lambda leaf: leaf.shape, out)}")
 
 

@@ -154,11 +154,12 @@ def cut(network: Network, x: jax.ShapeDtypeStruct, features: str | None) -> Halv
         return network.run(params, x, mask, key, at_the_cut(lambda value, go: go(z)))
 
     key, elsewhere = jax.random.key(0), "cut it elsewhere (features=), or pass a pair (extractor, head)"
-    z, (left, *_) = reads(before, shapes, x, None, key)
+    z, (left, from_x, *_) = reads(before, shapes, x, None, key)
     if not any(jax.tree.leaves(left)):
         why = f"nothing with parameters comes before {layer}, so that there would be no extractor"
         if any(call.name in shapes and call.name != layer for call in calls[:at]):
-            why = f"{layer} is called within a transformation (nn.jit, nn.remat, nn.scan), where it cannot be cut"
+            within = "is called within a transformation (nn.jit, nn.remat, nn.scan), where it cannot be cut"
+            why = f"{layer} {'reads the samples themselves, past the layers before it' if from_x else within}"
         raise ConfigError("model", network.name, f"{why}; its layers: {_listed(calls)}; {_WAY_ON}")
     check_features(f"{network.name} before {layer}", z)
     _, (right, reads_x, *_) = reads(behind, shapes, x, z, None, key)
@@ -283,6 +284,17 @@ def check_logits(what: str, logits: Any) -> None:
     """
     if getattr(logits, "ndim", None) != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ConfigError("model", what, f"it must return logits [batch, classes], not {shown(logits)}")
+
+
+def check_rows(name: str, what: str, found: Any, x: jax.ShapeDtypeStruct) -> None:
+    """Checks that a batch gives a row for each sample.
+
+    Raises:
+      ConfigError: it gives more or fewer.
+    """
+    if found.shape[0] != x.shape[0]:
+        allowed = f"one row of {what} for each sample, got {found.shape[0]} for a batch of {x.shape[0]}"
+        raise ConfigError("model", name, f"{allowed}; the first axis of x is the batch")
 
 
 def shown(found: Any) -> str:

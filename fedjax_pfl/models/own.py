@@ -19,8 +19,9 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from fedjax_pfl.errors import ConfigError, first_line
+from fedjax_pfl.models.apart import check_apart
 from fedjax_pfl.models.base import Maps, Mask, Model, Params, normalised
-from fedjax_pfl.models.cut import Halves, Network, check_logits, cut, has_statistics, pair, reads
+from fedjax_pfl.models.cut import Halves, Network, check_logits, check_rows, cut, has_statistics, pair, reads
 from fedjax_pfl.models.linen import LinenNetwork
 from fedjax_pfl.models.passes import differs, model_pass
 from fedjax_pfl.models.randomness import step_key
@@ -109,10 +110,10 @@ def own_model(given: Any, *, features: str | None = None) -> Callable[..., Any]:
 
     Args:
       given: one of the following. A Linen module x -> logits [batch, classes]. A pair of modules, x -> z [batch, dim]
-        and z -> logits. A Linen module x, mask -> (z, maps), which gets a linear head (``base.py``). An NNX module,
-        whose weights are the initial ones whatever the seed; or a class or function of ``rngs``, which draws the
-        weights. A function, whose keyword-only arguments are options, that returns one of these; or a class of modules,
-        whose fields of plain types are options; or a ``functools.partial`` of either.
+        and z -> logits. A Linen module x, mask=None -> (z, maps), which gets a linear head (``base.py``). An NNX
+        module, whose weights are the initial ones whatever the seed; or a class or function of ``rngs``, which draws
+        the weights. A function, whose keyword-only arguments are options, that returns one of these; or a class of
+        modules, whose fields of plain types are options; or a ``functools.partial`` of either.
       features: the layer (child module or attribute) after which a classifier is cut; following layers without
         parameters still belong to the extractor. Unless given, the cut is before the last layer with parameters.
 
@@ -217,6 +218,9 @@ def _own(made: Any, features: str | None) -> Own | nn.Module:
             raise ConfigError(
                 "features", features, "nothing for a module x, mask -> (z, maps): it ends in the features"
             )
+        if inspect.signature(type(made).__call__).parameters["mask"].default is inspect.Parameter.empty:
+            allowed = "a default, mask=None, in its __call__(self, x, mask=None): without a mask, a pass is evaluation"
+            raise ConfigError("model", _name(made), allowed)
         return made
     return Own((_network(made),), features)
 
@@ -346,6 +350,7 @@ def _checked(name: str, halves: Halves, x: jax.ShapeDtypeStruct, classes: int) -
         raise ConfigError("model", name, allowed)
     z, (*_, training_draws) = reads(halves.features, theta, x, mask, key)
     _, (*_, features_draw) = reads(halves.features, theta, x, None, key)
+    check_rows(name, "features", z, x)
     logits, (*_, head_draws) = reads(halves.classify, phi, z, None, key)
     if features_draw or head_draws:
         allowed = "it draws random numbers in evaluation, too: switch dropout by a flag of __call__, such as train"
@@ -354,8 +359,15 @@ def _checked(name: str, halves: Halves, x: jax.ShapeDtypeStruct, classes: int) -
         allowed = "dropout behind the cut: the head is not told which pass it is in; cut behind the dropout (features=)"
         raise ConfigError("model", name, allowed)
     check_logits(name, logits)
+    check_rows(name, "logits", logits, x)
     if logits.shape[1] != classes:
         raise ConfigError("model", name, f"its logits are {logits.shape[1]} wide; the data has {classes} classes")
+
+    def evaluate(params: Params, x: Shaped[Array, "batch ..."]) -> Float[Array, "batch classes"]:
+        logits: Array = halves.classify(params["head"], halves.features(params["extractor"], x, None, key))
+        return logits
+
+    check_apart(name, params, evaluate, x)
     return z.shape[1], training_draws
 
 

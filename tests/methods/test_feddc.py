@@ -132,6 +132,17 @@ def test_clients_that_are_weighed_by_size_are_numpys(i, local_by_size, trainer, 
     jax.tree.map(near, tuple(update.upload), (d, jax.tree.map(lambda new, old: u * (new - old), learned, before[3])))
 
 
+def test_copies_are_no_further_samples(local_by_size, trainer, federation, arrays):
+    w, c, h, own = (arrays(seed) for seed in range(4))
+    data = client_data(federation.x, federation.y, client(federation.train, 2))
+    rows = held(federation.train, 2)
+    copied = data._replace(original=data._replace(count=jnp.int32(len(rows) // 3)))
+    update = local_by_size(now(client_key(KEY, 1, 2), 1), Shared(w, c), Client(h, own), copied)
+    u, mlp = len(rows) // 3 / MEAN_SIZE, MLP(federation.x, federation.y)
+    d, _ = feddc_client(mlp, client_key(KEY, 1, 2), 1, *to_numpy((w, c, h, own)), rows, trainer, u)
+    jax.tree.map(near, update.upload.change, d)
+
+
 def test_a_client_without_samples_changes_nothing(local_by_size, federation, arrays):
     w, c, h, own = (arrays(seed) for seed in range(4))
     nobody = jnp.zeros_like(federation.train.index[0]), jnp.array(0, jnp.int32), jnp.zeros(3)

@@ -1328,6 +1328,20 @@ def wide(self, x):
     return nn.Dense(CLASSES)(z) + jnp.mean(x)
 
 
+def past(self, x):
+    deep = nn.Dense(CLASSES)(nn.relu(nn.Dense(4)(flat(x))))
+    return deep + nn.Dense(CLASSES)(flat(x))
+
+
+def across(self, x):
+    """Reads a batch of samples [h, w] as one image with w channels."""
+    return nn.Dense(CLASSES)(flat(nn.Conv(2, (3, 3))(x[..., 0])))
+
+
+def centred(self, x):
+    return nn.Dense(CLASSES)(nn.Dense(4)(flat(x) - flat(x).mean(axis=0)))
+
+
 def shared(self, x):
     layer = nn.Dense(CLASSES)
     z = layer(flat(x))
@@ -1373,6 +1387,14 @@ class NNXAcross(nnx.Module):
 
     def __call__(self, x):
         return self.out(flat(self.norm(x)))
+
+
+class NNXWindowed(nnx.Module):
+    def __init__(self, rngs):
+        self.conv, self.out = nnx.Conv(4, 4, (3, 3), rngs=rngs), nnx.Linear(16, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(flat(self.conv(x[..., 0])))
 
 
 class Required(nn.Module):
@@ -1450,6 +1472,45 @@ MISTAKES = {
         None,
         "model = 'Net' is not usable: Dense_0 is read on both sides of a cut before Dense_1: cut it elsewhere "
         "(features=), or pass a pair (extractor, head)",
+    ),
+    "skip_from_the_samples": (
+        net(past),
+        None,
+        "model = 'Net' is not usable: Dense_2 reads the samples themselves, past the layers before it; its layers: "
+        "Dense_1, Dense_0, Dense_2; pass a pair (extractor, head)",
+    ),
+    "batch_as_an_image": (
+        net(across),
+        None,
+        "model = 'Net' is not usable: a model whose output for a sample does not change with the other samples of a "
+        "batch (the first axis of x)",
+    ),
+    "nnx_batch_as_an_image": (
+        NNXWindowed,
+        None,
+        "model = 'NNXWindowed' is not usable: a model whose output for a sample does not change with the other samples",
+    ),
+    "mean_over_the_batch": (
+        net(centred),
+        None,
+        "model = 'Net' is not usable: a model whose output for a sample does not change with the other samples of a "
+        "batch (the first axis of x)",
+    ),
+    "samples_cut_in_pieces": (
+        net(lambda self, x: nn.Dense(CLASSES)(nn.Dense(4)(x.reshape(-1, 8)))),
+        None,
+        "model = 'Net' is not usable: one row of features for each sample, got 4 for a batch of 2; the first axis",
+    ),
+    "logits_of_pieces": (
+        net(lambda self, x: nn.Dense(CLASSES)(nn.Dense(4)(flat(x))).repeat(2, axis=0)),
+        None,
+        "model = 'Net' is not usable: one row of logits for each sample, got 4 for a batch of 2; the first axis",
+    ),
+    "mask_without_a_default": (
+        net(lambda self, x, mask: (nn.Dense(4)(flat(x)), ())),
+        None,
+        "model = 'Net' is not usable: a default, mask=None, in its __call__(self, x, mask=None): without a mask, a "
+        "pass is evaluation",
     ),
     "shared_layer": (
         net(shared),
@@ -1666,6 +1727,10 @@ MASKED = {
         lambda self, x, mask=None: (nn.BatchNorm(use_running_average=mask is None)(nn.Dense(4)(flat(x))), ()),
         "it keeps batch_stats: models/norm.py has a BatchNorm for it, which takes the mask",
     ),
+    "features_of_pieces": (
+        lambda self, x, mask=None: (nn.Dense(4)(x.reshape(-1, 8)), ()),
+        "it returns the shapes ((2, 4), ())",
+    ),
     "dropout": (
         lambda self, x, mask=None: (nn.Dropout(0.5, deterministic=mask is None)(nn.Dense(4)(flat(x))), ()),
         "it draws random numbers, which only classifiers and pairs can do",
@@ -1680,6 +1745,14 @@ def test_a_module_with_a_mask_that_cannot_be_used_is_one_line(mistake):
         build(net(call)(), SHAPE, CLASSES, init="torch")
     form = "with an argument mask, it is x, mask -> (z [batch, dim], a tuple of maps [batch, h, w, c])"
     assert str(found.value) == f"model = 'Net' is not usable: {form}, and {why}"
+
+
+def test_so_is_one_that_mixes_samples():
+    def across(self, x, mask=None):
+        return flat(nn.Conv(2, (3, 3))(x)), ()
+
+    with pytest.raises(ConfigError, match=r"^model = 'Net' is not usable: a model whose .*x\[..., None\], may be what"):
+        build(net(across)(), (8, 8), CLASSES, init="torch")
 
 
 @pytest.mark.usefixtures("tables_as_before")

@@ -72,7 +72,8 @@ def fedpac(
     Shared: theta, P. Personal: phi_i, combined for each participant from all participants' heads by the weights that
     minimise a bound on its expected loss. Headline: PRE, the aggregated extractor under the combined head (the official
     code prints PRE and POST over participants). Prototypes are averaged by class counts. The weights need no repair of
-    Q, which is positive semidefinite by construction.
+    Q, which is positive semidefinite by construction. With ``training.copies = "concat"`` copies count as samples: the
+    variances are half as large, and a client's own head weighs more.
 
     Args:
       model: extractor and head.
