@@ -462,7 +462,7 @@ CASES = {
     ),
     "clients that do not fit into memory": (
         "run config.toml data.clients=200 model.hidden=100000000",
-        "data.clients = 200 is not usable: the run needs about ... GB; a device has ... GB",
+        "data.clients = 200 is not usable: the run needs about ... GB; the machine has ... GB",
     ),
     # What does not fit together
     "convolutions on images of 4x4": (
@@ -720,7 +720,12 @@ CASES = {
     "resume from a damaged checkpoint": (
         "run --resume damaged",
         "resume = 'HERE/damaged/checkpoints/2' is not usable: a readable checkpoint (...); "
-        "without this folder, the run resumes from the one before",
+        "there is no earlier one to resume from",
+    ),
+    "a run directory that checkpoints cannot be read from": (
+        "run config.toml --out runs[1]/a",
+        "run.out = 'HERE/runs[1]/a' is not usable: a path without [...] and backslashes, in which checkpoints cannot "
+        "be kept; a link to it may be",
     ),
     # Sweeps
     "sweep file missing": (

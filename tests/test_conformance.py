@@ -339,10 +339,10 @@ def test_rounds_without_evaluation_score_nobody_where_everybody_takes_part(name,
 @every_method
 def test_the_personal_model_has_features_of_every_sample_it_is_scored_on(name, model_for, program, start, federation):
     model = model_for(name)
-    engine = replace(program(name).engine, features=model.features)
+    engine, chosen = replace(program(name).engine, features=model.features), jnp.array([1, 4])
     found = jax.eval_shape(
         lambda run: engine.outputs(
-            KEY, at(0), run.state.server, (1, 4), take_rows(run.state.clients, jnp.array([1, 4])), federation
+            KEY, at(0), run.state.server, chosen, take_rows(run.state.clients, chosen), federation
         ),
         start(name),
     )

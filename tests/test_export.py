@@ -19,6 +19,7 @@ def config(method, **run):
         model={"name": "mlp", "hidden": HIDDEN},
         method={"name": method},
         training={"rounds": 2, "lr": 0.05},
+        participation={"ratio": 0.2},
         run={"export": ["features", "predictions"], **run},
     )
 
@@ -31,6 +32,8 @@ def out(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(out):
     """Two seeds, side by side in one program, of two of the clients each, whose models are fine-tuned.
+
+    A round is for one client, so that these two are exported one after the other.
 
     An export of all clients, and of a run on its own, is in tests/test_result.py and tests/test_registry.py.
     """

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedjax_pfl import Config
+from fedjax_pfl import Config, ConfigError
 from fedjax_pfl.data.federated import Federation, pack
+from fedjax_pfl.data.sources import load
 from fedjax_pfl.engine.hardware import Hardware, _left_in_groups, available, resident_set
 from fedjax_pfl.engine.memory import Memory, survey
 from fedjax_pfl.engine.participation import Participation
 from fedjax_pfl.engine.peak import operations, peak_bytes
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.round import Engine
+from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.placing import place, place_runs
 from fedjax_pfl.method import Calibration
 from fedjax_pfl.methods import METHODS
@@ -128,7 +130,7 @@ def test_clients_of_several_runs_are_placed_as_those_of_one(backend, run, chunk)
     hardware = Hardware(backend, tuple(jax.devices()[:1]), 10_000)
     runs_on, clients_on = place_runs(config, 2, memory, hardware)
     assert runs_on == Placement(chunk=2 if backend == "gpu" else 1)
-    assert clients_on == place(config, memory, hardware) == Placement(chunk=chunk)
+    assert clients_on == place(config, 1, memory, hardware) == Placement(chunk=chunk)
     # With less memory, of which each run has half: one run's four clients are more than another's three.
     tight = hardware._replace(bytes=round((500 + 2 * (500 + 20 + 3 * 10)) / 0.85) + 1)
     assert place_runs(config, 2, memory, tight)[1].chunk == min(chunk, 3)
@@ -148,6 +150,33 @@ def test_a_cpu_adds_to_what_the_process_holds_all_but_the_samples(devices, chunk
     assert memory.total(devices, chunk) == 52_000 + added
     calibrated = memory._replace(calibrated=400)
     assert calibrated.total(devices, chunk) == 52_000 + added + max(0, 400 - devices * chunk * 7)
+
+
+@pytest.mark.parametrize(("devices", "free"), [(1, 640), (8, 80), (64, 10)])
+def test_devices_of_a_cpu_share_its_memory_and_the_samples(devices, free):
+    """A share of the memory that is smaller than the samples, which are there already, is no reason to refuse."""
+    memory = Memory(resident=1100, per_client=2, participants=8, samples=1000, process=50_000, compiler=500)
+    hardware = Hardware("cpu", devices * (jax.devices()[0],), free)
+    config = Config(data={"source": "digits", "clients": 8}, method={"name": "fedavg"}, run={"placement": "map"})
+    assert place(config, 1, memory, hardware) == Placement(chunk=1)
+    with pytest.raises(ConfigError, match=r"data.clients = 8 .* needs about 0.00 GB; the machine has 0.00 GB"):
+        place(config, 1, memory._replace(compiler=539), hardware)
+
+
+def test_states_of_all_runs_whose_clients_are_spread_have_to_fit():
+    memory = Memory(resident=1500, per_client=10, participants=8, exchanged=20, samples=500)
+    config = Config(data={"source": "digits", "clients": 8}, method={"name": "fedavg"}, run={"chunk": 1})
+    hardware = Hardware("gpu", tuple(jax.devices()[:1]), 1500 + 2 * 1000 + 10 + 20)
+    assert place(config, 3, memory, hardware) == Placement(chunk=1)
+    with pytest.raises(ConfigError, match=r"batch = 3 is not usable: fewer at once"):
+        place(config, 3, memory, hardware._replace(bytes=hardware.bytes - 1))
+
+
+def test_the_best_state_so_far_is_another_state_in_the_memory_of_a_cpu(federation):
+    data = {"source": "digits", "clients": 4, "validation_share": 0.2}
+    config = Config(data=data, method={"name": "local"}, model={"name": "mlp", "hidden": 8})
+    final, best = (lay_out([config.replace("run.keep", keep)], load("digits")).memory for keep in ("final", "best"))
+    assert best.resident - final.resident == final.states > 0
 
 
 def test_only_where_devices_share_the_hosts_memory_does_the_process_count(model, trainer, federation):

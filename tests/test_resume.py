@@ -311,10 +311,47 @@ def test_a_checkpoint_with_arrays_of_another_shape_is_named(copy):
         checkpoints.run(2, like._replace(loss=wider(like.loss)))
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda saved: saved["checksums"].update(run=1), "its arrays have changed since they were written"),
+        (lambda saved: saved.update(seconds=0.5), "its progress has changed since it was written"),
+        (lambda saved: saved.update(round=1), "its progress has changed since it was written"),
+    ],
+    ids=["arrays", "seconds", "round"],
+)
+def test_a_checkpoint_that_has_changed_since_it_was_written_is_refused(change, what, copy):
+    """As by a bit of a disk, which orbax reads as it finds it."""
+    progress = copy / "checkpoints" / "2" / "progress" / "metadata"
+    saved = json.loads(progress.read_text())
+    change(saved)
+    progress.write_text(json.dumps(saved))
+    fails_untouched(copy, rf"checkpoints/2' is not usable: a readable checkpoint \({what}\); there is no", config(copy))
+
+
+def test_a_checkpoint_without_checksums_can_be_read(copy, whole):
+    """Those of version 0.1 have none."""
+    progress = copy / "checkpoints" / "2" / "progress" / "metadata"
+    saved = json.loads(progress.read_text())
+    del saved["checksums"]
+    progress.write_text(json.dumps(saved))
+    assert_same(simulate(config(copy), resume=copy), whole[0], copy, whole[1])
+
+
+@pytest.mark.parametrize("name", ["w[1]", "[2024] runs", "a\\b"])
+def test_a_path_in_which_checkpoints_cannot_be_kept_is_refused(name, tmp_path):
+    """orbax writes to the first two, and does not find what it has written; the third it takes for a folder b in a."""
+    with pytest.raises(ConfigError, match=r"^run\.out = .* is not usable: a path without \[\.\.\.\] and backslashes"):
+        simulate(config(tmp_path / name / "run"))
+    assert not any(tmp_path.iterdir())
+    Checkpoints(tmp_path / "[x" / "]*?" / "checkpoints")
+
+
 def test_a_checkpoint_of_another_version_is_named(copy):
     progress = copy / "checkpoints" / "2" / "progress" / "metadata"
     saved = json.loads(progress.read_text())
     saved["config"]["method"]["name"] = "of_long_ago"
+    del saved["checksums"]
     progress.write_text(json.dumps(saved))
     match = (
         r"resume = '.*copy' is not usable: a checkpoint of this version; its config has method\.name = 'of_long_ago'"
@@ -326,6 +363,7 @@ def test_a_checkpoint_has_config_and_versions_of_the_process_that_wrote_it(copy)
     progress = copy / "checkpoints" / "2" / "progress" / "metadata"
     saved = json.loads(progress.read_text())
     saved["versions"]["jax"] = "0.0.1"
+    del saved["checksums"]
     progress.write_text(json.dumps(saved))
     with pytest.warns(UserWarning, match=r"was run with .*'jax': '0\.0\.1'.*: the last bits may differ"):
         simulate(config(copy, run={"checkpoint_every": 3}), resume=copy)

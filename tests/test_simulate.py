@@ -668,8 +668,10 @@ def test_a_run_that_does_not_fit_into_memory_says_so(monkeypatch):
     with pytest.raises(ConfigError, match="GB") as caught:
         simulate(config())
     assert caught.value.field == "data.clients"
-    monkeypatch.setattr("fedjax_pfl.engine.hardware.available", lambda: 280_000)
-    with pytest.raises(ConfigError, match=r"at most \d: .* GB") as caught:
+    memory = lay_out([config()], load("digits"), Hardware("cpu", tuple(jax.devices()[:1]), 10**10)).memory
+    each = -(-memory.needed(chunk=1) // 2)
+    monkeypatch.setattr("fedjax_pfl.engine.hardware.available", lambda: each)  # of each of two devices
+    with pytest.raises(ConfigError, match=r"at most 1: .* GB") as caught:
         simulate(config(run={"placement": "vmap", "chunk": 100}))
     assert caught.value.field == "run.chunk"
 

@@ -1,7 +1,7 @@
 """Scores of models: PRE and POST of the clients, the global model, and clients that never took part."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,7 +180,7 @@ class Evaluator(Cohorts):
         key: Key[Array, ""],
         t: Int[Array, ""],
         server: PyTree,
-        who: Sequence[int],
+        who: Int[Array, " chosen"],
         clients: PyTree,
         data: Federation,
     ) -> Outputs:
@@ -202,9 +202,8 @@ class Evaluator(Cohorts):
                 return Outputs(logits, None)
             return Outputs(logits, samples.map(lambda x, _: features(params["extractor"], x), batch_size=BATCH))
 
-        keys, known = round_keys(key, t), jnp.asarray(who, jnp.int32)
-        ids = self._order(known, data.train.count)
-        group = Group(ids, clients, jnp.minimum(jnp.searchsorted(known, ids), len(who) - 1))
+        keys, ids = round_keys(key, t), self._order(who, data.train.count)
+        group = Group(ids, clients, jnp.minimum(jnp.searchsorted(who, ids), len(who) - 1))
         personalize = self.method.personalize
         found = self._of_models(of, personalize, keys.clients, keys.aggregate, t, server, group, data)
         rows = jnp.argsort(ids)[: len(who)]

@@ -74,11 +74,11 @@ class Memory(NamedTuple):
           devices: how many the clients are split over.
           chunk: clients side by side on a device.
         """
-        if not self.process:
-            return self.held(devices) + self.work(devices, chunk)
-        added = self.resident - self.samples + devices * self._collected(devices)
-        running = devices * chunk * self.per_client + max(self.exchanged, self.scored)
-        return self.process + self.compiler + added + max(running, self.calibrated)
+        return self.process + self.needed(devices, chunk)
+
+    def needed(self, devices: int = 1, chunk: int = 1) -> int:
+        """What the run takes of the memory that is free: of the whole host on a CPU, else of each device."""
+        return self._held(devices) + self.work(devices, chunk)
 
     def of_this_process(self) -> "Memory":
         """The same with what this process holds now."""
@@ -88,33 +88,42 @@ class Memory(NamedTuple):
         """What each further run beside this one takes of a device; they share the samples."""
         return self.resident - self.samples + self.work(1, chunk)
 
-    def held(self, devices: int) -> int:
-        """What a device, one of so many, needs besides the clients that run on it and what they exchange."""
-        return self.resident + self._collected(devices)
+    def _held(self, devices: int) -> int:
+        """What is needed besides the clients that run and what they exchange; a CPU's process has the samples."""
+        # Each of several devices collects the states of all clients for itself before it scores its own.
+        collected = self.states if devices > 1 else 0
+        if self.process:
+            return self.compiler + self.resident - self.samples + devices * collected
+        return self.resident + collected
 
     def work(self, devices: int, chunk: int) -> int:
-        """What clients that run on a device need, and their states and uploads.
+        """What clients that run need, and their states and uploads: on all devices of a CPU, else on each.
 
         Where all participants run at once, their uploads take the place of what training has given free.
         """
-        running = chunk * self.per_client
+        running = self._beside(devices) * chunk * self.per_client
         at_once = not self.process and devices * chunk >= self.participants
         trained = max(running, self.exchanged) if at_once else running + self.exchanged
         return max(trained, running + self.scored, self.calibrated)
 
     def fitting(self, devices: int, limit: int) -> int:
-        """The most clients that fit side by side on a device with ``limit`` bytes; 0 or less if not even one fits."""
+        """The most clients that fit side by side on a device; 0 or less if not even one fits.
+
+        Args:
+          devices: how many the clients are split over.
+          limit: the bytes that are free, as `needed` counts them.
+        """
         everyone = -(-self.participants // devices)
-        left = limit - self.held(devices)
+        left = limit - self._held(devices)
         if self.work(devices, everyone) <= left:
             return everyone
         if self.calibrated > left:
             return 0
-        return (left - max(self.exchanged, self.scored)) // max(1, self.per_client)
+        return (left - max(self.exchanged, self.scored)) // max(1, self._beside(devices) * self.per_client)
 
-    def _collected(self, devices: int) -> int:
-        """Each of several devices collects the states of all clients for itself before it scores its own."""
-        return self.states if devices > 1 else 0
+    def _beside(self, devices: int) -> int:
+        """How many devices share the memory that is counted."""
+        return devices if self.process else 1
 
 
 def survey(

@@ -1,10 +1,13 @@
 """Checkpoints: what a run needs to go on as though it had never stopped."""
 
+import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +38,8 @@ class Saved(NamedTuple):
       config: the resolved config of the process that wrote it.
       partition: hash of the partition.
       versions: package -> version that this process used.
+      checksums: part -> checksum of the arrays in it, or, of "progress", of all that is above; None in checkpoints of
+        version 0.1.
     """
 
     round: int
@@ -44,6 +49,7 @@ class Saved(NamedTuple):
     config: dict[str, Any]
     partition: str
     versions: dict[str, str]
+    checksums: dict[str, int] | None = None
 
 
 class Best(NamedTuple):
@@ -66,8 +72,14 @@ class Checkpoints:
 
         Args:
           path: the folder, in the run directory.
+
+        Raises:
+          ConfigError: orbax could write to such a path, and could not read what it has written.
         """
         self._path = path.absolute()
+        if re.search(r"\[[^/]+\]|\\", self._path.as_posix()):
+            allowed = "a path without [...] and backslashes, in which checkpoints cannot be kept; a link to it may be"
+            raise ConfigError("run.out", str(self._path.parent), allowed)
         self._manager: Any = None
 
     def save(self, run: Run, saved: Saved, best: Best | None = None) -> None:
@@ -78,9 +90,10 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        parts = {"run": ocp.args.StandardSave(jax.device_get(run)), "progress": ocp.args.JsonSave(saved._asdict())}
-        if best is not None:
-            parts["best"] = ocp.args.StandardSave(best)
+        arrays = {"run": jax.device_get(run)} if best is None else {"run": jax.device_get(run), "best": best}
+        checksums = {part: _checksum(tree) for part, tree in arrays.items()} | {"progress": _checksum_of_text(saved)}
+        parts = {part: ocp.args.StandardSave(tree) for part, tree in arrays.items()}
+        parts["progress"] = ocp.args.JsonSave(saved._replace(checksums=checksums)._asdict())
         try:
             with self._one_error():
                 self._open().save(saved.round, args=ocp.args.Composite(**parts), force=True)
@@ -105,9 +118,13 @@ class Checkpoints:
 
         read = self._restore(round, progress=ocp.args.JsonRestore())
         try:
-            return Saved(**read["progress"])
+            saved = Saved(**read["progress"])
         except TypeError:
             raise self._unreadable(round, "it holds something else") from None
+        sums = saved.checksums
+        if saved.round != round or (sums is not None and sums["progress"] != _checksum_of_text(saved)):
+            raise self._unreadable(round, "its progress has changed since it was written")
+        return saved
 
     def run(self, round: int, like: Run) -> Run:
         """The arrays of a checkpoint, on the host.
@@ -203,11 +220,28 @@ class Checkpoints:
             if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
                 name, found = jax.tree_util.keystr(path), f"{leaf.dtype}{list(leaf.shape)}"
                 raise self._unreadable(round, f"{name} is {found} instead of {wanted.dtype}{list(wanted.shape)}")
+        sums = self.read(round).checksums
+        if sums is not None and sums[part] != _checksum(arrays):
+            raise self._unreadable(round, "its arrays have changed since they were written")
         return arrays
 
     def _unreadable(self, step: int, reason: str) -> ConfigError:
-        allowed = f"a readable checkpoint ({reason}); without this folder, the run resumes from the one before"
-        return ConfigError("resume", str(self._path / str(step)), allowed)
+        way = "without this folder, the run resumes from the one before"
+        if min(self.rounds()) >= step:
+            way = "there is no earlier one to resume from"
+        return ConfigError("resume", str(self._path / str(step)), f"a readable checkpoint ({reason}); {way}")
+
+
+def _checksum(arrays: PyTree) -> int:
+    """Of the bytes of all arrays; orbax keeps none, and reads what a disk has changed."""
+    total = 0
+    for leaf in jax.tree.leaves(arrays):
+        total = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, total)
+    return total
+
+
+def _checksum_of_text(saved: Saved) -> int:
+    return zlib.crc32(json.dumps(saved._replace(checksums=None)._asdict(), sort_keys=True).encode())
 
 
 class Stop:

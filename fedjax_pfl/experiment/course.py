@@ -129,6 +129,7 @@ class Course:
         if self._config.run.keep == "best":
             *before, now = self.live.values(None)
             if all(now > value for value in before):
+                self._best = None  # frees what it holds before the state is copied
                 self._best = Best(np.asarray(t, np.int32), self.live.state)
         self.tell("on_evaluate", deepcopy(line))
 

@@ -206,7 +206,11 @@ def _survey(
             _surveys.popitem(last=False)
     _surveys.move_to_end(key)
     memory, exchange = _surveys[key]
-    return memory.of_this_process() if memory.process else memory, exchange
+    if not memory.process:
+        return memory, exchange
+    if config.run.keep == "best":  # a copy of the state, which has the memory of the process, too
+        memory = memory._replace(resident=memory.resident + memory.resident - memory.samples)
+    return memory.of_this_process(), exchange
 
 
 def _place(
@@ -218,7 +222,7 @@ def _place(
     # If spreading the runs leaves devices idle for too long, the runs go one by one, with their clients spread instead.
     idle = 1 - runs / (devices * math.ceil(runs / devices))
     if runs == 1 or together or idle > 0.3:
-        placement = place(config, memory, hardware, movable=engine.method.setup is None)
+        placement = place(config, runs, memory, hardware, movable=engine.method.setup is None)
         return "clients", Placement(), replace(engine, placement=placement)
     runs_on, clients_on = place_runs(config, runs, memory, hardware)
     return "runs", runs_on, replace(engine, placement=clients_on)

@@ -18,17 +18,18 @@ from fedjax_pfl.experiment.config import Config
 _FILLED = 0.85
 
 
-def place(config: Config, memory: Memory, hardware: Hardware, *, movable: bool = True) -> Placement:
-    """Chooses devices and chunk for the clients of one run, by backend and memory, unless the config sets them.
+def place(config: Config, runs: int, memory: Memory, hardware: Hardware, *, movable: bool = True) -> Placement:
+    """Chooses devices and chunk for the clients of each run, by backend and memory, unless the config sets them.
 
     Args:
-      config: the config of the run.
-      memory: the memory that it needs, and the number of participants of a round.
+      config: the config of the first run.
+      runs: number of runs. They go one by one, but the states of all are held.
+      memory: the memory that one of them needs, and the number of participants of a round.
       hardware: the available devices and their memory.
       movable: whether the method's states of clients can be kept on the host, which the error message then proposes.
 
     Raises:
-      ConfigError: the run does not fit into memory, or a run of several processes needs another placement.
+      ConfigError: the runs do not fit into memory, or a run of several processes needs another placement.
     """
     on_cpu, cohort = hardware.backend == "cpu", memory.participants
     kind = config.run.placement
@@ -42,13 +43,17 @@ def place(config: Config, memory: Memory, hardware: Hardware, *, movable: bool =
     devices = len(usable) if kind == "shard" else 1
     # On a CPU, clients side by side do not fit into the cache, and turn convolutions into batched products.
     one_by_one = kind == "map" or (kind == "shard" and on_cpu)
-    limit = hardware.bytes
+    others = (runs - 1) * (memory.resident - memory.samples)
+    limit = _free(hardware) - others
     fitting, safely = (memory.fitting(devices, int(share * limit)) for share in (1, _FILLED))
     of_device = math.ceil(cohort / devices)
     chunk = min(config.run.chunk, of_device) if config.run.chunk else 1 if one_by_one else even_chunk(of_device, safely)
-    need = memory.held(devices) + memory.work(devices, chunk)
+    need = memory.needed(devices, chunk)
+    if need > limit and runs > 1:
+        raise _fewer(runs, need + others, limit + others)
     if need > limit:
-        why = f"the run needs about {need / 1e9:.2f} GB; a device has {limit / 1e9:.2f} GB"
+        has = "the machine has" if on_cpu else "a device has"
+        why = f"the run needs about {need / 1e9:.2f} GB; {has} {limit / 1e9:.2f} GB"
         if config.run.chunk and fitting >= 1:
             raise ConfigError("run.chunk", config.run.chunk, f"at most {fitting}: {why}")
         if movable and not on_cpu and 2 * cohort < config.data.clients and need - memory.states <= limit:
@@ -81,18 +86,31 @@ def place_runs(config: Config, runs: int, memory: Memory, hardware: Hardware) ->
       ConfigError: the runs do not fit into memory.
     """
     on_cpu, devices = hardware.backend == "cpu", min(len(hardware.devices), runs)
-    on_each, limit = math.ceil(runs / devices), hardware.bytes
-    need = memory.samples + on_each * memory.of_run(1)
+    # A CPU has one memory for all of its devices, and what compiles is in it; the samples are there already.
+    on_each, limit = runs if on_cpu else math.ceil(runs / devices), _free(hardware)
+    shared = memory.compiler if memory.process else memory.samples
+    need = shared + on_each * memory.of_run(1)
     if need > limit:
-        allowed = f"fewer at once: they need about {need * devices / 1e9:.2f} GB, there are {limit * devices / 1e9:.2f}"
-        # A sweep then halves the program; whoever reads this has called `tune`.
-        raise ConfigError("batch", runs, f"{allowed} GB")
+        beside = 1 if on_cpu else devices
+        raise _fewer(runs, need * beside, limit * beside)
     mesh = _mesh(hardware.devices[:devices]) if devices > 1 else None
-    of_each = (round(_FILLED * limit) - memory.samples) // on_each + memory.samples
+    of_each = (round(_FILLED * limit) - shared) // on_each + shared
     fitting = even_chunk(memory.participants, memory.fitting(1, of_each))
     one_by_one = config.run.placement == "map" or (config.run.placement == "auto" and on_cpu)
     chunk = min(config.run.chunk, fitting) if config.run.chunk else 1 if one_by_one else fitting
     return Placement(mesh, 1 if on_cpu else on_each), Placement(chunk=chunk)
+
+
+def _free(hardware: Hardware) -> int:
+    """The bytes that are free: on the whole host for a CPU, else on each device."""
+    return hardware.bytes * (len(hardware.devices) if hardware.backend == "cpu" else 1)
+
+
+def _fewer(runs: int, need: int, free: int) -> ConfigError:
+    """The error for more runs than fit. A sweep then halves the program; whoever reads this has called `tune`."""
+    return ConfigError(
+        "batch", runs, f"fewer at once: they need about {need / 1e9:.2f} GB, there are {free / 1e9:.2f} GB"
+    )
 
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:

@@ -234,23 +234,35 @@ class Program:
         if not what:
             return [{} for _ in self.configs]
 
-        def outputs(row: Row, server: PyTree, clients: PyTree, x: Samples, y: Array) -> Outputs:
+        @jax.jit
+        def outputs(row: Row, server: PyTree, ids: Array, clients: PyTree, x: Samples, y: Array) -> Outputs:
             engine, key, federation = self._one(row, x, y)
-            return engine.outputs(key, jnp.int32(t), server, who, clients, federation)
+            return engine.outputs(key, jnp.int32(t), server, ids, clients, federation)
 
         # One run after the other on one device: it is a single pass over some clients' samples.
-        program, (x, y), rows = jax.jit(outputs), to_host(self.samples), to_host(self.rows)
+        (x, y), rows = to_host(self.samples), to_host(self.rows)
         if self.over == "runs":
             rows = [jax.tree.map(lambda leaf, at=at: leaf[at], rows[0]) for at in self._at]
+        # As many clients at once as take part in a round: where the host holds the states, a device may not hold more.
+        most = self.engine.cohort_size
+        groups = np.split(np.asarray(who, np.int32), range(most, len(who), most))
+        samples = jax.device_put((x, y))
+
+        def of_run(row: Row, server: PyTree, clients: PyTree) -> Outputs:
+            states = (jax.tree.map(lambda leaf, ids=ids: leaf[ids], clients) for ids in groups)
+            found = [
+                jax.device_get(outputs(row, server, ids, of_group, *samples))
+                for ids, of_group in zip(groups, states, strict=True)
+            ]
+            return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+
         with jax.default_matmul_precision(self.precision):
             servers = self._calibrated(rows, states, t)
-            exported = [jax.tree.map(lambda leaf: leaf[np.asarray(who)], state.state.clients) for state in states]
-            found = [program(*of_run, x, y) for of_run in zip(rows, servers, exported, strict=True)]
-        return [
-            # Each process has computed all of them.
-            export_of(jax.device_get(outputs), row.federation(x, y).test, y, who, what)
-            for outputs, row in zip(found, rows, strict=True)
-        ]
+            return [
+                # Each process computes all of them.
+                export_of(of_run(row, server, state.state.clients), row.federation(x, y).test, y, who, what)
+                for row, server, state in zip(rows, servers, states, strict=True)
+            ]
 
     def _calibrated(self, rows: Sequence[Row], states: Sequence[Run], t: int) -> list[PyTree]:
         """The server states whose models are scored after t rounds; ``rows`` and ``states`` are on the host."""
