@@ -173,6 +173,15 @@ CASES = {
         "compare config.toml --seeds a,b",
         "--seeds = 'a,b' is not usable: whole numbers, separated by commas",
     ),
+    "compare with a wrong value for one of two methods that have the key": (
+        "compare config.toml --methods fedprox,moon --set moon.mu=abc",
+        "methods.moon.mu = 'abc' is not usable: input should be a valid number",
+    ),
+    "compare with a hyperparameter that the config's method lacks": (
+        "compare config.toml --methods fedprox method.mu=1",
+        "method.mu = 1 is not usable: no such key of fedavg; allowed: none; of a method that is compared: --set "
+        "METHOD.KEY=VALUE",
+    ),
     "compare with a seed twice": (
         "compare config.toml --seeds 0,0",
         "seeds = [0, 0] is not usable: one or more, each of them once",
@@ -720,7 +729,7 @@ CASES = {
     "resume from a damaged checkpoint": (
         "run --resume damaged",
         "resume = 'HERE/damaged/checkpoints/2' is not usable: a readable checkpoint (...); "
-        "there is no earlier one to resume from",
+        "without this folder, the run resumes from the one before",
     ),
     "a run directory that checkpoints cannot be read from": (
         "run config.toml --out runs[1]/a",

@@ -156,7 +156,7 @@ def test_hyperparameters_are_given_per_method(comparison, out, tmp_path):
     for wrong, message in [
         ("fedprox", r"--set = 'fedprox' is not usable: expected method\.key=value"),
         ("ditto.lam=1", "one of the methods compared: local, fedprox"),
-        ("fedprox.nu=1.0", r"method\.nu = 1\.0 is not usable: no such key of fedprox"),
+        ("fedprox.nu=1.0", r"methods\.fedprox\.nu = 1\.0 is not usable: no such key of fedprox"),
         ("fedprox.data.clients=3", "methods.fedprox = 'data.clients' .* its hyperparameters, or a field of training"),
         ("fedprox.name=local", "methods.fedprox = 'name' .* its hyperparameters, or a field of training"),
     ]:
@@ -192,7 +192,7 @@ def test_a_variant_of_a_method_has_a_name_of_its_own(tmp_path):
             {"local": {"method": "fedprox"}},
             "methods = 'local' is not usable: a name of its own for a variant of fedprox",
         ),
-        ({"big": {"method": "fedprox", "nu": 1.0}}, r"method\.nu = 1\.0 is not usable: no such key of fedprox"),
+        ({"big": {"method": "fedprox", "nu": 1.0}}, r"methods\.big\.nu = 1\.0 is not usable: no such key of fedprox"),
     ]:
         with pytest.raises(ConfigError, match=message):
             compare(config(), methods, out=tmp_path / "table")
@@ -530,7 +530,11 @@ def test_a_damaged_summary_is_named(comparison, out, tmp_path):
         (["fedavg"], {"seeds": [[0]]}, r"run\.seed = \[0\] "),
         (["fedavg"], {"seeds": []}, r"seeds = \[\] is not usable: one or more"),
         (["fedavg"], {"seeds": [-1]}, r"run\.seed = -1 "),
-        ({"fedprox": {"nu": 1.0}}, {}, r"method\.nu = 1\.0 is not usable: no such key of fedprox; allowed: mu"),
+        (
+            {"fedprox": {"nu": 1.0}},
+            {},
+            r"methods\.fedprox\.nu = 1\.0 is not usable: no such key of fedprox; allowed: mu",
+        ),
         ("fedavg", {}, r"methods = 'fedavg' is not usable: a list of names"),
         ({"fedavg": None}, {}, r"methods\.fedavg = None is not usable: a mapping"),
         (["fedavg"], {"seeds": 3}, r"seeds = 3 is not usable: a list of seeds"),

@@ -117,7 +117,13 @@ def compare(
     All else is equal. A call with the same --out goes on where the last one stopped.
     """
     check_in_use(overrides, {"run.seed": "--seeds instead", "run.out": "--out instead"})
-    loaded = read_config(config, overrides, None)
+    try:
+        loaded = read_config(config, overrides, None)
+    except ConfigError as error:
+        if not error.field.startswith("method.") or error.field == "method.name":
+            raise
+        hint = "of a method that is compared: --set METHOD.KEY=VALUE"
+        raise ConfigError(error.field, error.value, f"{error.allowed}; {hint}") from None
     try:
         numbers = [int(seed) for seed in seeds.split(",")]
     except ValueError:

@@ -236,7 +236,8 @@ def _checked_numbers(x: np.ndarray, what: str, name: str) -> Float[np.ndarray, "
     unknown = numbers.size - np.count_nonzero(np.isfinite(numbers))
     if unknown:
         rows = np.count_nonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(axis=1))
-        allowed = f"the {what} must be finite; {unknown} of {numbers.size} numbers, in {rows} rows, are NaN or infinite"
+        found = f"{unknown} of {numbers.size} numbers, in {rows} rows, are NaN or infinite as float32"
+        allowed = f"the {what} must be finite; {found}"
         raise ConfigError("data", name, allowed)
     return numbers
 

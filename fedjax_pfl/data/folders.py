@@ -129,6 +129,9 @@ def _find_samples(folder: Path, source: str) -> dict[str, list[_Sample]]:
         return {part: _listed(file, folder, source) for part, file in lists.items()}
     folders = _named_as_parts(_subfolders(folder), "", source)
     train, val = folders.get("train"), folders.get("val")
+    others = [other for other in _subfolders(folder) if other.name.lower().startswith(("val", "test"))]
+    if train is not None and others and _image_files(train):
+        _refuse(source, f"{train} holds images, beside {others[0]}; expected is {_LAYOUTS}")
     if train is None or not _subfolders(train):  # a folder "train" that holds images itself is a class
         return {"train": _by_class(folder, source)}
     if val is not None and (val / "images").is_dir() and not (train / "images").is_dir():

@@ -95,7 +95,9 @@ def of_parts(parts: Mapping[str, Any], name: str, image: str | None = None, labe
     """
     if "train" not in parts:
         raise ConfigError("data", "DatasetDict", f"it needs a part 'train'; present: {', '.join(parts) or 'none'}")
-    arrays = [array for part in _PARTS if part in parts for array in columns(parts[part], part, image, label)]
+    present = {part: parts[part] for part in _PARTS if part in parts}
+    arrays = [array for part, data in present.items() for array in columns(data, part, image, label)]
+    _check_names({part: _label_of(data, label) for part, data in present.items()})
     made = from_arrays(*arrays, name=name)
     return made._replace(left_out=tuple(part for part in parts if part not in _PARTS))
 
@@ -115,8 +117,7 @@ def columns(data: Any, part: str, image: str | None = None, label: str | None = 
     """
     if not len(data):
         raise ConfigError("data", part, f"the {part} part holds nothing")
-    features = data.features
-    types = {name: type(feature).__name__ for name, feature in features.items()}
+    features, types = data.features, _types(data)
     image = _column(types, "Image", _IMAGE_NAMES, "image", image)
     label = _column(types, "ClassLabel", _LABEL_NAMES, "label", label)
     labels = _labels(data.with_format(None).select_columns(label)[:][label], label, part)
@@ -128,15 +129,46 @@ def columns(data: Any, part: str, image: str | None = None, label: str | None = 
     return _numbers(data.with_format("numpy").select_columns(image), features[image], image, part), labels
 
 
+def _types(data: Any) -> dict[str, str]:
+    """The types of a data set's columns, by name."""
+    return {name: type(feature).__name__ for name, feature in data.features.items()}
+
+
+def _label_of(data: Any, label: str | None) -> tuple[str, list[str] | None]:
+    """The column of the labels, and the names of the classes, if it has them."""
+    label = _column(_types(data), "ClassLabel", _LABEL_NAMES, "label", label)
+    return label, getattr(data.features[label], "names", None)
+
+
+def _check_names(labels: Mapping[str, tuple[str, list[str] | None]]) -> None:
+    """Checks that all parts number their classes alike: ``class_encode_column`` numbers each part by itself."""
+    (first, (_, known)), *others = labels.items()
+    for part, (column, names) in others:
+        if known is not None and names is not None and names != known:
+            which = (
+                f"column {column!r} numbers the classes of {first} as {_some(known)} and of {part} as {_some(names)}"
+            )
+            way = f"{part}.align_labels_with_mapping({{name: number of {first}}}, {column!r}) numbers them alike"
+            raise ConfigError("data", part, f"{which}; {way}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
+
+
 def _column(types: Mapping[str, str], wanted: str, names: tuple[str, ...], option: str, given: str | None) -> str:
-    """The given column, or else the only one of the type, or else the first one with one of the usual names."""
+    """The given column, or else the only one of the type, or else the first one with one of the usual names.
+
+    If the only one of the type has no usual name, and another column is called ``label`` or ``image``, either may be
+    meant.
+    """
     present = ", ".join(f"{name} ({kind})" for name, kind in types.items())
     if given is not None:
         if given not in types:
             raise ConfigError("data", "Dataset", f"there is no column {given!r}; present: {present}")
         return given
     typed = [name for name, kind in types.items() if kind == wanted]
-    if len(typed) == 1:
+    if len(typed) == 1 and (typed[0] in names or option not in types):
         return typed[0]
     named = [name for name in names if name in (typed or types)]
     if not named:

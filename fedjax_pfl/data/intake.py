@@ -84,6 +84,8 @@ def _made(data: Any, name: str) -> Dataset:
     elif not isinstance(data, list | tuple):
         loader = "; of a DataLoader, take its .dataset" if hasattr(data, "dataset") else ""
         raise ConfigError("data", type(data).__name__, f"{_ACCEPTED}{loader}")
+    if 1 <= len(data) <= 2 and all(map(hugging_face.is_data_set, data)):
+        return hugging_face.of_parts(dict(zip(("train", "test"), data, strict=False)), name)
     if 1 <= len(data) <= 2 and all(map(_is_data_set, data)):
         parts = [_samples(part, which, name) for part, which in zip(data, ("train", "test"), strict=False)]
         return from_arrays(*(array for part in parts for array in part), name=name)
@@ -123,13 +125,18 @@ def _samples(part: Any, which: str, name: str) -> tuple[np.ndarray, np.ndarray]:
         sample = part[number]
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             raise ConfigError("data", name, f"each sample must be (x, y), and [{number}] is {type(sample).__name__}")
-        x.append(_array(sample[0], f"x of sample {number}", name))
+        x.append(_array(_in_colours(sample[0]), f"x of sample {number}", name))
         y.append(_array(sample[1], f"y of sample {number}", name))
         for what, found in ("x", x), ("y", y):
             if found[-1].shape != found[0].shape:
                 shapes = f"that of sample 0 is {found[0].shape}, and of sample {number} {found[-1].shape}"
                 raise ConfigError("data", name, f"{what} must have one shape: {shapes}")
     return np.stack(x), np.stack(y)
+
+
+def _in_colours(sample: Any) -> Any:
+    """An image of Pillow's whose pixels are numbers of a palette's colours as these colours; all else as it is."""
+    return sample.convert("RGB") if getattr(sample, "mode", None) in ("P", "PA") else sample
 
 
 def _of_clients(data: Sequence[tuple], name: str) -> Dataset:

@@ -115,6 +115,8 @@ def _samples(entry: Any) -> tuple[UInt8[np.ndarray, "samples ..."], Int[np.ndarr
     if len(x) != len(y):
         raise ValueError(f"{len(x)} samples x and {len(y)} labels y")
     if x and all(isinstance(text, str) for text in x):
+        if all(text.lower().endswith((".jpg", ".png")) for text in x):
+            raise ValueError(f"x has the names of files, such as {x[0]!r}; of LEAF, images within the shards are read")
         return _tokens(x), _labels(y, ALPHABET, classes=len(ALPHABET), unknown=UNKNOWN)
     return _images(x), _labels(y, _FEMNIST, classes=np.iinfo(np.int32).max)
 

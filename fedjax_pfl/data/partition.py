@@ -384,6 +384,8 @@ def _check_request(
 ) -> None:
     """Raises a ConfigError unless there are enough samples for this number of clients of this size."""
     samples = len(labels)
+    if samples < MIN_SAMPLES:
+        raise ConfigError("data.clients", clients, f"possible with {MIN_SAMPLES} samples or more, there is {samples}")
     if not 1 <= clients <= samples // MIN_SAMPLES:
         allowed = f"1 to {samples // MIN_SAMPLES}, because {samples} samples must give each client {MIN_SAMPLES}"
         raise ConfigError("data.clients", clients, allowed)

@@ -316,7 +316,12 @@ def _cells(config: Config, methods: Methods, seeds: Sequence[int], out: Path | N
                 changes[field] = value
         for seed in seeds:
             folder = None if out is None else str(out / file_name(f"{name}-seed{seed}"))
-            changed = config.replace({**changes, SEED: seed, "run.out": folder})
+            try:
+                changed = config.replace({**changes, SEED: seed, "run.out": folder})
+            except ConfigError as error:
+                key = error.field.removeprefix("method.")
+                field = f"methods.{name}.{key}" if key in options else error.field  # whose it is
+                raise ConfigError(field, error.value, error.allowed) from None
             cells.append(Cell({"method.name": name, SEED: seed}, changed))
     return cells
 

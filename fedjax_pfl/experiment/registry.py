@@ -153,7 +153,7 @@ def register_partition(name: str) -> Callable[[Part], Part]:
     """Registers a partition under a name: ``data.partition = {kind = "mine", ...}``.
 
     ``@register_partition("mine")`` decorates a function ``(labels, clients, seed, size, *, options) -> rows``. It gets
-    the integer labels [samples] and returns the row numbers of each client, two or more per client. ``size`` is the
+    the integer labels [samples] and returns the row numbers of each client, one or more per client. ``size`` is the
     number of samples that the config wants for each client, or None; if it is given, other numbers are refused. The
     keyword-only arguments are options in a config.
 

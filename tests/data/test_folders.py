@@ -259,6 +259,11 @@ def test_a_folder_may_have_a_question_mark_in_its_name(tmp_path):
         (["data/a/1.png", "data/b/1.png"], "{root}/data holds no images"),
         (["train/a/1.png", "train/b/1.png", "test/a/1.png", "test/b/"], "{root}/test/b holds no images"),
         (["train/a/1.png", "train/b/1.png", "test/1.png"], "{root}/test holds no folders of images"),
+        (
+            ["train/1.png", "test/1.png"],
+            "{root}/train holds images, beside {root}/test; expected is a folder per class",
+        ),
+        (["train/1.png", "Test1/1.png"], "{root}/train holds images, beside {root}/Test1; expected is"),
         (["train/a/1.png", "train/b/1.png", "test/c/1.png"], "{root}/test/c: class 'c' has no images in the training"),
         (["train/a/1.png", "train/b/1.png", "val/a/1.png", "valid/a/1.png"], "{root}/val and {root}/valid are both"),
     ],

@@ -139,6 +139,26 @@ def stored(**image):
     return made({"img": datasets.Image(), "label": CLASS}, img=[image] * 2, label=[0, 1])
 
 
+def numbered(train, test):
+    """Parts whose strings are numbered one by one, as the library does it."""
+    given = {"train": list(train), "test": list(test)}
+    rows = {
+        part: made({"x": FLOATS, "label": VALUE("string")}, x=[[1.0]] * len(y), label=y) for part, y in given.items()
+    }
+    return datasets.DatasetDict(rows).class_encode_column("label")
+
+
+def named(classes):
+    return made({"x": FLOATS, "label": datasets.ClassLabel(names=list(classes))}, x=[[1.0]], label=[0])
+
+
+def beside(name, kind):
+    """A column of a type that says what it is for, beside one whose name does."""
+    feature, value = (CLASS, 0) if kind is CLASS else (kind, Image.fromarray(GRAY[0]))
+    columns = {"x": [[1.0]], name: [0], "gender": [value]}
+    return made({"x": FLOATS, name: VALUE("int64"), "gender": feature}, **columns)
+
+
 LIST, FLOATS = datasets.Sequence(VALUE("int64")), datasets.Sequence(VALUE("float32"))
 
 
@@ -178,6 +198,16 @@ LIST, FLOATS = datasets.Sequence(VALUE("int64")), datasets.Sequence(VALUE("float
         (lambda: of_images([GRAY[0].astype(np.int32)], [0]), r"more than 8 bits \(Pillow's mode I\) in column 'img'"),
         (lambda: of_images([GRAY[0], GRAY[1, :2]], [0, 1]), r"one size .* sample 0 has \(4, 5\), sample 1 \(2, 5\)"),
         (lambda: of_images([], []), "the train part holds nothing"),
+        (
+            lambda: numbered(["ant", "bee", "cat"], ["bee", "cat"]),
+            r"'label' numbers the classes of train as ant, bee, cat and of test as bee, cat; test.align_labels_w",
+        ),
+        (
+            lambda: (named("abcdefg"), named("bacdefg")),
+            r"train as a, b, c, d, e, \.\.\. and of test as b, a, c, d, e, ",
+        ),
+        (lambda: beside("label", CLASS), r"which column is the label must be said: .*; present: x \(.*label \(Value\)"),
+        (lambda: beside("image", datasets.Image()), "which column is the image must be said: "),
         (lambda: of_images(labels=[-1] * 6), "labels must be 0 or more"),
         (lambda: [of_images()] * 4, r"data = 'list of 4' is not usable: \(x, y\) or "),
         (lambda: datasets.DatasetDict(test=of_images()), "it needs a part 'train'; present: test"),

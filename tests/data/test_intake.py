@@ -5,6 +5,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 from sklearn.datasets import load_breast_cancer, make_classification
 
 from fedjax_pfl import Config, ConfigError, FederatedData, simulate
@@ -69,6 +70,12 @@ def check(made, x, y, train_rows=None):
     np.testing.assert_array_equal(made.images, x)
     np.testing.assert_array_equal(made.labels, y)
     assert (made.images.dtype, made.labels.dtype, made.train_rows) == (x.dtype, np.int32, train_rows)
+
+
+def test_of_images_with_a_palette_the_colours_are_samples():
+    image = Image.new("P", (2, 2), 1)
+    image.putpalette([0, 0, 0, 200, 100, 50])
+    check(as_dataset(Samples([image, image], [0, 1])), np.full((2, 2, 2, 3), [200, 100, 50], np.uint8), [0, 1])
 
 
 @pytest.mark.parametrize("wrap", [np.asarray, Tensor, jnp.asarray, lambda array: array.tolist()])
@@ -194,7 +201,8 @@ UNIQUE = r"numpy\.unique\(y, return_inverse=True\)\[1\] numbers the classes$"
 PART = (NUMBERS, Y)
 TOKENS = np.arange(60).reshape(6, 10) % 13
 MISTAKES = {
-    "NaN": ((NAN, Y), r"samples must be finite; 3 of 42 numbers, in 2 rows, are NaN or infinite$"),
+    "NaN": ((NAN, Y), r"samples must be finite; 3 of 42 numbers, in 2 rows, are NaN or infinite as float32$"),
+    "too large": ((np.full((3, 2), 1e39), Y[:3]), r"6 of 6 numbers, in 3 rows, are NaN or infinite as float32$"),
     "NaN in the test part": ((NUMBERS, Y, NAN, Y), "the test samples must be finite; 3 of 42"),
     "more than float32 holds": ((NUMBERS * 1e200, Y), "must be finite; 42 of 42 numbers"),
     "whole numbers": (

@@ -155,6 +155,10 @@ def test_text_becomes_tokens_and_unknown_characters_spaces(tmp_path):
         ({"a": {"x": ["abc", "ab"], "y": ["d", "c"]}}, "texts of 2 and of 3 characters"),
         ({"a": {"x": [""], "y": ["d"]}}, "texts of 0 and of 0 characters"),
         (
+            {"a": {"x": ["01.jpg", "02.jpg"], "y": [0, 1]}},
+            "x has the names of files, such as '01.jpg'; of LEAF, images",
+        ),
+        (
             {"a": {"x": [WHITE], "y": [1]}, "b": {"x": ["abc"], "y": ["d"]}},
             "user 'b' in .*it has texts of 3 characters",
         ),
