@@ -330,7 +330,7 @@ def test_a_checkpoint_that_has_changed_since_it_was_written_is_refused(change, w
 
 
 def test_a_checkpoint_without_checksums_can_be_read(copy, whole):
-    """Those of version 0.1 have none."""
+    """Those from before there were any."""
     progress = copy / "checkpoints" / "2" / "progress" / "metadata"
     saved = json.loads(progress.read_text())
     del saved["checksums"]

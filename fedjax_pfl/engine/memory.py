@@ -40,7 +40,8 @@ class Memory(NamedTuple):
     are for a CPU, whose devices share the memory of the process; elsewhere they are 0.
 
     What ``aggregate`` takes in a round is not counted: no client runs beside it, and of all methods here only GRACE's
-    takes more than ``exchanged`` (1.3 times, with 20 and 200 participants and ``cnn3``).
+    takes more than ``exchanged`` (1.3 times, with 20 and 200 participants and ``cnn3``). Nor is ``run.export``, which
+    after the last round takes the samples once more, and the states of as many clients as a round.
 
     Attributes:
       resident: samples, index tables, the server's state and that of all clients.

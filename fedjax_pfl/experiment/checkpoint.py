@@ -38,8 +38,8 @@ class Saved(NamedTuple):
       config: the resolved config of the process that wrote it.
       partition: hash of the partition.
       versions: package -> version that this process used.
-      checksums: part -> checksum of the arrays in it, or, of "progress", of all that is above; None in checkpoints of
-        version 0.1.
+      checksums: part -> checksum of the arrays in it, or, of "progress", of all that is above; None in checkpoints
+        from before there were any, and until it is written.
     """
 
     round: int
