@@ -122,7 +122,7 @@ class Checkpoints:
         except TypeError:
             raise self._unreadable(round, "it holds something else") from None
         sums = saved.checksums
-        if saved.round != round or (sums is not None and sums["progress"] != _checksum_of_text(saved)):
+        if saved.round != round or (sums is not None and sums.get("progress") != _checksum_of_text(saved)):
             raise self._unreadable(round, "its progress has changed since it was written")
         return saved
 
@@ -221,13 +221,13 @@ class Checkpoints:
                 name, found = jax.tree_util.keystr(path), f"{leaf.dtype}{list(leaf.shape)}"
                 raise self._unreadable(round, f"{name} is {found} instead of {wanted.dtype}{list(wanted.shape)}")
         sums = self.read(round).checksums
-        if sums is not None and sums[part] != _checksum(arrays):
+        if sums is not None and sums.get(part) != _checksum(arrays):
             raise self._unreadable(round, "its arrays have changed since they were written")
         return arrays
 
     def _unreadable(self, step: int, reason: str) -> ConfigError:
         way = "without this folder, the run resumes from the one before"
-        if min(self.rounds()) >= step:
+        if min(self.rounds(), default=step) >= step:
             way = "there is no earlier one to resume from"
         return ConfigError("resume", str(self._path / str(step)), f"a readable checkpoint ({reason}); {way}")
 
