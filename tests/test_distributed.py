@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def launch():
     for process in started:
         process.kill()
         process.wait()
+        for file in process.printed:
+            file.close()
 
 
 def start(arguments):
@@ -75,17 +78,25 @@ def start(arguments):
             "SLURM_LOCALID": str(number),
         }
         command = [*COMMAND, *arguments, *where, "--distributed"]
-        new.append(
-            subprocess.Popen(
-                command, env={**environment, **slurm}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
-        )
+        # Not pipes: one that nobody reads is full some day, and a process that waits for it keeps the others waiting.
+        files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115  # `launch` closes them
+        process = subprocess.Popen(command, env={**environment, **slurm}, stdout=files[0], stderr=files[1])
+        process.printed = files
+        new.append(process)
     return new
+
+
+def ended_of(process):
+    """What a process printed, and its exit status, once it has ended."""
+    process.wait(timeout=300)
+    for file in process.printed:
+        file.seek(0)
+    return (*(file.read() for file in process.printed), process.returncode)
 
 
 def finish(processes):
     """What the processes printed, once all of them have ended well."""
-    ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
+    ended = [ended_of(process) for process in processes]
     assert all(code == 0 for *_, code in ended), ended
     return [out for out, *_ in ended]
 
@@ -124,10 +135,10 @@ def test_two_processes_of_two_devices_give_what_one_device_gives_also_after_an_i
     arguments = [str(CONFIG), *OVERRIDES, "training.rounds=100000", "run.eval_every=3", "--out", str(out)]
     processes = launch(arguments)
     while not (out / "checkpoints" / "3").exists():
-        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
+        assert not [ended_of(process) for process in processes if process.poll() is not None]
         time.sleep(0.05)
     processes[1].send_signal(signal.SIGTERM)  # one of them is enough
-    ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
+    ended = [ended_of(process) for process in processes]
     assert [code for *_, code in ended] == [128 + signal.SIGTERM] * 2, ended
     newest = max(int(path.name) for path in (out / "checkpoints").iterdir())
     printed = finish(launch(["--resume", str(out), f"training.rounds={newest + 3}"]))
