@@ -186,6 +186,7 @@ def test_a_variant_of_a_method_has_a_name_of_its_own(tmp_path):
             {"big": {"mu": 1.0}},
             r"methods = 'big' .*allowed: .*; or, of a variant, \{\"method\": \"fedprox\", \"mu\": 1.0\}",
         ),
+        ([len], r"methods = <built-in function len> .*allowed: .*; register_method gives a function a name"),
         ({"big": {"method": ["fedprox"]}}, r"methods\.big = \['fedprox'\] is not usable: did you mean fedprox"),
         ({"big": {"method": "fedprx"}}, r"methods\.big = 'fedprx' is not usable: did you mean fedprox\?"),
         (

@@ -815,6 +815,10 @@ def rows():
             r"the parameters that predict gets = \"KeyError\('\w+'\)\" .*: what personal makes of Update.post, or of",
         ),
         (
+            with_update(upload=lambda update: (update.upload, update.info.loss)),
+            r"the parameters that predict gets = \"TypeError\('tuple .*: what personal makes of Update.post, or of",
+        ),
+        (
             with_other(
                 local=lambda update: update._replace(diagnostics={"norm": 1.0}), diagnose=lambda _: {"norm": 2.0}
             ),

@@ -907,6 +907,7 @@ def damaged(home, name, text):
         (lambda home: str(home), "r", "paths = '.*' is not usable: directories, one by one"),
         (lambda home: home, "r", "paths = .* is not usable: directories, one by one"),
         (lambda home: [[home]], "r", "paths = .* is not usable: directories, one by one"),
+        (lambda home: [write(home / "run")], "r.pdf", r"out = '.*r\.pdf' is not usable: a file that ends in \.html"),
         (lambda home: [home], "empty", "out = '.*empty' is not usable: the name of a file"),
         (lambda home: [write(home / "run")], "file/r", "out = '.*' is not usable: a file that can be written"),
         (lambda home: [damaged(home, "metrics.jsonl", '{"round": 1\n')], "r", "metrics = .*: the metrics of a run"),

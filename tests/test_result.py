@@ -225,6 +225,7 @@ def test_a_newcomer_takes_the_steps_of_sgd(fedavg):
             layer["kernel"] = layer["kernel"] - 0.3 * into.T @ out
             layer["bias"] = layer["bias"] - 0.3 * out.sum(axis=0)
     model = result.adapt(x, y)
+    assert repr(model) == "TrainedModel: a client's model, with predict, predict_proba and params"
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), model.params, params)
     np.testing.assert_array_equal(model.predict(x), logits(params, x).argmax(axis=1))
     np.testing.assert_allclose(model.predict_proba(x), softmax(logits(params, x)), atol=1e-3)

@@ -8,6 +8,7 @@ import pytest
 from sklearn.metrics import f1_score
 
 from fedjax_pfl import Config, ConfigError, Result, Sweep, plot_clients, simulate
+from fedjax_pfl.cli.printing import print_summary
 from fedjax_pfl.data.intake import as_dataset
 from fedjax_pfl.experiment.build import attackers, divide
 from fedjax_pfl.experiment.html import partition_html
@@ -41,6 +42,13 @@ def config(method, out=None, **fields):
         run={"keep": "final", "client_history": True, "out": None if out is None else str(out)},
     )
     return made.replace(fields)
+
+
+def test_a_result_says_what_is_to_be_known_of_its_data(run, capsys):
+    _, result = run
+    assert f"\n  note: {NOTE}" in repr(result)
+    print_summary(result.summary, result.partition)
+    assert f"note: {NOTE}\n" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

@@ -55,8 +55,8 @@ def _that_fit(wide: Sequence[int], width: int) -> list[list[int]]:
     return tables
 
 
-def print_summary(summary: dict[str, Any]) -> None:
-    """Prints what a run came to."""
+def print_summary(summary: dict[str, Any], partition: dict[str, Any]) -> None:
+    """Prints what a run came to, and what is to be known of its data."""
     from rich.table import Table
 
     from fedjax_pfl.experiment import headline
@@ -74,7 +74,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         table.add_row(*row)
     console = _console(120)
     console.print(table)
-    for remark in headline.remarks(summary):
+    for remark in [*headline.remarks(summary), *headline.notes(partition)]:
         console.print(remark, highlight=False)
 
 
@@ -84,6 +84,7 @@ def print_partition(manifest: dict[str, Any]) -> None:
     from rich.cells import cell_len
     from rich.table import Table
 
+    from fedjax_pfl.experiment import headline
     from fedjax_pfl.experiment.html import SIZES
 
     columns: dict[str, list[str]] = {"client": [str(client) for client in range(len(manifest["sizes"]))]}
@@ -106,8 +107,8 @@ def print_partition(manifest: dict[str, Any]) -> None:
         for row in zip(*(entries[at] for at in part), strict=True):
             table.add_row(*row)
         console.print(table)
-    for note in manifest["notes"]:
-        console.print(f"note: {note}", highlight=False)
+    for note in headline.notes(manifest):
+        console.print(note, highlight=False)
     console.print(f"hash {manifest['hash']}", highlight=False, soft_wrap=True)
 
 

@@ -41,7 +41,8 @@ class Dataset(NamedTuple):
       divided: whether the data came already divided among clients. The clients are then the users; samples of user -1
         belong to no client.
       user_names: the name of each user; None if there are no users, or they have only numbers.
-      own: whether these are data from Python, whose test part the user may expect to be used for testing.
+      own: whether these are data from Python: labels may not be numbers of classes, and their test part may be expected
+        to be used for testing.
       left_out: names of what else the source has, which nothing reads; an error about missing data lists them.
     """
 

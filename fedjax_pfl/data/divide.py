@@ -225,8 +225,12 @@ def _notes(
         yield f'the users of {dataset.name} are not looked at: the partition is "{kind}", and theirs is "natural"'
     if dataset.own and not official and dataset.train_rows not in (None, len(dataset.labels)):
         yield 'the test part given is divided anew with the training part: data.split = "official" keeps it for testing'
-    if dataset.vocabulary is None and dataset.labels.min() == 1:
-        yield "class 0 has no sample; do the labels count from 1?"
+    if dataset.vocabulary is None:
+        empty = dataset.classes - len(np.unique(dataset.labels))
+        if dataset.own and empty > dataset.classes / 2:
+            yield f"{empty} of {dataset.classes} classes have no sample; are the labels the numbers of classes?"
+        elif dataset.labels.min() == 1:
+            yield "class 0 has no sample; do the labels count from 1?"
     if dataset.vocabulary is not None and (validation_share or not official):
         of = "validation" if official else "test"
         said = "if windows of the text overlap," if dataset.own else "windows of a text overlap:"
@@ -236,11 +240,15 @@ def _notes(
 
 
 def _of_untested(splits: Sequence[Split]) -> Iterator[str]:
-    """A note on the clients without test samples, if there are any."""
-    number = sum(not len(rows.test) for rows in splits)
-    if number:
-        who = f"{counted(number, 'client')} of {len(splits)}"
-        yield f"{who} without test samples: scores on test samples leave them out"
+    """Notes on the clients without test samples, and on those without validation samples where others have some."""
+    without = {"test": sum(not len(rows.test) for rows in splits)}
+    unvalidated = sum(not len(rows.validation) for rows in splits)
+    if unvalidated < len(splits):
+        without["validation"] = unvalidated
+    for use, number in without.items():
+        if number:
+            who = f"{counted(number, 'client')} of {len(splits)}"
+            yield f"{who} without {use} samples: scores on {use} samples leave them out"
 
 
 def _of_new(clients: int, new: int) -> Iterator[str]:

@@ -234,6 +234,7 @@ def _of_scoring(engine: Engine, server: PyTree, trained: tuple[PyTree, PyTree], 
         return scores_of(tally(checked, held), held.class_counts)
 
     def scores(view: PyTree, client: PyTree, x: Samples, y: Array, test: Clients) -> Scores:
+        params: PyTree = None
         try:
             params = method.personal(view, client)
             if params is None:
@@ -245,7 +246,9 @@ def _of_scoring(engine: Engine, server: PyTree, trained: tuple[PyTree, PyTree], 
             return tallied("predict", method.predict, params, x, y, test)
         except jax.errors.NonConcreteBooleanIndexError:  # an IndexError, too, but not of the parameters
             raise
-        except (AttributeError, IndexError, KeyError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            if isinstance(error, TypeError) and (params is None or isinstance(params, Mapping)):
+                raise  # of anything; a tuple that is read by names is of the parameters
             made = "what personal makes of Update.post, or of (upload, client) if post is not given"
             raise ConfigError(
                 "the parameters that predict gets", repr(error), f"{made}: predict must take it"

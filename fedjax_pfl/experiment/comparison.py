@@ -337,6 +337,8 @@ def _method(name: Any, options: Mapping[str, Any]) -> Any:
         load_entry_points()
     if not isinstance(method, str) or method not in METHODS:
         hint = '; or, of a variant, {"method": "fedprox", "mu": 1.0}' if options and "method" not in options else ""
+        if callable(method):
+            hint = "; register_method gives a function a name"
         raise ConfigError("methods" if method is name else f"methods.{name}", method, one_of(method, METHODS) + hint)
     if method != name and (name in METHODS or not isinstance(name, str) or not name.strip() or {*name} & {*"|\n"}):
         raise ConfigError("methods", name, f'a name of its own for a variant of {method}, without "|" and line breaks')

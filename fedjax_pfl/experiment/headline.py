@@ -86,6 +86,11 @@ def run_in_short(summary: Mapping[str, Any]) -> str:
     return f"{title(summary)}, seed {summary['seed']}\n  {', '.join(scores)}"
 
 
+def notes(partition: Mapping[str, Any]) -> list[str]:
+    """What is to be known of a run's data, line by line."""
+    return [f"note: {note}" for note in partition.get("notes", ())]  # version 0.1 may have none
+
+
 def runs_in_short(kind: str, cells: Sequence[Cell], point: str) -> str:
     """Many runs in two lines: their number, and the best one at an evaluation point within each data setting."""
     groups = [group for group in grouped(cells) if group.by_seed(point)]

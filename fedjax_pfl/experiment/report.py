@@ -90,12 +90,15 @@ def report(
       overwrite: whether to replace the file if it exists.
 
     Raises:
-      ConfigError: no run has begun there, a file of a run is damaged, or the report exists or cannot be written.
+      ConfigError: no run has begun there, a file of a run is damaged, or the report exists, cannot be
+        written or is no .html.
     """
     folders_of(paths)  # without them it does not matter where the report would go
     target = Path(os.path.expanduser(out))
     if target.is_dir():
         raise ConfigError("out", str(out), "the name of a file: this is a folder")
+    if target.suffix not in ("", ".html", ".htm"):
+        raise ConfigError("out", str(out), "a file that ends in .html: the report is a page for browsers")
     if target.exists() and not overwrite:
         raise ConfigError("out", str(out), "it exists; name another file, or replace it: overwrite=True, --overwrite")
     text = report_html(paths)

@@ -57,6 +57,10 @@ class TrainedModel:
     _logits: Callable[[PyTree, Shaped[np.ndarray, "batch ..."]], Float[Array, "batch classes"]]
     _data: DataShape
 
+    def __repr__(self) -> str:
+        whose = "the global model" if self.params is None else "a client's model"
+        return f"TrainedModel: {whose}, with predict, predict_proba and params"
+
     def predict(self, x: Shaped[np.ndarray, "n ..."]) -> Int[np.ndarray, " n"]:
         """The predicted class of each sample; -1 if the model has diverged and gives no prediction.
 

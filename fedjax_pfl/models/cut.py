@@ -123,10 +123,11 @@ def cut(network: Network, x: jax.ShapeDtypeStruct, features: str | None) -> Halv
     check_logits(network.name, calls[-1].out)
     layer = calls[at].name
     occurrence = sum(call.name == layer for call in calls[:at])
-    in_training = sum(call.name == layer for call in _calls(network, x, training=True))
-    if in_training != (often := sum(call.name == layer for call in calls)):
+    *_, in_training = training = _calls(network, x, training=True)
+    there = [call for call in training if call.name == layer]
+    if len(there) != (often := sum(call.name == layer for call in calls)):
         # Which of them is at the cut could only be guessed.
-        allowed = f"{layer}, before which it is cut, must be called as often in training ({in_training} times) as in"
+        allowed = f"{layer}, before which it is cut, must be called as often in training ({len(there)} times) as in"
         raise ConfigError("model", network.name, f"{allowed} evaluation ({often}): or cut it elsewhere (features=)")
 
     def at_the_cut(instead: Callable[[Any, Callable[[Any], Any]], Any]) -> Hook:
@@ -170,7 +171,8 @@ def cut(network: Network, x: jax.ShapeDtypeStruct, features: str | None) -> Halv
     if reads_x:
         raise ConfigError("model", network.name, f"the head from {layer} on reads the samples, too: {elsewhere}")
     of_head = [name for name in shapes if any(jax.tree.leaves(right[name]))]
-    alone = calls[at].out is calls[-1].out and of_head == [layer]
+    last = calls[at].out is calls[-1].out and there[occurrence].out is in_training.out
+    alone = last and of_head == [layer]
     linear = network.linear(layer, calls[at].layer) if alone else None
 
     def whole(part: Params) -> Params:
@@ -262,6 +264,18 @@ def reads(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
     return shapes, jax.tree.unflatten(jax.tree.structure(args), used)
+
+
+def same_work(one: Callable[..., Any], other: Callable[..., Any], *args: Any) -> bool:
+    """Whether two functions compute what they return by the same operations."""
+    return _work(one, args) == _work(other, args)
+
+
+def _work(fn: Callable[..., Any], args: Sequence[Any]) -> str:
+    traced = jax.make_jaxpr(fn)(*args).jaxpr
+    needed, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
+    read = {id(value) for values in (*(step.invars for step in needed.eqns), needed.outvars) for value in values}
+    return str(needed.replace(constvars=[value for value in needed.constvars if id(value) in read]))
 
 
 def check_features(what: str, z: Any) -> None:

@@ -16,12 +16,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Key, Shaped
 
 from fedjax_pfl.errors import ConfigError, first_line
 from fedjax_pfl.models.apart import check_apart
 from fedjax_pfl.models.base import Maps, Mask, Model, Params, normalised
-from fedjax_pfl.models.cut import Halves, Network, check_logits, check_rows, cut, has_statistics, pair, reads
+from fedjax_pfl.models.cut import Halves, Network, check_logits, check_rows, cut, has_statistics, pair, reads, same_work
 from fedjax_pfl.models.linen import LinenNetwork
 from fedjax_pfl.models.passes import differs, model_pass
 from fedjax_pfl.models.randomness import step_key
@@ -356,8 +356,22 @@ def _checked(name: str, halves: Halves, x: jax.ShapeDtypeStruct, classes: int) -
         allowed = "it draws random numbers in evaluation, too: switch dropout by a flag of __call__, such as train"
         raise ConfigError("model", name, allowed)
     if reads(halves.classify, phi, z, mask, key)[1][-1]:
-        allowed = "dropout behind the cut: the head is not told which pass it is in; cut behind the dropout (features=)"
+        allowed = (
+            "dropout behind the cut: the head is not told which pass it is in; cut behind it (features=), or omit it"
+        )
         raise ConfigError("model", name, allowed)
+
+    def in_training(phi: Params, z: Array, key: Key[Array, ""], mask: Array) -> Array:
+        logits: Array = halves.classify(phi, z, mask, key)
+        return logits
+
+    def in_evaluation(phi: Params, z: Array, key: Key[Array, ""], mask: Array) -> Array:
+        logits: Array = halves.classify(phi, z, None, key)
+        return logits
+
+    if not same_work(in_training, in_evaluation, phi, z, key, mask):
+        allowed = "a head that does the same in training and evaluation: it is not told which pass it is in"
+        raise ConfigError("model", name, f"{allowed}; cut behind what differs (features=)")
     check_logits(name, logits)
     check_rows(name, "logits", logits, x)
     if logits.shape[1] != classes:

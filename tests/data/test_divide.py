@@ -72,6 +72,24 @@ def test_labels_that_count_from_1_are_noted():
     ]
 
 
+def test_classes_without_samples_are_counted():
+    assert divided(MERGED._replace(labels=TEN * 10, classes=91, own=True))[1]["notes"] == [
+        "81 of 91 classes have no sample; are the labels the numbers of classes?"
+    ]
+
+
+def test_clients_without_validation_samples_are_counted_where_others_have_some():
+    users = np.where(np.arange(SAMPLES) < SAMPLES - 2, 0, 1)  # two samples are too few for a part of their own
+
+    def notes(share):
+        return divided(MERGED._replace(users=users), "natural", clients=2, validation_share=share)[1]["notes"]
+
+    assert [note for note in notes(0.2) if "validation" in note] == [
+        "1 client of 2 without validation samples: scores on validation samples leave them out"
+    ]
+    assert not any("validation" in note for note in notes(0.0))
+
+
 def test_a_test_part_from_python_that_is_divided_anew_is_noted():
     given = PARTS._replace(own=True)
     (note,) = divided(given)[1]["notes"]

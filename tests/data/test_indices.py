@@ -113,7 +113,7 @@ def test_row_lists_are_the_clients_and_are_split_as_ever(tmp_path):
     assert [sorted(np.concatenate(split).tolist()) for split in holdings.splits] == [sorted(rows) for rows in LISTS]
     assert record["n_test"] == [1, 2, 1, 1]
     assert record["n_validation"] == [1, 1, 0, 0]
-    assert record["notes"] == []
+    assert record["notes"] == ["2 clients of 4 without validation samples: scores on validation samples leave them out"]
     official, _ = from_file(path, split="official")
     assert [sorted(split.train.tolist()) for split in official.splits] == [sorted(rows) for rows in LISTS]
     assert min(min(split.test) for split in official.splits) >= TRAIN_ROWS
@@ -125,7 +125,8 @@ def test_clients_of_a_file_may_have_one_row_or_no_test_row(tmp_path):
     _, record = from_file(lists, clients=3, validation_share=0.4)
     assert (record["n_train"], record["n_validation"], record["n_test"]) == ([2, 1, 1], [1, 0, 0], [1, 0, 1])
     untested = "1 client of 3 without test samples: scores on test samples leave them out"
-    assert record["notes"] == [untested]
+    unvalidated = "2 clients of 3 without validation samples: scores on validation samples leave them out"
+    assert record["notes"] == [untested, unvalidated]
     assert min(from_file(lists, clients=3, split="official")[1]["n_test"]) == 1  # drawn from the test part for each
     run = write(tmp_path / "run.npz", train=[3, 1, 4], train_offsets=[0, 1, 2, 3], test=[7], test_offsets=[0, 0, 1, 1])
     holdings, record = from_file(run, clients=3)

@@ -585,6 +585,15 @@ def test_an_nnx_module_may_be_given_its_randomness_when_it_is_called():
     )
 
 
+class NNXDroppedLast(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden, self.out = nnx.Linear(16, 6, rngs=rngs), nnx.Linear(6, CLASSES, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.out(self.hidden(x.reshape(len(x), -1))))
+
+
 class NNXOneName(nnx.Module):
     def __init__(self, rngs):
         self.conv = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
@@ -1581,8 +1590,32 @@ MISTAKES = {
     "dropout_in_the_head": (
         net(dropped_late),
         "Dense_0",
-        "model = 'Net' is not usable: dropout behind the cut: the head is not told which pass it is in; cut behind the "
-        "dropout (features=)",
+        "model = 'Net' is not usable: dropout behind the cut: the head is not told which pass it is in; cut behind it "
+        "(features=), or omit it",
+    ),
+    "dropout_after_the_last_layer": (
+        net(lambda self, x, train=False: nn.Dropout(0.5, deterministic=not train)(nn.Dense(3)(nn.Dense(4)(flat(x))))),
+        None,
+        "model = 'Net' is not usable: dropout behind the cut: the head is not told which pass it is in; cut behind it "
+        "(features=), or omit it",
+    ),
+    "nnx_dropout_after_the_last_layer": (
+        NNXDroppedLast,
+        None,
+        "model = 'NNXDroppedLast' is not usable: dropout behind the cut: the head is not told which pass it is in; cut "
+        "behind it (features=), or omit it",
+    ),
+    "sharper_logits_in_training": (
+        net(lambda self, x, train=False: nn.Dense(3)(nn.Dense(4)(flat(x))) * (20 if train else 1)),
+        None,
+        "model = 'Net' is not usable: a head that does the same in training and evaluation: it is not told which pass "
+        "it is in; cut behind what differs (features=)",
+    ),
+    "pair_whose_head_is_sharper_in_training": (
+        (Flat(), net(lambda self, z, train=False: nn.Dense(CLASSES)(z) * (20 if train else 1))()),
+        None,
+        "model = '(Flat, Net)' is not usable: a head that does the same in training and evaluation: it is not told "
+        "which pass it is in; cut behind what differs (features=)",
     ),
     "norm_in_the_head": (
         net(normed_late),
