@@ -248,7 +248,7 @@ def _of_scoring(engine: Engine, server: PyTree, trained: tuple[PyTree, PyTree], 
             raise
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             if isinstance(error, TypeError) and (params is None or isinstance(params, Mapping)):
-                raise  # of anything; a tuple that is read by names is of the parameters
+                raise  # it has some other cause than a tuple that predict reads by names
             made = "what personal makes of Update.post, or of (upload, client) if post is not given"
             raise ConfigError(
                 "the parameters that predict gets", repr(error), f"{made}: predict must take it"

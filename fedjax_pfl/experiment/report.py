@@ -91,7 +91,7 @@ def report(
 
     Raises:
       ConfigError: no run has begun there, a file of a run is damaged, or the report exists, cannot be
-        written or is no .html.
+        written or has another suffix than .html.
     """
     folders_of(paths)  # without them it does not matter where the report would go
     target = Path(os.path.expanduser(out))

@@ -123,7 +123,7 @@ def cut(network: Network, x: jax.ShapeDtypeStruct, features: str | None) -> Halv
     check_logits(network.name, calls[-1].out)
     layer = calls[at].name
     occurrence = sum(call.name == layer for call in calls[:at])
-    *_, in_training = training = _calls(network, x, training=True)
+    *_, trained = training = _calls(network, x, training=True)
     there = [call for call in training if call.name == layer]
     if len(there) != (often := sum(call.name == layer for call in calls)):
         # Which of them is at the cut could only be guessed.
@@ -171,7 +171,7 @@ def cut(network: Network, x: jax.ShapeDtypeStruct, features: str | None) -> Halv
     if reads_x:
         raise ConfigError("model", network.name, f"the head from {layer} on reads the samples, too: {elsewhere}")
     of_head = [name for name in shapes if any(jax.tree.leaves(right[name]))]
-    last = calls[at].out is calls[-1].out and there[occurrence].out is in_training.out
+    last = calls[at].out is calls[-1].out and there[occurrence].out is trained.out
     alone = last and of_head == [layer]
     linear = network.linear(layer, calls[at].layer) if alone else None
 
