@@ -419,6 +419,11 @@ CASES = {
         "calibration.samples_per_class = 100 is not usable: 0 for fedper: only a global model that is scored as it is "
         "broadcast can be calibrated",
     ),
+    "calibration on top of calibration": (
+        "run config.toml method.name=ccvr calibration.samples_per_class=8",
+        "calibration.samples_per_class = 8 is not usable: 0 for ccvr: its global model is calibrated already, by "
+        "options of its own",
+    ),
     "calibration in the clear beside privacy": (
         "run config.toml calibration.samples_per_class=100 privacy.clip=1.0 privacy.noise=1.0",
         "calibration.samples_per_class = 100 is not usable: 0 with privacy.clip: clients would send statistics of "

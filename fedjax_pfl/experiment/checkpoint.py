@@ -150,7 +150,9 @@ class Checkpoints:
           ConfigError: the checkpoint has none, or it cannot be read.
         """
         if not (self._path / str(round) / "best").is_dir():
-            allowed = '"final" or "none" for this run: it was begun so, and has not kept the best state so far'
+            allowed = (
+                '"final" or "none" for this run: it was begun or continued so, and has not kept the best state so far'
+            )
             raise ConfigError("run.keep", "best", allowed)
         best: Best = self._arrays(round, "best", Best(np.zeros((), np.int32), like))
         return best

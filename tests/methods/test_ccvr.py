@@ -149,9 +149,10 @@ def test_a_client_sends_count_mean_and_half_a_covariance_of_each_class(model, tr
 
 
 def test_only_a_global_model_that_is_not_calibrated_yet_can_be(model, model_with_projection, trainer):
-    for host in (fedper(model, trainer), ccvr(model, trainer)):
-        with pytest.raises(ValueError, match="only a global model that is scored as it is broadcast"):
-            calibrated(host, model, **CALIBRATION)
+    with pytest.raises(ValueError, match="only a global model that is scored as it is broadcast"):
+        calibrated(fedper(model, trainer), model, **CALIBRATION)
+    with pytest.raises(ValueError, match="its global model is calibrated already"):
+        calibrated(ccvr(model, trainer), model, **CALIBRATION)
     with pytest.raises(ValueError, match="what it broadcasts is not an extractor with a head"):
         calibrated(fedbabu(model, trainer), model, **CALIBRATION)
     # It sends each client an encoder of its own, and to all an extractor without one.

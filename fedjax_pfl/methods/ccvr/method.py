@@ -72,7 +72,9 @@ def calibrated(host: Method, model: Model, train_server: Trainer, *, samples_per
     Raises:
       ValueError: the host has no such model, or already calibrates it.
     """
-    if host.global_predict is None or host.calibrate is not None:
+    if host.calibrate is not None:
+        raise ValueError("its global model is calibrated already, by options of its own")
+    if host.global_predict is None:
         raise ValueError("only a global model that is scored as it is broadcast can be calibrated")
     server, _ = jax.eval_shape(lambda key: host.init(key, 2), jax.random.key(0))
     whole: Any = jax.tree.structure(jax.eval_shape(model.init, jax.random.key(0)))
