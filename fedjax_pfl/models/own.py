@@ -361,15 +361,11 @@ def _checked(name: str, halves: Halves, x: jax.ShapeDtypeStruct, classes: int) -
         )
         raise ConfigError("model", name, allowed)
 
-    def in_training(phi: Params, z: Array, key: Key[Array, ""], mask: Array) -> Array:
-        logits: Array = halves.classify(phi, z, mask, key)
-        return logits
-
-    def in_evaluation(phi: Params, z: Array, key: Key[Array, ""], mask: Array) -> Array:
+    def in_evaluation(phi: Params, z: Array, mask: Array, key: Key[Array, ""]) -> Array:
         logits: Array = halves.classify(phi, z, None, key)
         return logits
 
-    if not same_work(in_training, in_evaluation, phi, z, key, mask):
+    if not same_work(halves.classify, in_evaluation, phi, z, mask, key):
         allowed = "a head that does the same in training and evaluation: it is not told which pass it is in"
         raise ConfigError("model", name, f"{allowed}; cut behind what differs (features=)")
     check_logits(name, logits)
