@@ -367,6 +367,14 @@ def test_a_table_says_if_its_runs_were_made_with_several_versions():
     assert "Several versions" not in synthetic().markdown()
 
 
+def test_a_table_says_once_what_is_to_be_known_of_the_data():
+    notes = {0: ["some users"], 1: ["some users", "one client is short"], 2: ["some users", "one client is short"]}
+    cells = [cell._replace(summary={**cell.summary, "notes": notes[cell.seed]}) for cell in synthetic().cells]
+    said = [line for line in Comparison(config(), cells, "local").markdown().splitlines() if "**Data**" in line]
+    assert said == ["**Data**: some users", "**Data**: one client is short (seed 1; seed 2)"]
+    assert "**Data**" not in synthetic().markdown(), "version 0.1 recorded none"
+
+
 def test_differences_are_the_tables_as_numbers():
     table = synthetic()
     found = table.differences().set_index("method")

@@ -180,6 +180,7 @@ def test_tables_and_files_have_nothing_where_nothing_is_scored(run, folder):
     scored = {row["client"] for row in csv.DictReader((folder / name / "labels.csv").read_text().splitlines())}
     assert scored == set(map(str, np.flatnonzero(~untested)))
     assert json.loads((folder / name / "partition.json").read_text())["notes"] == result.partition["notes"]
+    assert result.summary["notes"] == result.partition["notes"]
     again = Result.load(folder / name, HOSPITALS)
     np.testing.assert_array_equal(again.clients["pre_accuracy"], result.clients["pre_accuracy"])
 

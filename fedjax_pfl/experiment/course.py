@@ -202,6 +202,7 @@ def _summary(
         "rounds": rounds,
         "seed": config.run.seed,
         "partition_hash": manifest["hash"],
+        "notes": manifest["notes"],
         "evaluated_on": config.data.evaluate_on,
         "majority_class": majority_class(manifest, config.data.evaluate_on, engine.new),
         "label_accuracy": label_accuracy(labels, program.data.classes, judged(manifest, engine.new)),

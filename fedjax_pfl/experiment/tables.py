@@ -243,6 +243,19 @@ def _guess_by_seed(group: Group) -> dict[int, float]:
     return {seed: 100 * guess["accuracy"] for seed, guess in guesses.items() if guess}
 
 
+def _of_data(cells: Sequence[Cell]) -> list[str]:
+    """The notes on the runs' data, each once; with the data settings and seeds that have it, if others do not."""
+    noted: dict[str, dict[str, None]] = {}
+    dealt = set()
+    for cell in cells:
+        if cell.summary:
+            own = show({field: value for field, value in cell.values.items() if is_of_data(field) or field == SEED})
+            dealt.add(own)
+            for note in cell.summary.get("notes", ()):  # version 0.1 has none
+                noted.setdefault(note, {})[own] = None
+    return [f"**Data**: {note}" + (f" ({'; '.join(of)})" if len(of) < len(dealt) else "") for note, of in noted.items()]
+
+
 def _mixed_versions(cells: Sequence[Cell]) -> list[str]:
     """A note on the versions with which the runs were made, if these differ."""
     environments = [cell.summary.get("environment", {}) for cell in cells if cell.summary]
@@ -316,6 +329,7 @@ def _notes(cells: Sequence[Cell], gaps: Sequence[_Gap], point: str) -> list[str]
         why += ", or no client is honest in both" if _attacked(cells) else ""
         notes.append(f"**Not compared**: {named}: {why}.")
     notes += _guesses(groups)
+    notes += _of_data(cells)
     notes += _mixed_versions(cells)
     if any(group.diverged for group in groups):
         notes.append(
