@@ -245,15 +245,17 @@ def _guess_by_seed(group: Group) -> dict[int, float]:
 
 def _of_data(cells: Sequence[Cell]) -> list[str]:
     """The notes on the runs' data, each once; with the data settings and seeds that have it, if others do not."""
+    settings: set[str] = set()
     noted: dict[str, dict[str, None]] = {}
-    dealt = set()
     for cell in cells:
         if cell.summary:
-            own = show({field: value for field, value in cell.values.items() if is_of_data(field) or field == SEED})
-            dealt.add(own)
+            setting = show({field: value for field, value in cell.values.items() if is_of_data(field) or field == SEED})
+            settings.add(setting)
             for note in cell.summary.get("notes", ()):  # version 0.1 has none
-                noted.setdefault(note, {})[own] = None
-    return [f"**Data**: {note}" + (f" ({'; '.join(of)})" if len(of) < len(dealt) else "") for note, of in noted.items()]
+                noted.setdefault(note, {})[setting] = None
+    return [
+        f"**Data**: {note}" + (f" ({'; '.join(of)})" if len(of) < len(settings) else "") for note, of in noted.items()
+    ]
 
 
 def _mixed_versions(cells: Sequence[Cell]) -> list[str]:
