@@ -47,7 +47,7 @@ def config(method, out=None, **fields):
 def test_a_result_says_what_is_to_be_known_of_its_data(run, capsys):
     _, result = run
     assert f"\n  note: {NOTE}" in repr(result)
-    print_summary(result.summary, result.partition)
+    print_summary(result.summary)
     assert f"note: {NOTE}\n" in capsys.readouterr().out
 
 

@@ -55,7 +55,7 @@ def _that_fit(wide: Sequence[int], width: int) -> list[list[int]]:
     return tables
 
 
-def print_summary(summary: dict[str, Any], partition: dict[str, Any]) -> None:
+def print_summary(summary: dict[str, Any]) -> None:
     """Prints what a run came to, and what is to be known of its data."""
     from rich.table import Table
 
@@ -74,7 +74,7 @@ def print_summary(summary: dict[str, Any], partition: dict[str, Any]) -> None:
         table.add_row(*row)
     console = _console(120)
     console.print(table)
-    for remark in [*headline.remarks(summary), *headline.notes(partition)]:
+    for remark in [*headline.remarks(summary), *headline.notes(summary)]:
         console.print(remark, highlight=False)
 
 

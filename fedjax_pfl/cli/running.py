@@ -82,7 +82,7 @@ def run(
         progress: Any = None if quiet else "auto" if sys.stdout.isatty() else lines(loaded)
         result = simulate(loaded, overwrite=overwrite, resume=resume, progress=progress)
     if not quiet:
-        print_summary(result.summary, result.partition)
+        print_summary(result.summary)
         print(f"written to {folder}")
 
 

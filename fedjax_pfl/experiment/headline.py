@@ -86,9 +86,9 @@ def run_in_short(summary: Mapping[str, Any]) -> str:
     return f"{title(summary)}, seed {summary['seed']}\n  {', '.join(scores)}"
 
 
-def notes(partition: Mapping[str, Any]) -> list[str]:
-    """What is to be known of a run's data, line by line."""
-    return [f"note: {note}" for note in partition.get("notes", ())]  # version 0.1 may have none
+def notes(of: Mapping[str, Any]) -> list[str]:
+    """What is to be known of the data of a summary or partition, line by line."""
+    return [f"note: {note}" for note in of.get("notes", ())]  # version 0.1 may have none
 
 
 def runs_in_short(kind: str, cells: Sequence[Cell], point: str) -> str:

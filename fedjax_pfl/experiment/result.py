@@ -71,7 +71,7 @@ class Result:
     parts: OwnParts = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return "\n  ".join([headline.run_in_short(self.summary), *headline.notes(self.partition)])
+        return "\n  ".join([headline.run_in_short(self.summary), *headline.notes(self.summary)])
 
     def _repr_html_(self) -> str:
         said = [*headline.remarks(self.summary), *headline.caption(self.summary).split("\n")]
