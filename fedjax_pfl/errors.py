@@ -30,3 +30,11 @@ def one_of(given: object, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(given).lower(), folded, n=1, cutoff=0.75)
     meant = f"did you mean {folded[near[0]]}? " if near else ""
     return f"{meant}allowed: {', '.join(known) or 'none'}"
+
+
+def one_part_of(given: object, names: Iterable[str]) -> str:
+    """The text for an unknown name of a part, such as a method: as `one_of`, and when it may be one's own."""
+    text = one_of(given, names)
+    if not isinstance(given, str) or not text.startswith("allowed: "):
+        return text
+    return f"{text}; or your own, once registered in this process or offered by an installed package"

@@ -106,6 +106,7 @@ FILES = {
     "tune.toml": SWEEP + "[space]\ntraining.lr = [0.1]",
 }
 
+OWN = "; or your own, once registered in this process or offered by an installed package"
 METHOD_NAMES, MODEL_NAMES, KINDS = ", ".join(METHODS), ", ".join(MODELS), ", ".join(PARTITIONS)
 SECTIONS = (
     "protocol, data, model, method, training, finetune, calibration, participation, aggregation, attack, compression, "
@@ -163,7 +164,7 @@ CASES = {
     ),
     "compare an unknown method": (
         "compare config.toml --methods fedavg,fedsgd",
-        f"methods = 'fedsgd' is not usable: allowed: {METHOD_NAMES}",
+        f"methods = 'fedsgd' is not usable: allowed: {METHOD_NAMES}{OWN}",
     ),
     "compare a method with itself": (
         "compare config.toml --methods fedavg,fedavg",
@@ -232,7 +233,7 @@ CASES = {
     # Names
     "unknown method": (
         "run config.toml method.name=fedsgd",
-        f"method.name = 'fedsgd' is not usable: allowed: {METHOD_NAMES}",
+        f"method.name = 'fedsgd' is not usable: allowed: {METHOD_NAMES}{OWN}",
     ),
     "several methods in a run": (
         'run config.toml \'method.name=["fedavg", "local"]\'',
@@ -242,7 +243,10 @@ CASES = {
         "run config.toml method.mu=0.1",
         "method.mu = 0.1 is not usable: no such key of fedavg; allowed: none",
     ),
-    "unknown model": ("run config.toml model.name=vgg", f"model.name = 'vgg' is not usable: allowed: {MODEL_NAMES}"),
+    "unknown model": (
+        "run config.toml model.name=vgg",
+        f"model.name = 'vgg' is not usable: allowed: {MODEL_NAMES}{OWN}",
+    ),
     "unknown partition": (
         "run config.toml data.partition.kind=dirichlett",
         f"data.partition.kind = 'dirichlett' is not usable: did you mean dirichlet? allowed: {KINDS}",

@@ -617,6 +617,10 @@ def test_ls_shows_how_far_runs_are(tmp_path, monkeypatch):
     assert str(damaged).startswith(
         f"metrics = '{tmp_path / 'b' / 'metrics.jsonl'}' is not usable: the metrics of a run"
     )
+    (tmp_path / "b" / "metrics.jsonl").unlink()
+    (tmp_path / "e" / "summary.json").write_text("[]")
+    damaged = invoke("ls", tmp_path).exception
+    assert str(damaged).startswith(f"summary = '{tmp_path / 'e' / 'summary.json'}' is not usable: the summary of a run")
     absent = invoke("ls", tmp_path / "absent").exception
     assert str(absent) == f"FOLDER = '{tmp_path / 'absent'}' is not usable: a folder that holds runs"
 

@@ -636,11 +636,13 @@ def write_run(folder, method, seed, accuracies, *, ended=True, counts=PARTITION[
     folder.mkdir(parents=True)
     changed = CONFIG.replace({"method.name": method, "run.seed": seed, "run.out": str(folder)})
     (folder / "config.toml").write_text(changed.to_toml())
-    (folder / "partition.json").write_text(json.dumps({**PARTITION, "class_counts": counts, "hash": str(counts)}))
+    held = {"class_counts": counts, "n_train": [sum(row) for row in counts], "n_test": [0] * len(counts)}
+    (folder / "partition.json").write_text(json.dumps({**PARTITION, **held, "hash": str(counts)}))
     lines = [{"round": 1 + at, "seconds": 1.0, "pre": {"accuracy": value}} for at, value in enumerate(accuracies)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if ended:
-        (folder / "summary.json").write_text(json.dumps(summary(accuracies[-1])))
+        ended_after = summary(accuracies[-1], rounds=len(accuracies), environment={})
+        (folder / "summary.json").write_text(json.dumps(ended_after))
         (folder / "clients.csv").write_text("client,pre_accuracy,post_accuracy\n0,0.5,0.25\n1,0.75,1.0\n")
 
 

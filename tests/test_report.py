@@ -917,6 +917,14 @@ def damaged(home, name, text):
             "r",
             "partition = .*: the partition of a run; .*config.toml --out",
         ),
+        (lambda home: [damaged(home, "partition.json", "[]")], "r", "partition = .*: the partition of a run"),
+        (
+            lambda home: [damaged(home, "partition.json", '{"hash": "a"}')],
+            "r",
+            "partition = .*: the partition of a run",
+        ),
+        (lambda home: [damaged(home, "summary.json", "7")], "r", "summary = .*: the summary of a run; without"),
+        (lambda home: [damaged(home, "summary.json", '{"rounds": 4}')], "r", "summary = .*: the summary of a run"),
         (lambda home: [damaged(home, "clients.csv", "a,b\n1\n")], "r", "clients = .*: the clients of a run"),
         (lambda home: [damaged(home, "config.toml", "[")], "r", "config file = .*not valid TOML"),
         (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedjax_pfl.data.dealing import counted
 from fedjax_pfl.data.sources import load
-from fedjax_pfl.errors import ConfigError, one_of
+from fedjax_pfl.errors import ConfigError, one_part_of
 from fedjax_pfl.experiment.build import make_engine, of_data, shape_of
 from fedjax_pfl.experiment.cells import check_lines, check_point, folder_of, run_cells
 from fedjax_pfl.experiment.config import Config, plain
@@ -339,7 +339,9 @@ def _method(name: Any, options: Mapping[str, Any]) -> Any:
         hint = '; or, of a variant, {"method": "fedprox", "mu": 1.0}' if options and "method" not in options else ""
         if callable(method):
             hint = "; register_method gives a function a name"
-        raise ConfigError("methods" if method is name else f"methods.{name}", method, one_of(method, METHODS) + hint)
+        raise ConfigError(
+            "methods" if method is name else f"methods.{name}", method, one_part_of(method, METHODS) + hint
+        )
     if method != name and (name in METHODS or not isinstance(name, str) or not name.strip() or {*name} & {*"|\n"}):
         raise ConfigError("methods", name, f'a name of its own for a variant of {method}, without "|" and line breaks')
     return method

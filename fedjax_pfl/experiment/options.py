@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from fedjax_pfl.errors import ConfigError, one_of
+from fedjax_pfl.errors import ConfigError, one_of, one_part_of
 from fedjax_pfl.experiment.registry import load_entry_points
 
 # Programs count in int32 and calculate in float32.
@@ -173,7 +173,7 @@ def choose(section: str, key: str, table: Mapping[str, Callable]) -> WrapValidat
             if name not in table and _RECORDED.get():
                 return _Part(section, {key: name, **options})
         if not isinstance(name, str) or name not in table:
-            raise ConfigError(field, name, one_of(name, table))
+            raise ConfigError(field, name, one_part_of(name, table))
         schema = options_model(name, table[name])
         options = _sequences_as(list, tuple | range, _unset(options, schema), schema)
         options = _sequences_as(tuple, list, options, schema)

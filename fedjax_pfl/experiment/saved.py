@@ -4,7 +4,7 @@ import json
 import shlex
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,9 @@ FREE = (
     "run.keep",
     "run.client_history",
 )
+# What every version writes and readers go by.
+_SUMMARY = ("headline", "rounds", "personal", "global", "timing", "traffic", "environment")
+_PARTITION = ("hash", "class_counts", "n_train", "n_test", "notes")
 
 
 def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]] | None:
@@ -54,10 +57,11 @@ def complete_run(config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray],
     check_alike(old, config, config.run.out)
     if not (path / "summary.json").exists():
         return None
-    summary, rounds = read_part("summary", path / "summary.json", lambda text: ((of := json.loads(text)), of["rounds"]))
+    summary = read_part("summary", path / "summary.json", _object(*_SUMMARY))
     history = read_part("metrics", path / "metrics.jsonl", _history)
     clients = read_part("clients", path / "clients.csv", read_table)
     other_folder = f"as in the complete run in {config.run.out}, or another folder (out=, --out)"
+    rounds = summary["rounds"]
     if rounds < config.training.rounds and any((path / CHECKPOINTS).glob("*")):
         return None  # it goes on from there
     if rounds != config.training.rounds:
@@ -122,7 +126,7 @@ def read_run(folder: Path) -> tuple[Config, dict[str, Any]]:
         raise ConfigError("directory", str(folder), f"a run that has ended; {how}")
     history = read_part("metrics", folder / "metrics.jsonl", _history)
     found = {
-        "summary": read_part("summary", folder / "summary.json", json.loads),
+        "summary": read_part("summary", folder / "summary.json", _object(*_SUMMARY)),
         "history": history,
         "clients": read_part("clients", folder / "clients.csv", read_table),
         "labels": read_part("labels", folder / "labels.csv", read_table),
@@ -167,7 +171,7 @@ def read_begun(folder: Path) -> Begun:
     metrics = folder / "metrics.jsonl"
     partition = _partition_in(folder)
     if (folder / "summary.json").exists():
-        summary = read_part("summary", folder / "summary.json", json.loads)
+        summary = read_part("summary", folder / "summary.json", _object(*_SUMMARY))
         clients = read_part("clients", folder / "clients.csv", read_table)
         return Begun(folder, config, partition, read_part("metrics", metrics, _history), clients, summary)
     history = read_part("metrics", metrics, _history_so_far) if metrics.exists() else {}
@@ -259,7 +263,7 @@ def runs_in(folder: Path) -> list[Listed]:
         accuracy = {point: last[point]["accuracy"] for point in POINTS if point in last}
         run, config = RunDirectory(path, resume=True), _tables_in(path)
         begun = run.begun or (path / LOCK).exists()
-        summary = read_part("summary", path / "summary.json", json.loads) if run.complete else {}
+        summary = read_part("summary", path / "summary.json", _object()) if run.complete else {}
         diverged = summary.get("diverged_round") is not None
         found.append(Listed(path, config, last["round"], run.complete, accuracy, begun, diverged))
     return found
@@ -276,6 +280,18 @@ def _tables_in(folder: Path) -> dict[str, Any]:
     if missing := {"data.source", "method.name", "training.rounds", "run.seed"} - flat(tables).keys():
         raise ConfigError("config file", str(path), f"the config of a run: it has no {', '.join(sorted(missing))}")
     return tables
+
+
+def _object(*fields: str) -> Callable[[str], dict[str, Any]]:
+    """What reads a JSON object that has these fields, for `read_part`."""
+
+    def parse(text: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(text)
+        if not isinstance(found, dict) or set(fields) - found.keys():
+            raise ValueError
+        return found
+
+    return parse
 
 
 def _newest(text: str) -> Line:
@@ -300,7 +316,7 @@ def _history_so_far(text: str) -> dict[str, np.ndarray]:
 def _partition_in(folder: Path) -> dict[str, Any]:
     config = shlex.quote(str(folder / "config.toml"))
     anew = f"`fedjax-pfl partition {config} --out FOLDER` writes the same file again"
-    partition: dict[str, Any] = read_part("partition", folder / "partition.json", json.loads, anew)
+    partition: dict[str, Any] = read_part("partition", folder / "partition.json", _object(*_PARTITION), anew)
     return partition
 
 
