@@ -54,6 +54,11 @@ def test_lines_come_before_the_first_evaluation_and_say_how_long_is_left(monkeyp
     ]
 
 
+def summary(rounds):
+    empty = {"personal": {}, "timing": {}, "traffic": {}, "environment": {}}
+    return {"headline": "pre", "rounds": rounds, "global": None, **empty}
+
+
 def runs_in(folder):
     """Three runs, with files as they are once the first is complete, and the second may go on to more rounds."""
     runs = [CONFIG.replace({"run.seed": seed, "run.out": str(folder / str(seed))}) for seed in range(3)]
@@ -61,7 +66,7 @@ def runs_in(folder):
         out = Path(run.run.out)
         out.mkdir()
         (out / "config.toml").write_text(run.replace("training.rounds", rounds).to_toml())
-        (out / "summary.json").write_text(json.dumps({"rounds": rounds}))
+        (out / "summary.json").write_text(json.dumps(summary(rounds)))
         (out / "metrics.jsonl").write_text(json.dumps({"round": rounds, "pre": {"accuracy": 0.5}}))
         (out / "clients.csv").write_text("client,pre_accuracy\n0,0.5\n")
         (out / "checkpoints" / str(rounds)).mkdir(parents=True)
@@ -79,7 +84,7 @@ def test_complete_runs_of_a_job_that_is_queued_again_are_taken_as_they_are(tmp_p
     monkeypatch.setattr(worker, "drive", drive)
     complete, *others = worker.run_program(runs, lambda: None, print)
     assert (driven, others) == ([[1, 2]], [FINISHED] * 2)
-    assert complete.summary == {"rounds": 600}
+    assert complete.summary == summary(600)
     assert complete.history["pre.accuracy"].tolist() == [0.5]
     assert worker.run_program(runs[:1], lambda: None, print)[0].summary == complete.summary
     (other,) = worker.run_program([runs[0].replace("training.lr", 0.7)], lambda: None, print)
