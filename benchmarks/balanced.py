@@ -34,7 +34,7 @@ def balanced(data: Dataset, rows: Int[np.ndarray, " n"]) -> Int[np.ndarray, "cla
 
 
 def columns_of(counts: Int[np.ndarray, "clients classes"]) -> dict[str, Bool[np.ndarray, "clients classes"]]:
-    """Which classes of a client belong to a column; the last column has its most frequent class alone."""
+    """Which classes of a client belong to a column; the last two have its most frequent class, and all of them."""
     most = counts == counts.max(axis=1, keepdims=True)
     found = {name: (low <= counts) & (counts <= high) for name, (low, high) in COLUMNS.items()}
     return {**found, "the most frequent": most, "all": np.full_like(most, True)}
