@@ -1,4 +1,4 @@
-"""The scripts in `benchmarks/` that go through all methods can do so; `tables` has a file of its own."""
+"""The scripts in `benchmarks/` that go through all methods, and `balanced`; `tables` has a file of its own."""
 
 import ast
 from pathlib import Path

@@ -3,7 +3,7 @@
 import enum
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -158,6 +158,37 @@ def test_a_model_from_python_is_called_as_in_the_source_and_cut_where_it_is_said
             assert found.model["name"] == name
     with with_parts(config(), model=Net(), features="Dense_0"):
         assert MODELS["Net"] is own_model(Net(), features="Dense_0")
+
+
+def test_a_part_from_python_comes_before_what_the_config_says_of_it():
+    @register_model("Net")
+    class Net(nn.Module):
+        width: int = 4
+        depth: int = 1
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(10)(nn.relu(nn.Dense(self.width)(x.reshape(len(x), -1))))
+
+    def slow(model, train, *, step: float = 0.5, every: int = 1) -> Method:
+        return fedavg(model, train)
+
+    register_method("slow")(slow)
+    said = config({"model.name": "Net", "model.depth": 2, "method.name": "slow", "method.every": 3})
+    with with_parts(said, method=partial(slow, step=0.9)) as found:
+        assert found.method == {"name": "slow", "step": 0.9, "every": 3}
+    with with_parts(config(), method=partial(slow, step=0.9)) as found:
+        assert found.method == {"name": "slow", "step": 0.9, "every": 1}
+    for model, options in {
+        Net: {"width": 4, "depth": 2},
+        partial(Net, width=6): {"width": 6, "depth": 2},
+        partial(Net, 6): {"depth": 2},
+        Net(width=6): {},
+    }.items():
+        with with_parts(said, model=model) as found:
+            assert found.model == {"name": "Net", **options}
+    with pytest.raises(ConfigError, match=r"model\.width = 4 is not usable: no such key of Net; allowed: none"):
+        simulate(said)  # the name is that of an instance now
 
 
 def test_a_registered_method_is_known_to_configs_and_compiled_anew_when_registered_again(tmp_path, plain):
@@ -465,6 +496,10 @@ def of_paths(model, train, *, folder: Path = Path()):
     return fedprox(model, train)
 
 
+def of_none_in_a_list(model, train, *, decay: list[float | None] = (None, 0.5)):
+    return fedprox(model, train)
+
+
 def of_nested_lists(model, train, *, sizes: tuple[tuple[int, Color], ...] = ()):
     return fedprox(model, train)
 
@@ -494,6 +529,10 @@ MISTAKES = {
     "type that TOML does not have": (
         lambda: register_method("mine4")(of_paths),
         r"register_method = 'mine4' .*: a type that a config can hold for its option folder: bool, int, ",
+    ),
+    "None in a list": (
+        lambda: register_method("mine4")(of_none_in_a_list),
+        r"decay: .* tuples of them without None",
     ),
     "type within a type": (lambda: register_method("mine4")(of_nested_lists), r"can hold for its option sizes"),
     "name of the package": (lambda: register_method("fedavg")(mine), r"register_method = 'fedavg' .* another name"),
@@ -595,7 +634,7 @@ def test_a_tuple_is_a_list_in_files_and_the_run_goes_on(tmp_path):
 
     @register_model("mine_net")
     class Net(nn.Module):
-        widths: tuple[int, ...] = (8, 4)
+        widths: Sequence[int] = (8, 4)
         scale: tuple[float, float] | None = None
 
         @nn.compact

@@ -29,6 +29,7 @@ from fedjax_pfl.experiment.executors import _run_on_ray
 from fedjax_pfl.experiment.grid import _folder
 from fedjax_pfl.experiment.layout import lay_out
 from fedjax_pfl.experiment.programs import alike
+from fedjax_pfl.experiment.resume import RunPlace
 from fedjax_pfl.experiment.sweep import Sweep, _write_parquet
 from fedjax_pfl.experiment.tables import Cell
 
@@ -468,7 +469,13 @@ def test_a_sweep_file(swept, out, tmp_path):
     assert baseline["data.partition"] == {"kind": "dirichlet", "beta": 1.0} == grid["data.partition"][1]
     unknown = CliRunner().invoke(app, ["sweep", str(path), "--out", str(out), "--executor", "dask"])
     assert "executor = 'dask' is not usable" in str(unknown.exception)
-    for override, of in [("training.lr=0.7", text), ("method.name=local", text), ("method.mu = 1.0", of_prox)]:
+    of_both = of_prox.replace('["fedprox"]', '["fedavg", "fedprox"]')
+    for override, of in [
+        ("training.lr=0.7", text),
+        ("method.name=local", text),
+        ("method.mu = 1.0", of_prox),
+        ("fedprox.mu=0.5", of_both),
+    ]:
         other.write_text(of)
         field = override.partition("=")[0].strip()
         with pytest.raises(
@@ -657,6 +664,26 @@ def test_runs_that_are_added_do_not_throw_back_those_that_have_begun(tmp_path):
         assert (out / "metrics.jsonl").read_text().splitlines()[: len(lines) - 1] == lines[:-1]
     for cell, before in zip((more[0], more[2]), whole, strict=True):
         assert cell.history["pre.accuracy"].tolist() == before.history["pre.accuracy"].tolist()
+
+
+def test_a_run_that_has_just_begun_does_not_throw_back_complete_ones(saved, tmp_path, monkeypatch):
+    """The complete runs have a single checkpoint, of their last round; one was killed before its first checkpoint."""
+
+    def run_programs(executor, programs, data, report):
+        for number, configs in enumerate(programs):
+            places = [RunPlace(config, go_on=True) for config in configs]
+            together.append((len(configs), set.intersection(*(place.beginnings() for place in places))))
+            yield number, ["not run"] * len(configs)
+
+    together, runs = [], sorted(shutil.copytree(saved, tmp_path / "out").glob("*/"))
+    for run in runs:
+        shutil.rmtree(run / "checkpoints" / "2")
+    for name in ("metrics.jsonl", "summary.json"):
+        (runs[0] / name).unlink()
+    shutil.rmtree(runs[0] / "checkpoints")
+    monkeypatch.setattr("fedjax_pfl.experiment.cells.run_programs", run_programs)
+    sweep(saving().replace({"training.rounds": 6, "run.checkpoint_every": 3}), SAVING, out=tmp_path / "out")
+    assert together == [(1, {-1, 0}), (3, {3})]
 
 
 def test_a_run_whose_coefficient_is_0_is_what_it_is_alone(tmp_path):

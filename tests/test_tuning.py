@@ -4,6 +4,7 @@ import builtins
 import itertools
 import math
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -342,12 +343,16 @@ def test_a_trial_that_has_ended_is_in_no_mean_that_is_reported(monkeypatch):
         ({"progress": "auto"}, "progress = 'auto' is not usable: None or a function of a line of text"),
         ({"pruner": NopPruner}, r"pruner = <class '.*NopPruner'> is not usable: None or one of Optuna's, such as"),
         ({"sampler": "random"}, "sampler = 'random' is not usable: None or one of Optuna's, such as"),
+        (
+            {"storage": Path("study.db")},
+            r"storage = .*Path\('study.db'\) is not usable: None, a URL such as sqlite:///",
+        ),
     ],
 )
 def test_what_cannot_prune_sample_or_report_is_refused_before_a_trial_is_stored(given, message):
     storage = InMemoryStorage()
     with pytest.raises(ConfigError, match=message):
-        search(storage=storage, **given)
+        search(**{"storage": storage, **given})
     assert storage.get_all_studies() == []
 
 

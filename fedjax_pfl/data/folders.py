@@ -17,7 +17,7 @@ order of their names, numbers by value.
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 # Part -> the names of its folder, and of its list without the suffix; upper and lower case are the same.
 _PARTS = {"train": ("train", "tr"), "val": ("val", "valid", "validation"), "test": ("test", "te")}
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+_JPEG = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2")
+_SUFFIXES = (".png", *_JPEG, ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 GRAY = ("1", "L", "LA", "La")  # Pillow's modes with one channel of at most 8 bits, the others have colours
 _MAX_SIZE = 1024
 _LAYOUTS = (
@@ -157,10 +158,10 @@ def _by_class(folder: Path, source: str) -> list[_Sample]:
     for inside in _subfolders(folder):
         files = _image_files(inside) + _image_files(inside / "images")
         if not files:
-            _refuse(source, f"{inside} holds no images; expected is {_LAYOUTS}")
-        others = [other for other in _subfolders(inside) if other.name != "images" and _image_files(other)]
-        if others:
-            _refuse(source, f"{others[0]} holds images, in a folder of a class; expected is {_LAYOUTS}")
+            _refuse(source, f"{inside} holds no images ({', '.join(_SUFFIXES)}); expected is {_LAYOUTS}")
+        for below in _folders_below(inside):
+            if below != inside / "images" and _image_files(below):
+                _refuse(source, f"{below} holds images, in a folder of a class; expected is {_LAYOUTS}")
         samples += [_Sample(file, inside.name, str(inside)) for file in files]
     if not samples:
         _refuse(source, f"{folder} holds no folders of images; expected is {_LAYOUTS}")
@@ -226,6 +227,14 @@ def _entries(folder: Path) -> list[Path]:
 
 def _subfolders(folder: Path) -> list[Path]:
     return [entry for entry in _entries(folder) if entry.is_dir()]
+
+
+def _folders_below(folder: Path) -> Iterator[Path]:
+    """All folders below; what a link leads to is not searched further, as it may lead up again."""
+    for inside in _subfolders(folder):
+        yield inside
+        if not inside.is_symlink():
+            yield from _folders_below(inside)
 
 
 def _image_files(folder: Path) -> list[Path]:

@@ -34,7 +34,8 @@ class FederatedData:
       test_users: the same of the test part.
       clients: instead of users, the row numbers of each client, in their order; no row belongs to two, and some may
         belong to none. Rows of the test part are counted on from those of `x`.
-      name: what reports call the data; by default ``"arrays"``, or what the data source is called.
+      name: what the summary, ``print(result)`` and errors call the data; by default ``"arrays"``, or what the data
+        source is called.
       vocabulary: for text, the number of different tokens, at most 256; `x` is then tokens, whole numbers
         ``[train, length]`` from 0 to ``vocabulary - 1``. `char_lstm` needs 80, of which a text may use fewer.
     """
@@ -231,6 +232,8 @@ def _arrays(data: Sequence[Any], name: str, whose: str = "") -> list[np.ndarray]
 
 def _array(given: Any, what: str, name: str) -> np.ndarray:
     """The array that NumPy makes of it; a ConfigError for a list of unequal rows or a torch tensor on a GPU."""
+    if hasattr(given, "toarray"):  # of SciPy, which NumPy would take for one object
+        raise ConfigError("data", name, f"the {what} are a sparse matrix; give the array: .toarray()")
     if np.ma.is_masked(given):
         raise ConfigError("data", name, f"the {what} are a masked array with entries that are hidden; leave these out")
     try:

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,22 @@ def load_sweep(
         has = ", ".join(unknown or tables) or "nothing"
         allowed = f"config (a path), [grid]; optional: overrides, [baseline]; it has {has}"
         raise ConfigError("sweep file", str(path), allowed)
+    grid, chosen = flat(tables.get("grid", {})), tables.get("baseline")
+    _check_not_varied(overrides, grid, path)
     shared = Path(path).parent / os.path.expanduser(tables["config"])
     config = load_config(shared, tables.get("overrides", []), overrides)
-    grid, chosen = flat(tables.get("grid", {})), tables.get("baseline")
     name = config.method["name"]  # what a grid says of this method alone decides for it, too
-    decided = [*grid, *(f"method.{field.partition('.')[2]}" for field in grid if owner_of(field, [name]) == name)]
+    of_method = [f"method.{field.partition('.')[2]}" for field in grid if owner_of(field, [name]) == name]
+    _check_not_varied(overrides, of_method, path)
+    return config, grid, None if chosen is None else flat(chosen, values=grid)
+
+
+def _check_not_varied(overrides: Sequence[str], fields: Iterable[str], path: str | os.PathLike[str]) -> None:
     for override in overrides:
         given = override.partition("=")[0].strip()
-        if any(given == field or given.startswith(f"{field}.") for field in decided):
+        if any(given == field or given.startswith(f"{field}.") for field in fields):
             allowed = f"a field that [grid] does not give its values: change {given} there, in {path}"
             raise ConfigError("override", override, allowed)
-    return config, grid, None if chosen is None else flat(chosen, values=grid)
 
 
 def combinations(config: Config, grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

@@ -320,7 +320,7 @@ def _check(kind: str, name: str, part: Any) -> None:
         if key and (option == key or option.startswith("_") or hasattr(pydantic.BaseModel, option)):
             raise ConfigError(field, name, f"another name for its option {option}, which has a meaning in a config")
         if key and not is_plain(hints[option]):
-            allowed = "bool, int, float, str, None, a Literal, or lists or tuples of them"
+            allowed = "bool, int, float, str, None, a Literal, or lists or tuples of them without None"
             raise ConfigError(field, name, f"a type that a config can hold for its option {option}: {allowed}")
 
 

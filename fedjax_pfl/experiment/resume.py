@@ -97,12 +97,15 @@ class RunPlace:
         """Rounds after which the run can go on; -1 for the beginning of a run that has no checkpoint.
 
         Runs that share one can go on together. 0 is among them if the program may have been killed while it wrote its
-        first checkpoints: then all its runs can begin again together, and end with the same bits.
+        first checkpoints: then all its runs can begin again together, and end with the same bits. A complete run goes
+        on from its checkpoints alone.
         """
         found = set(self.found())
         if not found:
             return {-1, 0} if self._record is not None and self._record.started else {-1}
-        return found | {0} if found == {self._config.run.checkpoint_every} else found
+        assert self._record is not None
+        at_first = found == {self._config.run.checkpoint_every} and not self._record.complete
+        return found | {0} if at_first else found
 
     def read(self, round: int, manifest: dict[str, Any], like: Run) -> tuple[Saved, Run]:
         """The checkpoint of a round, which must be one of this run, and its arrays.

@@ -31,7 +31,8 @@ class Data(Section):
         partition ``natural``, has the test samples of its own user).
       test_part_share: share of each class that is set aside at random as the test part, before the partition; for
         ``official`` with a source that has no test part.
-      test_share: share of a client's samples that is held out for testing.
+      test_share: share of a client's samples that is held out for testing; without effect for ``official`` with
+        ``natural``, where a client is tested on all test samples of its user.
       test_classes: classes that a client is tested on: ``all`` that it holds, or the ``dominant`` ones, which make up
         more than an even share of its training samples; for ``official``, and a partition by labels.
       validation_share: share of a client's training samples that is held out for validation; methods may select on it.

@@ -118,7 +118,7 @@ def tune(
     check_config(config)
     check_lines(progress)
     distributions = distributions_of(space)
-    _check_parts(pruner, sampler)
+    _check_parts(pruner, sampler, storage)
     if metric not in _DIRECTIONS:
         raise ConfigError("metric", metric, f"one of {', '.join(_DIRECTIONS)}")
     if point is not None:
@@ -311,7 +311,7 @@ def _check(
         lay_out([own], dataset)
 
 
-def _check_parts(pruner: Any, sampler: Any) -> None:
+def _check_parts(pruner: Any, sampler: Any, storage: Any) -> None:
     """Checks what Optuna itself would only miss when it is used."""
     import optuna
 
@@ -321,6 +321,8 @@ def _check_parts(pruner: Any, sampler: Any) -> None:
     ):
         if part is not None and not isinstance(part, kind):
             raise ConfigError(name, part, f"None or one of Optuna's, such as {such}")
+    if storage is not None and not isinstance(storage, str | optuna.storages.BaseStorage):
+        raise ConfigError("storage", storage, "None, a URL such as sqlite:///study.db, or one of Optuna's storages")
 
 
 def _study(

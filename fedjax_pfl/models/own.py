@@ -8,7 +8,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NamedTuple
 
@@ -290,6 +290,7 @@ def _options(given: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
             allowed = f"a default for its argument {p.name} (an NNX module's randomness is called rngs)"
             raise ConfigError("model", name, f"{allowed}, or an instance: {name}(...)" if of_class else allowed)
     if of_class:
+        hints = {argument: _fixed(hint) for argument, hint in hints.items()}
         named = [p for p in named if is_plain(hints.get(p.name))]
     else:
         named = [p for p in named if p.kind is p.KEYWORD_ONLY]
@@ -297,14 +298,28 @@ def _options(given: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
     return options, takes_rngs
 
 
+def _fixed(hint: Any) -> Any:
+    """``Sequence[int]``, as Flax's users write it for the widths of layers, as ``tuple[int, ...]``; else the type."""
+    return types.GenericAlias(tuple, (*typing.get_args(hint), ...)) if typing.get_origin(hint) is Sequence else hint
+
+
 def is_plain(hint: Any) -> bool:
-    """Whether a config can hold values of this type: numbers, strings, flags, None, and lists or tuples of them."""
+    """Whether a config can hold values of this type: numbers, strings, flags, None, and lists or tuples of them.
+
+    TOML has no null: None is written ``"none"``, which cannot be told from a string within a list.
+    """
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return is_plain(of[0])
-    if origin in (list, tuple, typing.Union, types.UnionType):
-        return all(is_plain(part) for part in of if part is not ...)
+    if origin in (list, tuple):
+        return all(is_plain(part) and not _may_be_none(part) for part in of if part is not ...)
+    if origin in (typing.Union, types.UnionType):
+        return all(map(is_plain, of))
     return origin is typing.Literal or hint in (bool, int, float, str, types.NoneType)
+
+
+def _may_be_none(hint: Any) -> bool:
+    return hint in (None, types.NoneType) or any(map(_may_be_none, typing.get_args(hint)))
 
 
 def _described(factory: Callable[..., Any], given: Any, options: list[inspect.Parameter]) -> Callable[..., Any]:

@@ -64,6 +64,16 @@ def test_a_folder_per_class_sorted_by_name(tmp_path):
     assert (data.name, data.classes, data.train_rows) == ("pets", 2, None)
 
 
+def test_all_usual_suffixes_are_images_and_an_error_names_them(tmp_path):
+    usual = ["png", "jpg", "jpeg", "jpe", "jfif", "jp2", "bmp", "gif", "tif", "tiff", "webp", "ppm", "PNG"]
+    draw_all(tmp_path, *(f"{label}/{number}.{suffix}" for label in "ab" for number, suffix in enumerate(usual)))
+    draw(tmp_path / "c" / "1.png").tofile(tmp_path / "c" / "1.raw")
+    (tmp_path / "c" / "1.png").unlink()
+    assert refused(f"folder:{tmp_path}").startswith(f"{tmp_path}/c holds no images (.png, .jpg, .jpeg, .jpe, .jfif,")
+    shutil.rmtree(tmp_path / "c")
+    assert len(load(f"folder:{tmp_path}").labels) == 2 * len(usual)
+
+
 def test_numbers_are_sorted_by_value_and_train_can_be_a_class(tmp_path):
     draw_all(tmp_path, "10/a.png", "9/a.png", "9/b.png", "train/a.png", "car/a.png", "car/b.png", "car/c.png")
     data = load(f"folder:{tmp_path}")
@@ -256,6 +266,7 @@ def test_a_folder_may_have_a_question_mark_in_its_name(tmp_path):
         (["a/1.png"], "{root} has images of one class alone, 'a'"),
         (["a/1.png", "b/"], "{root}/b holds no images"),
         (["a/1.png", "b/1.png", "b/c/1.png"], "{root}/b/c holds images, in a folder of a class"),
+        (["a/1.png", "b/1.png", "b/c/d/1.png"], "{root}/b/c/d holds images, in a folder of a class"),
         (["data/a/1.png", "data/b/1.png"], "{root}/data holds no images"),
         (["train/a/1.png", "train/b/1.png", "test/a/1.png", "test/b/"], "{root}/test/b holds no images"),
         (["train/a/1.png", "train/b/1.png", "test/1.png"], "{root}/test holds no folders of images"),

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from scipy.sparse import csr_matrix
 from sklearn.datasets import load_breast_cancer, make_classification
 
 from fedjax_pfl import Config, ConfigError, FederatedData, simulate
@@ -296,6 +297,7 @@ MISTAKES = {
         r"one type and shape: those of client 0 are float64 \(7,\), and of client 1 float32 \(7,\)",
     ),
     "hidden samples": ((np.ma.masked_equal(NUMBERS, NUMBERS[0, 0]), Y), "the samples are a masked array with entries"),
+    "a sparse matrix": ((csr_matrix(NUMBERS), Y), r"the samples are a sparse matrix; give the array: \.toarray\(\)$"),
     "no labels": (FederatedData(NUMBERS, None), "FederatedData needs x and y"),
     "users and clients": (FederatedData(*PART, users=Y, clients=[[0, 1]]), "not both"),
     "users of too few": (FederatedData(*PART, users=Y[1:]), r"users must be integers or strings \[6\]"),

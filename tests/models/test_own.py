@@ -6,7 +6,7 @@ Held against NumPy, Flax's own ``apply``, and the package's `mlp` under the same
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Literal
 
@@ -1228,7 +1228,9 @@ def test_options_are_the_fields_of_plain_types_and_the_arguments_by_name_alone()
         widths: tuple[int, ...] = (4,)
         rate: float | None = None
         kind: Literal["a", "b"] = "a"
+        strides: Sequence[int] = (1, 2)
         depth: Annotated[int, Ge(1)] = 1
+        perhaps: tuple[int | None, ...] = (None,)
         activation: Callable = nn.relu
         mixed: tuple[int, Callable] = (1, nn.relu)
 
@@ -1236,7 +1238,8 @@ def test_options_are_the_fields_of_plain_types_and_the_arguments_by_name_alone()
         return Three(hidden=hidden)
 
     options = inspect.signature(own_model(Held)).parameters
-    assert list(options) == ["widths", "rate", "kind", "depth"]
+    assert list(options) == ["widths", "rate", "kind", "strides", "depth"]
+    assert options["strides"].annotation == options["widths"].annotation == tuple[int, ...]
     of_function = inspect.signature(own_model(made)).parameters
     assert list(of_function) == ["hidden"]
     assert options["depth"].annotation == of_function["hidden"].annotation == Annotated[int, Ge(1)]
