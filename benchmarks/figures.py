@@ -2,8 +2,8 @@
 
 ``FOLDER`` holds cifar10_20k.npz. The pictures are written to ``docs/assets/figures``; docs/figures.md explains them.
 With ``--work FOLDER2``, runs are kept there and not repeated. Runs are short, with one seed and a sixth of the paper's
-images: they show the form of a picture, and do not rank methods. Curves, and the accuracies of PGFedSplit's Fig. 4, come
-from the recorded runs in ``results/``.
+images: they show the form of a picture, and do not rank methods. Curves, and the bars of PGFedSplit's Fig. 4, come from
+the recorded runs in ``results/``.
 """
 
 import argparse
